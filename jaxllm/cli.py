@@ -114,7 +114,7 @@ def compile_(
     ] = None,
     save: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Compile every program of the run into DIR, for run.compilation_cache=DIR."),
+        typer.Option(metavar="DIR", help="Compile the run's programs into DIR, for run.compilation_cache=DIR."),
     ] = None,
     cache: CacheDir = None,
     no_cache: NoCache = False,
@@ -123,8 +123,8 @@ def compile_(
     """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
 
-    if save and (against or kernels or real_memory):
-        raise ConfigError("--save reports on no step: leave out --against, --kernels and --real-memory.")
+    if save and (against or kernels or real_memory or cache or no_cache):
+        raise ConfigError("--save makes no report: leave out --against, --kernels, --real-memory, --cache and --no-cache.")
     loaded = load(recipe)
     found = None if gpu is None else find_gpu(gpu)
     if save:

@@ -68,12 +68,15 @@ def has_backends() -> bool:
     return bool(getattr(xla_bridge, "_backends", None))
 
 
+_own_cache: dict[str, Any] = {}
+
+
 def keep_programs_in(store: Any) -> bool:
     """Makes `store` JAX's persistent compilation cache, and lets every process of a run write what it compiled. JAX lets only
     process 0, whose entries the others cannot find: on CPU the key contains the process, and a disk may be a host's own.
 
     Args:
-      store: a runtime.program_cache.ProgramStore; None: JAX's own files, where its options ask for a cache.
+      store: a runtime.program_cache.ProgramStore; None: JAX's own files again, where its options ask for a cache.
 
     Returns:
       Whether this JAX takes the store; with another one its own files stay.
@@ -81,8 +84,9 @@ def keep_programs_in(store: Any) -> bool:
     try:
         from jax._src import compilation_cache, compiler
 
-        put, _, _ = compilation_cache.put_executable_and_time, compilation_cache.get_file_cache, compiler._cache_write
-        reset = compilation_cache.reset_cache
+        put, reset = compilation_cache.put_executable_and_time, compilation_cache.reset_cache
+        _own_cache.setdefault("get", compilation_cache.get_file_cache)
+        _own_cache.setdefault("write", compiler._cache_write)
     except (ImportError, AttributeError):
         return False
 
@@ -96,8 +100,8 @@ def keep_programs_in(store: Any) -> bool:
             # JAX does the same: XLA cannot store every program.
             log.debug("%s is not stored: %s", name, error)
 
-    if store is not None:
-        compilation_cache.get_file_cache = lambda path: (store, path)
-        compiler._cache_write = write
+    is_own = store is None
+    compilation_cache.get_file_cache = _own_cache["get"] if is_own else lambda path: (store, path)
+    compiler._cache_write = _own_cache["write"] if is_own else write
     reset()
     return True

@@ -52,9 +52,11 @@ def read_bytes(path: Path, at_most: int = JSON_BYTES) -> bytes:
       RefusedInput: it is no regular file, or larger than `at_most` bytes.
     """
     with opened(path) as file:
-        if os.fstat(file.fileno()).st_size > at_most:
+        size = os.fstat(file.fileno()).st_size
+        if size > at_most:
             raise RefusedInput(_too_large(at_most))
-        return _bounded(file.read(at_most + 1), at_most)
+        # Python first allocates what may be read.
+        return _bounded(file.read(min(at_most, size) + 1), at_most)
 
 
 def opened(path: Path) -> BinaryIO:

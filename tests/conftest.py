@@ -35,7 +35,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     xla_flags.apply(RunConfig(cpu_devices=NUM_DEVICES))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    start_program_cache("auto", Path("unused"), os.environ)
+    start_program_cache("auto", Path, os.environ)
 
 
 def pytest_addoption(parser):
@@ -50,7 +50,7 @@ def pytest_sessionstart(session):
     """With xdist the main process does it for its workers."""
     folder = jax.config.jax_compilation_cache_dir
     if folder and not hasattr(session.config, "workerinput"):
-        prune(Path(folder), program_cache.LIMIT_BYTES)
+        prune(Path(folder).parent, program_cache.LIMIT_BYTES, unused_s=0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,6 @@ XLA needs a description of the GPU, its plugin and NVIDIA's assembler (extra `ao
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from jax.experimental import topologies
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.placement import mesh_on_hosts
+from jaxllm.runtime import program_cache
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train.build import build_training
 from jaxllm.train.run_programs import batch_layout
@@ -80,12 +79,7 @@ def can_compile_for_gpus() -> bool:
 
 def versions() -> list[str]:
     """Versions of the installed packages that compile: the CUDA plugin, cuDNN and the assembler."""
-    names = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
-    installed = []
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed.append(f"{name} {importlib.metadata.version(name)}")
-    return installed
+    return program_cache.versions("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
 
 
 def require_compiler(gpu: Gpu) -> None:

@@ -32,7 +32,7 @@ the folder that this one is installed in, and so this environment's JAX."""
 
 def is_stored(word: str) -> bool:
     """Whether a word of --against names the file of a report."""
-    return word.endswith(".json")
+    return word.endswith(".json") and "=" not in word
 
 
 def report_from_elsewhere(words: Sequence[str], arguments: Sequence[str]) -> CompileReport | None:

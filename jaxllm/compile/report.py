@@ -189,14 +189,19 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     devices = jax.devices()
     if real_memory:
         raise ConfigError("--real-memory is for GPUs named by --gpu: present devices have their own memory.")
-    if gpus not in (None, len(devices)):
-        here = "is 1 device" if len(devices) == 1 else f"are {len(devices)} devices"
-        raise ConfigError(f"There {here} here, not {gpus}: name a kind with --gpu to compile for others.")
+    require_present(gpus, devices)
     kind = devices[0].device_kind
     known = gpu_from_device_kind(kind)
     per_host, because = choose_gpus_per_host(len(devices), per_host, max(1, jax.local_device_count()), config.parallel)
     named = (known.name if known else kind, known.memory_bytes if known else None, capacity_of(devices[0]))
     return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
+
+
+def require_present(gpus: int | None, devices: Sequence[jax.Device]) -> None:
+    """Raises ConfigError if there are not as many devices here as asked for."""
+    if gpus not in (None, len(devices)):
+        here = "is 1 device" if len(devices) == 1 else f"are {len(devices)} devices"
+        raise ConfigError(f"There {here} here, not {gpus}: name a kind with --gpu to compile for others.")
 
 
 def _compile(

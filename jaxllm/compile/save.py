@@ -15,15 +15,16 @@ import jax
 from jax.experimental import serialize_executable
 
 from jaxllm.compile import aot
+from jaxllm.compile.report import require_present
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.display import readable
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed
-from jaxllm.runtime.program_cache import write_whole
+from jaxllm.runtime.program_cache import MANIFEST, write_whole
 from jaxllm.train.run_programs import run_programs
-from jaxllm.train.saved_programs import MANIFEST, Manifest, fingerprint, machine_of, read_manifest, store_of, unlike
+from jaxllm.train.saved_programs import Manifest, fingerprint, machine_of, read_manifest, store_of, unlike
 from jaxllm.untrusted import RefusedInput
 
 CUDNN = "__cudnn$"
@@ -53,11 +54,12 @@ def save_programs(
     Raises:
       ConfigError: the folder holds programs for other devices or versions, or cannot be written.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(folder)
     if gpu is None:
         # A program that was loaded from a cache cannot be stored again: XLA's CPU programs then lack functions (JAX 0.10.2).
         distributed.start(config.run.model_copy(update={"compilation_cache": "off"}))
         devices = jax.devices()
+        require_present(gpus, devices)
     else:
         distributed.start_without_devices(gpu, config.run.deterministic)
         gpus = require_devices(config, gpus)
@@ -67,10 +69,7 @@ def save_programs(
     mesh = mesh_on_hosts(config.parallel, devices)
     manifest = _manifest(folder, machine_of(mesh))
     manifest.config = config.model_dump(mode="json")
-    saved = list(_compile(config, mesh, folder, manifest, is_present=gpu is None))
-    if distributed.is_main_process():
-        write_whole(folder / MANIFEST, manifest.text().encode())
-    return saved
+    return list(_compile(config, mesh, folder, manifest, is_present=gpu is None))
 
 
 def _manifest(folder: Path, machine: dict[str, str]) -> Manifest:
@@ -90,7 +89,7 @@ def _manifest(folder: Path, machine: dict[str, str]) -> Manifest:
 def _compile(
     config: Config, mesh: jax.sharding.Mesh, folder: Path, manifest: Manifest, is_present: bool
 ) -> Iterator[SavedProgram]:
-    store = store_of(folder)
+    store, writes = store_of(folder), distributed.is_main_process()
     for program in run_programs(config, mesh):
         started = time.perf_counter()
         with jax.set_mesh(mesh):
@@ -103,11 +102,14 @@ def _compile(
         calls_cudnn = not is_present and CUDNN in (compiled.as_text() or "")
         content = b"" if calls_cudnn else serialize_executable.serialize(compiled)[0]
         compile_s = time.perf_counter() - started
-        if content and distributed.is_main_process():
+        if content and writes:
             store.put(key, content)
             if store.get(key) is None:
                 raise ConfigError(f"--save {folder} cannot be written: name another folder.")
-            manifest.programs[key] = program.name
+        (manifest.programs if content else manifest.left)[key] = program.name
+        if writes:
+            # At once: what is compiled stays, also if this is interrupted.
+            write_whole(folder / MANIFEST, manifest.text().encode())
         yield SavedProgram(program.name, compile_s, len(content), calls_cudnn)
 
 

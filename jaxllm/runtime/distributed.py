@@ -106,13 +106,19 @@ def _start_program_cache(wanted: str, launch: Launch | None, on_cpu: bool) -> No
     """On CPU each process has its own entries. On GPUs all must find the same ones, because those that compile share out the
     timing of kernels and wait for each other's results; and one process of each host writes.
     """
-    default = cache_folder() / "programs"
-    if launch is None or on_cpu:
-        program_cache.start(wanted, default, os.environ)
-        return
-    hosts = [member.host for member in members()]
-    is_first = launch.process_id == hosts.index(hosts[launch.process_id])
-    program_cache.start(wanted, default, os.environ, is_writer=is_first, agree=_seen_by_all)
+    if on_cpu or not jax.distributed.is_initialized():
+        program_cache.start(wanted, _programs_folder, os.environ)
+    elif launch is None or _answer is None:
+        # The caller started JAX's processes, and we do not know who shares a host.
+        program_cache.start("off", _programs_folder, os.environ)
+    else:
+        hosts = [host for host, _ in _answer.members]
+        is_first = launch.process_id == hosts.index(hosts[launch.process_id])
+        program_cache.start(wanted, _programs_folder, os.environ, is_writer=is_first, agree=_seen_by_all)
+
+
+def _programs_folder() -> Path:
+    return cache_folder() / "programs"
 
 
 def _seen_by_all(entries: Iterable[str]) -> frozenset[str]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,9 @@ SUFFIX = "-program"
 MAGIC = b"jaxllm 1"
 LEAST_S = 0.02
 """Programs that compile faster are compiled in every process."""
+FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+MANIFEST = "manifest.json"
+"""In a folder of programs that `jaxllm compile --save` compiled."""
 HEX = 16
 """Digits of a key's hash that tell entries apart."""
 
@@ -46,8 +49,6 @@ OPTIONS: dict[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": LEAST_S,
     # XLA's own caches write into the folder too, unbounded, and a compilation fails if they cannot.
     "jax_persistent_cache_enable_xla_caches": "none",
-    # cuDNN's attention has a partitioner, whose address would be in the key: no two processes share it.
-    "jax_remove_custom_partitioning_ptr_from_cache_key": True,
 }
 """Options of JAX, unless an environment variable sets them."""
 
@@ -71,8 +72,9 @@ class ProgramStore:
     """
 
     def __init__(self, folder: Path, is_writer: bool = True, known: frozenset[str] | None = None):
+        # JAX reads _path.
         self._path = self.folder = folder
-        self._is_writer, self._known = is_writer, known
+        self._is_writer, self._known, self._given = is_writer, known, set()
         self._warned = False
         self.found = self.compiled = 0
 
@@ -83,9 +85,14 @@ class ProgramStore:
         file, value = self._file(key), None
         try:
             value = _unwrapped(read_bytes(file, LIMIT_BYTES))
-            # The age of an entry is the time since its last use: many disks do not record reads.
             with suppress(OSError):
-                os.utime(file)
+                if value is None:
+                    # So that it is written again.
+                    file.unlink()
+                else:
+                    # The age of an entry is the time since its last use: many disks do not record reads.
+                    os.utime(file)
+                    self._given.add(key)
         except FileNotFoundError:
             pass
         except (OSError, RefusedInput) as error:
@@ -94,11 +101,11 @@ class ProgramStore:
         return value
 
     def compiled_in(self, key: str, seconds: float) -> bool:
-        """Counts a program that was compiled. Returns whether this process should store it."""
+        """Counts a program that was compiled. Returns whether this process should store it: also if JAX could not load it."""
         if seconds < _option("jax_persistent_cache_min_compile_time_secs"):
             return False
         self.compiled += 1
-        return self._is_writer and not _is_whole(self._file(key))
+        return self._is_writer and (key in self._given or not _is_whole(self._file(key)))
 
     def put(self, key: str, value: bytes) -> None:
         """Stores a program."""
@@ -168,10 +175,12 @@ def _is_whole(file: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------------ for a process
 
 _store: ProgramStore | None = None
+_known: frozenset[str] | None = None
+_has_asked = False
 
 
 def start(
-    wanted: str, default: Path, environ: Mapping[str, str], *, is_writer: bool = True, agree: Agree | None = None
+    wanted: str, default: Callable[[], Path], environ: Mapping[str, str], *, is_writer: bool = True, agree: Agree | None = None
 ) -> None:
     """Switches the cache on or off for this process. Call it before the first compilation; a later call may change it.
 
@@ -179,36 +188,56 @@ def start(
       wanted: run.compilation_cache.
       default: the folder for "auto", unless JAX_COMPILATION_CACHE_DIR names one.
       environ: of this process. A variable of JAX that it has takes precedence.
-      agree: (entries that this process sees) -> those that all processes of the run see. All of them call it.
+      agree: (entries that this process sees) -> those that all processes of the run see. Each calls it once, at its first
+        start, whatever its own folder.
 
     Raises:
-      ConfigError: `wanted` is a URL.
+      ConfigError: `wanted` is no folder.
     """
-    global _store
-    given = environ.get("JAX_COMPILATION_CACHE_DIR", "")
-    if "://" in wanted:
-        raise ConfigError(f"run.compilation_cache={wanted} is not a folder: name one on a disk.")
-    if wanted == "auto" and "://" in given:
+    global _store, _known, _has_asked
+    base = _base(wanted, default, environ)
+    folder = None if base is None else _usable(base / identity())
+    is_other = folder is None or _store is None or _store.folder != folder
+    if folder is not None and is_other:
+        # First, so that no entry goes that all have agreed on.
+        prune(folder.parent)
+    if agree is not None:
+        if not _has_asked:
+            _known = agree(ProgramStore(folder).entries() if folder else ())
+        elif is_other:
+            # Nobody asked about this folder.
+            _known = frozenset()
+        _has_asked = True
+    if wanted == "auto" and "://" in environ.get(FOLDER_VARIABLE, ""):
         # An object store: JAX's own way.
         return
-    folder = None
-    if wanted != "off" and _option("jax_enable_compilation_cache"):
-        base = Path(given or default if wanted == "auto" else wanted)
-        folder = _usable(base.expanduser().absolute() / identity())
-    if _store is not None and folder == _store.folder:
-        return
-    _store = None
-    # Also without a folder: the other processes wait for the answer.
-    known = agree(ProgramStore(folder).entries() if folder else ()) if agree is not None else None
-    if folder is not None:
-        prune(folder)
-        _store = ProgramStore(folder, is_writer, known)
-    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
-    for name, value in OPTIONS.items():
-        if name.upper() not in environ:
-            jax.config.update(name, value)
-    if not keep_programs_in(_store) and agree is not None:
-        jax.config.update("jax_compilation_cache_dir", None)
+    if is_other:
+        _store = None if folder is None else ProgramStore(folder, is_writer, _known)
+        jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+        for name, value in OPTIONS.items():
+            if name.upper() not in environ:
+                jax.config.update(name, value)
+        if not keep_programs_in(_store) and agree is not None:
+            jax.config.update("jax_compilation_cache_dir", None)
+
+
+def _base(wanted: str, default: Callable[[], Path], environ: Mapping[str, str]) -> Path | None:
+    """The folder that holds the folder of this JAX; None if the cache is off, or JAX's own."""
+    if "://" in wanted:
+        raise ConfigError(f"run.compilation_cache={wanted} is not a folder: name one on a disk.")
+    given = environ.get(FOLDER_VARIABLE, "")
+    if wanted == "off" or not _option("jax_enable_compilation_cache"):
+        return None
+    try:
+        # A folder of saved programs is often another user's, or read-only.
+        if wanted != "auto" and not (Path(wanted).expanduser() / MANIFEST).exists():
+            return Path(wanted).expanduser().absolute()
+        if "://" in given:
+            return None
+        return Path(given).expanduser().absolute() if given else default()
+    except RuntimeError as error:
+        log.warning("There is no compilation cache: %s Name a folder by run.compilation_cache, or set it to off.", error)
+        return None
 
 
 def counts() -> Counts:
@@ -222,30 +251,44 @@ def _option(name: str) -> Any:
 
 @cache
 def identity() -> str:
-    """Name of the folder for this version of JAX and kind of CPU: JAX's key does not contain the CPU's features."""
+    """Name of the folder for these versions and this kind of CPU: JAX's key contains neither cuDNN's nor the CPU's features."""
     cpu = platform.processor()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})) or cpu
-    described = "\n".join([version("jaxlib"), platform.machine(), cpu])
+    described = "\n".join([version("jaxlib"), *versions("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"), platform.machine(), cpu])
     return f"jax-{version('jax')}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
-def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Deletes the least recently used entries until the rest fits, and what a process killed more than a day ago left half
-    written."""
-    entries = []
-    for path in folder.glob("*"):
+def versions(*packages: str) -> list[str]:
+    """'name version' of those of the packages that are installed."""
+    installed = []
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            installed.append(f"{name} {version(name)}")
+    return installed
+
+
+def prune(base: Path, limit_bytes: int = LIMIT_BYTES, unused_s: float = 86_400) -> None:
+    """Deletes the least recently used entries, of any version, until the rest fits, and what a killed process left half
+    written.
+
+    Args:
+      base: the folder of the versions' folders.
+      unused_s: seconds since the last use below which nothing is deleted: a run may need it yet.
+    """
+    entries, newest_s = [], time.time() - unused_s
+    for path in base.glob("jax-*/*"):
         # Another process may delete entries too.
         with suppress(OSError):
             found = path.stat()
             if path.name.endswith(SUFFIX):
                 entries.append((found.st_mtime, found.st_size, path))
-            elif path.suffix == ".tmp" and found.st_mtime < time.time() - 86_400:
+            elif path.suffix == ".tmp" and found.st_mtime < newest_s:
                 path.unlink()
     excess = sum(size for _, size, _ in entries) - limit_bytes
-    for _, size, path in sorted(entries):
-        if excess <= 0:
+    for used_s, size, path in sorted(entries):
+        if excess <= 0 or used_s > newest_s:
             break
         with suppress(OSError):
             path.unlink(missing_ok=True)

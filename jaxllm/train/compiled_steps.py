@@ -54,7 +54,7 @@ class CompiledSteps:
 
     def compile(self, state: State, batch: Any, step: int) -> None:
         """Compiles the program of the step that follows `step` steps, and selects it."""
-        started, found = time.perf_counter(), program_cache.counts().found
+        started, before = time.perf_counter(), program_cache.counts()
         config = self._config.in_phase(self._config.phase_at(step)) if self._config.train.batch_schedule else self._config
         options = xla_flags.compile_options(config, self._mesh.devices.flat[0])
         key = self._key(batch, step)
@@ -65,7 +65,8 @@ class CompiledSteps:
         taken = self._saved.take(step_name(*key), lowered, options)
         self.current = self._programs[key] = taken or lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
-        self.from_cache = taken is not None or program_cache.counts().found > found
+        now = program_cache.counts()
+        self.from_cache = taken is not None or (now.found > before.found and now.compiled == before.compiled)
 
     def _key(self, batch: Any, step: int) -> tuple[int, bool]:
         """(number of microbatches, whether the program measures the noise scale)"""

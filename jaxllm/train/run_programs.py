@@ -68,27 +68,26 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
     rows = config.microbatch_rows
     first = build_training(diloco.without(config), mesh)
     yield RunProgram(INITIAL_STATE, first.jit_create(), (config.train.seed,))
-    trainings = [first]
+    trainings = [(first, 0, config.train.steps)]
     if config.train.diloco_steps is not None:
-        rounds = build_training(config, mesh)
-        trainings = [first, rounds] if config.train.diloco_after_steps else [rounds]
+        rounds, begin = build_training(config, mesh), config.train.diloco_after_steps
+        trainings = [(first, 0, begin), (rounds, begin, config.train.steps)]
         yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config.parallel.replica), (first.layout(),))
         outer: Any = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
         yield RunProgram(OUTER_STEP, outer.jitted_step, (rounds.layout(),))
-    phases = [phase for phase in config.phases if phase.first_step < config.train.steps]
-    for training in trainings:
-        for phase in phases:
+    ends = [*(phase.first_step for phase in config.phases[1:]), config.train.steps]
+    for training, begin, end in trainings:
+        for phase, phase_end in zip(config.phases, ends, strict=True):
+            if max(begin, phase.first_step) >= min(end, phase_end):
+                continue
             of_phase = config.in_phase(phase) if config.train.batch_schedule else config
-            options = compile_options(of_phase, mesh.devices.flat[0])
-            M = of_phase.num_microbatches
-            arguments = (training.layout(), batch_layout(config, mesh, M, rows))
+            options, M = compile_options(of_phase, mesh.devices.flat[0]), of_phase.num_microbatches
+            batch = batch_layout(config, mesh, M, rows)
             for step in filter(None, (training.step, training.measuring_step)):
                 name = step_name(M, step is training.measuring_step)
-                yield RunProgram(name, training.jit_step(step), arguments, options)
-    last = trainings[-1]
-    params = last.layout().params
-    yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (params, batch_layout(config, mesh, config.parallel.pipe, rows)))
-    if config.log.layer_norms_every is not None:
-        for phase in phases:
-            M = (config.in_phase(phase) if config.train.batch_schedule else config).num_microbatches
-            yield RunProgram(LAYER_NORMS, jit_layer_norms(last, mesh), (params, batch_layout(config, mesh, M, rows)))
+                yield RunProgram(name, training.jit_step(step), (training.layout(), batch), options)
+            if config.log.layer_norms_every is not None:
+                yield RunProgram(LAYER_NORMS, jit_layer_norms(training, mesh), (training.layout().params, batch))
+    last = trainings[-1][0]
+    batch = batch_layout(config, mesh, config.parallel.pipe, rows)
+    yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (last.layout().params, batch))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import re
@@ -26,14 +25,19 @@ from jax.sharding import Mesh
 from jaxllm.config import Config
 from jaxllm.placement import hosts_of
 from jaxllm.runtime import distributed, xla_flags
-from jaxllm.runtime.program_cache import ProgramStore, identity, is_open_to_all
+from jaxllm.runtime.program_cache import MANIFEST, ProgramStore, identity, is_open_to_all, versions
 from jaxllm.untrusted import RefusedInput, checked, read_json
 
 log = logging.getLogger(__name__)
 
 FUNCTION = re.compile(r"@([\w.]+)")
-MANIFEST, FORMAT = "manifest.json", 1
-PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
+FORMAT = 1
+PACKAGES = (
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12"),
+    *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13"),
+)
+JAX_OPTIONS = ("jax_optimization_level", "jax_exec_time_optimization_effort", "jax_memory_fitting_level")
+"""Options that JAX passes to XLA, and that only environment variables set here."""
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Manifest:
     """The config that was saved last, to say what differs."""
     programs: dict[str, str] = field(default_factory=dict)
     """fingerprint -> name"""
+    left: dict[str, str] = field(default_factory=dict)
+    """The same for programs that are left to the first run."""
     format: int = FORMAT
 
     def text(self) -> str:
@@ -65,8 +71,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     if values.get("format") != FORMAT:
         raise RefusedInput(f"its format is {values.get('format')}, not {FORMAT}")
-    machine, programs = (checked(values.get(name), dict[str, str]) for name in ("machine", "programs"))
-    return Manifest(machine, checked(values.get("config"), dict[str, Any]), programs)
+    machine, programs, left = (checked(values.get(name), dict[str, str]) for name in ("machine", "programs", "left"))
+    return Manifest(machine, checked(values.get("config"), dict[str, Any]), programs, left)
 
 
 def store_of(folder: Path) -> ProgramStore:
@@ -80,12 +86,18 @@ def machine_of(mesh: Mesh) -> dict[str, str]:
     per_host = sorted(set(Counter(hosts_of(devices)[device.process_index] for device in devices).values()))
     found = {"JAX": jax.__version__, "jaxlib": jaxlib.__version__, "devices": f"{len(devices)} {devices[0].device_kind}"}
     found["devices on a host"] = ", ".join(map(str, per_host))
+    ids = " ".join(str(device.id) for device in devices)
+    # A program contains the numbers of its devices.
+    found["device order"] = ids if len(devices) <= 16 else hashlib.sha256(ids.encode()).hexdigest()[:16]
     if on_cpu:
-        # Programs for CPUs contain the numbers of their devices, which depend on the process.
         found |= {"processes": str(len({device.process_index for device in devices})), "CPU": identity()}
     else:
-        found["plugins"] = ", ".join(f"{name} {installed}" for name in PLUGINS if (installed := _installed(name)))
-    found["XLA_FLAGS"] = " ".join(sorted(flag for flag in xla_flags.given_flags().split() if _matters(flag, on_cpu)))
+        found["packages"] = ", ".join(versions(*PACKAGES))
+    given = [flag.partition("=") for flag in xla_flags.given_flags().split() if _matters(flag, on_cpu)]
+    # Of a flag that is there twice XLA takes the last.
+    flags = {name: value for name, _, value in given}
+    found["XLA_FLAGS"] = " ".join(f"{name}={value}" for name, value in sorted(flags.items()))
+    found["JAX's options"] = " ".join(f"{name}={getattr(jax.config, name, None)}" for name in JAX_OPTIONS)
     return found
 
 
@@ -95,13 +107,6 @@ def unlike(saved: dict[str, str], here: dict[str, str], what: str) -> str:
     return next((f"{what} for {key} {saved.get(key) or 'none'}, not {here[key] or 'none'}" for key in different), "")
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _matters(flag: str, on_cpu: bool) -> bool:
     without_effect = ("--xla_dump_", "--xla_force_host_platform_device_count", *(() if on_cpu else ("--xla_cpu_",)))
     return not flag.startswith(without_effect)
@@ -109,9 +114,7 @@ def _matters(flag: str, on_cpu: bool) -> bool:
 
 def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
     """Hash of a program before compilation. It is the same in all processes that lower it for the same devices."""
-    # With a custom partitioner (as in cuDNN's attention) JAX writes the address of a Python object.
-    text = re.sub(r'backend_config = "\d+"', "", stablehlo).rstrip().removesuffix("}")
-    head, *functions = re.split(r"^  (?=func\.func )", text, flags=re.MULTILINE)
+    head, *functions = re.split(r"^  (?=func\.func )", stablehlo.rstrip().removesuffix("}"), flags=re.MULTILINE)
     bodies = {found[1]: body for body in functions if (found := FUNCTION.search(body))}
 
     @functools.cache
@@ -121,7 +124,7 @@ def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
         return hashlib.sha256(called.encode()).hexdigest()
 
     # Names of functions, and whether two equal ones are one, depend on what the process traced before (JAX 0.11).
-    main = digest("main") if "main" in bodies else text
+    main = digest("main") if "main" in bodies else ""
     module = re.sub(r"^module @\S+", "", head)
     return hashlib.sha256(f"{sorted(options.items())}{module}{main}".encode()).hexdigest()
 
@@ -142,30 +145,35 @@ class SavedPrograms:
 
     def __init__(self, config: Config, mesh: Mesh):
         self._config, self._mesh, self.taken = config, mesh, 0
-        self._folder = Path(config.run.compilation_cache).expanduser()
+        self._folder = Path(config.run.compilation_cache)
         self._warned = False
         self._manifest = None if config.run.compilation_cache in ("auto", "off") else self._read()
 
     def _read(self) -> Manifest | None:
         manifest, problem = None, ""
         try:
+            self._folder = self._folder.expanduser()
             manifest = read_manifest(self._folder)
-        except (OSError, RefusedInput) as error:
+            if manifest is not None:
+                problem = unlike(manifest.machine, machine_of(self._mesh), f"The programs in {self._folder} are")
+                if any(is_open_to_all(path) for path in (self._folder, store_of(self._folder).folder)):
+                    problem = f"Every user of this machine may write into {self._folder}, whose programs would run as you"
+        except (OSError, RuntimeError, RefusedInput) as error:
             problem = f"{self._folder / MANIFEST} cannot be read ({error})"
-        if manifest is not None:
-            problem = unlike(manifest.machine, machine_of(self._mesh), f"The programs in {self._folder} are")
-            if is_open_to_all(self._folder):
-                problem = f"Every user of this machine may write into {self._folder}, whose programs would run as you"
-        # Another host may see another folder.
-        if not self._agreed(problem) or manifest is None:
-            return None
-        return manifest
+        text = "" if manifest is None else manifest.text()
+        seen = distributed.exchange(text, lambda texts: "differ" if len(set(texts)) > 1 else "agree")
+        if seen == "differ":
+            problem = problem or f"The hosts see different programs in {self._folder}, which should be on a shared disk"
+        # All take part in each exchange, or none does.
+        return manifest if self._agreed(problem) else None
 
     def take(self, name: str, lowered: Any, options: dict[str, Any]) -> Any:
         """The saved program, as a jax.stages.Compiled; None if it is not there or does not load."""
         if self._manifest is None:
             return None
         compiled, problem, key = None, "", fingerprint(lowered.as_text(), options)
+        if key in self._manifest.left:
+            return None
         if key not in self._manifest.programs:
             problem = f"{self._folder} holds no {name} of this config{self._difference()}"
         elif (stored := store_of(self._folder).get(key)) is None:
@@ -178,7 +186,9 @@ class SavedPrograms:
                     stored, *trees, backend=devices[0].client, execution_devices=devices
                 )
             except Exception as error:
-                problem = f"The {name} in {self._folder} does not load ({str(error).splitlines()[0][:200]})"
+                problem = (
+                    f"The {name} in {self._folder} does not load ({[*str(error).splitlines(), type(error).__name__][0][:200]})"
+                )
         if not self._agreed(problem):
             return None
         self.taken += 1
@@ -199,7 +209,7 @@ class SavedPrograms:
         return call
 
     def _agreed(self, problem: str) -> bool:
-        """Whether no process has a problem. The first one is logged."""
+        """Whether no process has a problem. The first one is logged, once."""
         problem = distributed.first_nonempty(problem)
         if problem and not self._warned:
             self._warned = True

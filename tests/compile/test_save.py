@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import outside
 import pytest
+from jax.sharding import Mesh
 from run_files import steps_of
 from tiny import SMALL_MODEL, TINY
 
@@ -18,7 +20,8 @@ from jaxllm.compile.save import save_programs, saved_lines
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.mesh import make_mesh
-from jaxllm.runtime import distributed, program_cache
+from jaxllm.runtime import distributed, program_cache, xla_flags
+from jaxllm.runtime.program_cache import SUFFIX
 from jaxllm.train import saved_programs
 from jaxllm.train.loop import fit
 from jaxllm.train.saved_programs import (
@@ -53,10 +56,24 @@ def config_of(text_file, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def suites_cache():
-    """The runs here have caches of their own."""
+def own_cache(monkeypatch, tmp_path):
+    """The runs here find no program of earlier tests, and every program counts as compiled."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     yield
-    program_cache.start("auto", Path("unused"), os.environ)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    monkeypatch.undo()
+    program_cache.start("auto", Path, os.environ)
+
+
+OF_A_RUN = {"jit_create", "jit_counted", "jit_begin", "jit_outer_step", "jit_without_gradients"}
+"""JAX's names for the programs of a run, without those of a few operations that JAX makes beside them."""
+
+
+def compiled_in(cache: Path) -> set[str]:
+    """The programs of a run that it compiled."""
+    return OF_A_RUN & {path.name.partition("-")[0] for path in cache.glob(f"*/*{SUFFIX}")}
 
 
 @pytest.mark.slow
@@ -64,17 +81,17 @@ def test_a_run_of_every_kind_of_program_compiles_none(config_of, caplog, tmp_pat
     """Its losses are those of a run that compiles."""
     parts = EVERYTHING | {"train": EVERYTHING["train"] | DILOCO, "log": {"layer_norms_every": 3}}
     saved = save_programs(config_of(**parts), tmp_path / "saved")
-    steps = ["train step of 2 microbatches", "train step of 4 microbatches"]
     assert [one.name for one in saved] == [
-        *("initial state", "start of the first round", "outer step", *steps, *steps),
-        *("evaluation", "layer norms", "layer norms"),
+        *("initial state", "start of the first round", "outer step"),
+        # The batch doubles when the first round begins.
+        *("train step of 2 microbatches", "layer norms", "train step of 4 microbatches", "layer norms", "evaluation"),
     ]
     trainer = fit(config_of(**parts))
-    # Two of the steps are of a batch size that is not due in their part of the run.
-    assert trainer.saved.taken >= len(saved) - 2
-    assert program_cache.counts().compiled == 0
+    assert trainer.saved.taken == len(saved)
+    assert not compiled_in(tmp_path / "cache")
     assert not caplog.records
     fit(config_of("compiled", cache="nothing", **parts))
+    assert compiled_in(tmp_path / "nothing") == OF_A_RUN
     assert [line["loss"] for line in steps_of(tmp_path / "run")] == [line["loss"] for line in steps_of(tmp_path / "compiled")]
 
 
@@ -85,17 +102,18 @@ def test_a_run_takes_what_was_saved(config_of, tmp_path, caplog, capsys):
         "initial state",
         "train step of 1 microbatch",
         "train step of 1 microbatch, measuring the noise scale",
+        "layer norms",
         "train step of 2 microbatches",
         "train step of 2 microbatches, measuring the noise scale",
+        "layer norms",
         "evaluation",
-        *("layer norms", "layer norms"),
     ]
     again = save_programs(config_of(**EVERYTHING), tmp_path / "saved")
     assert {one.compile_s for one in again} == {0}
     assert [one.bytes for one in again] == [one.bytes for one in saved]
     assert saved_lines(again, "saved")[1].startswith("  initial state: was there, ")
-    # None is left to compile, and the cache holds none: its programs take no time here.
     assert fit(config_of(**EVERYTHING)).saved.taken == len(saved)
+    assert not compiled_in(tmp_path / "cache")
     assert not caplog.records
     assert "s, from the cache" in capsys.readouterr().out
 
@@ -126,7 +144,7 @@ PROGRAM = """module @jit_step {
   func.func public @main(%0: i32) {
     %1 = call @where(%0)
     %2 = call @where(%1)
-    stablehlo.custom_call @target(%2) {backend_config = "12"}
+    stablehlo.custom_call @target(%2)
   }
   func.func private @where(%0: i32) {
     call @max(%0)
@@ -139,11 +157,10 @@ PROGRAM = """module @jit_step {
 
 
 def test_a_program_is_what_it_computes():
-    """Names of functions, addresses, and one function written twice make no other program; all else does."""
-    first, rest = PROGRAM.split("  func.func private @where", 1)
-    twice = first.replace("%2 = call @where", "%2 = call @where_7") + "  func.func private @where" + rest.rstrip("}\n")
-    twice += "\n  }\n  func.func private @where_7(%0: i32) {\n    call @max(%0)\n  }\n}\n"
-    same = [PROGRAM.replace("jit_step", "jit_counted"), PROGRAM.replace("@max", "@max_3"), PROGRAM.replace('"12"', '"34"')]
+    """Names of functions, and one function written twice, make no other program; all else does."""
+    another = "func.func private @where_7(%0: i32) {\n    call @max(%0)\n  }\n  func.func private @max"
+    twice = PROGRAM.replace("%2 = call @where", "%2 = call @where_7").replace("func.func private @max", another)
+    same = [PROGRAM.replace("jit_step", "jit_counted"), PROGRAM.replace("@max", "@max_3")]
     assert {fingerprint(text, {}) for text in (PROGRAM, *same)} == {fingerprint(PROGRAM, {})}
     assert fingerprint(twice, {}) == fingerprint(PROGRAM, {})
     changes = [("maximum", "minimum"), ("@target", "@other"), ("@jit_step {", "@jit_step {a")]
@@ -210,8 +227,9 @@ def test_programs_for_another_machine_are_refused(saved, mesh, caplog, tmp_path,
         save._manifest(tmp_path / "saved", {"JAX": "0.0"})
 
 
-def test_a_folder_that_everyone_may_write_into_is_refused(saved, mesh, caplog, tmp_path):
-    (tmp_path / "saved").chmod(0o777)
+@pytest.mark.parametrize("folder", ["saved", "saved/saved"])
+def test_a_folder_that_everyone_may_write_into_is_refused(saved, mesh, caplog, tmp_path, folder):
+    (tmp_path / folder).chmod(0o777)
     assert refusal(saved, mesh, caplog) == (
         f"Every user of this machine may write into {tmp_path}/saved, whose programs would run as you{ADVICE}"
     )
@@ -237,6 +255,42 @@ def test_another_manifest_is_refused(saved, mesh, caplog, tmp_path, content, bec
 def test_one_processs_problem_is_that_of_all(saved, mesh, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "first_nonempty", lambda text: text or "Another process sees no program")
     assert refusal(saved, mesh, caplog) == f"Another process sees no program{ADVICE}"
+
+
+def test_what_was_left_to_the_first_run_is_compiled_without_a_word(saved, mesh, caplog, tmp_path):
+    manifest = read_manifest(tmp_path / "saved")
+    manifest.left[fingerprint("text of a step", {})] = "train step"
+    (tmp_path / "saved" / MANIFEST).write_text(manifest.text())
+    assert SavedPrograms(saved, mesh).take("train step", Lowered("text of a step"), {}) is None
+    assert not caplog.records
+
+
+def test_an_error_without_a_text_is_named(saved, mesh, caplog, monkeypatch):
+    def load(*arguments, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(saved_programs.serialize_executable, "deserialize_and_load", load)
+    assert "does not load (AssertionError)" in refusal(saved, mesh, caplog)
+
+
+def test_hosts_must_see_the_same_programs(saved, mesh, caplog, monkeypatch, tmp_path):
+    """A host without them takes part in no later exchange, so all do without."""
+    monkeypatch.setattr(distributed, "exchange", lambda text, combine: combine([text, ""]))
+    assert refusal(saved, mesh, caplog) == (
+        f"The hosts see different programs in {tmp_path}/saved, which should be on a shared disk{ADVICE}"
+    )
+
+
+def test_the_order_of_devices_is_of_a_program(mesh):
+    turned = Mesh(np.flip(mesh.devices), mesh.axis_names)
+    assert unlike(machine_of(mesh), machine_of(turned), "They are") == (
+        "They are for device order 0 1 2 3 4 5 6 7, not 7 6 5 4 3 2 1 0"
+    )
+
+
+def test_the_last_of_two_flags_counts(mesh, monkeypatch):
+    monkeypatch.setattr(xla_flags, "given_flags", lambda: "--b=2 --a=1 --a=3 --xla_dump_to=x")
+    assert machine_of(mesh)["XLA_FLAGS"] == "--a=3 --b=2"
 
 
 # -------------------------------------------------------------------------------------------------------- other machines
@@ -302,6 +356,7 @@ def test_what_calls_cudnn_is_left_to_the_first_run(config_of, tmp_path):
     )
     manifest = read_manifest(tmp_path / "saved")
     assert list(manifest.programs.values()) == ["initial state"]
+    assert list(manifest.left.values()) == ["train step of 1 microbatch", "evaluation"]
     assert manifest.machine["devices"] == "4 NVIDIA H100 80GB HBM3"
     assert manifest.machine["devices on a host"] == "2"
     assert "--xla_cpu" not in manifest.machine["XLA_FLAGS"]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import outside
@@ -31,9 +32,11 @@ def process_cache():
     """Starts the cache of this process again; afterwards it is the suite's."""
 
     def start(wanted, default, agree=None):
-        program_cache.start(wanted, default, os.environ, agree=agree)
+        program_cache.start(wanted, lambda: default, os.environ, agree=agree)
 
+    before = program_cache._known, program_cache._has_asked
     yield start
+    program_cache._known, program_cache._has_asked = before
     start("auto", Path("unused"))
 
 
@@ -67,8 +70,13 @@ def test_a_damaged_entry_is_written_again(tmp_path, damage, caplog):
     whole = entry.read_bytes()
     entry.write_bytes(damage(whole))
     assert store.get(KEY) is None
+    assert store.compiled_in(KEY, 60.0)
     store.put(KEY, b"program")
     assert entry.read_bytes() == whole
+    assert not store.compiled_in(KEY, 60.0)
+    # JAX could not load it, for it compiled it after all.
+    assert store.get(KEY) == b"program"
+    assert store.compiled_in(KEY, 60.0)
     assert not texts(caplog)
 
 
@@ -115,20 +123,25 @@ def test_trouble_with_the_disk_is_said_once(tmp_path, caplog):
 
 
 def test_the_entries_unused_for_longest_are_deleted_first(tmp_path):
-    store = ProgramStore(tmp_path)
+    """Of all versions together, but none that was used within a day."""
+    stores = [ProgramStore(tmp_path / f"jax-{version}") for version in "12"]
     keys = [f"jit_f-{number}" for number in range(4)]
     for number, key in enumerate(keys):
-        store.put(key, bytes(10))
-        os.utime(tmp_path / (key + SUFFIX), (number, number))
+        stores[number % 2].put(key, bytes(10))
+        os.utime(stores[number % 2].folder / (key + SUFFIX), (number, number))
     # Reading it makes it the newest.
-    store.get(keys[0])
-    size = (tmp_path / (keys[0] + SUFFIX)).stat().st_size
-    (tmp_path / "no_entry").write_bytes(bytes(1000))
-    (tmp_path / "now.tmp").write_bytes(b"")
-    (tmp_path / "killed.tmp").write_bytes(b"")
-    os.utime(tmp_path / "killed.tmp", (0, 0))
+    stores[0].get(keys[0])
+    size = (stores[0].folder / (keys[0] + SUFFIX)).stat().st_size
+    for name in ("no_entry", "now.tmp", "killed.tmp"):
+        (stores[0].folder / name).write_bytes(bytes(1000))
+    os.utime(stores[0].folder / "killed.tmp", (0, 0))
     program_cache.prune(tmp_path, limit_bytes=3 * size - 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [keys[0] + SUFFIX, keys[3] + SUFFIX, "no_entry", "now.tmp"]
+    left = sorted(path.name for path in tmp_path.glob("*/*"))
+    assert left == [keys[0] + SUFFIX, keys[3] + SUFFIX, "no_entry", "now.tmp"]
+    program_cache.prune(tmp_path, limit_bytes=0)
+    assert [path.name for path in tmp_path.glob(f"*/*{SUFFIX}")] == [keys[0] + SUFFIX]
+    program_cache.prune(tmp_path, limit_bytes=0, unused_s=0)
+    assert not list(tmp_path.glob(f"*/*{SUFFIX}"))
     program_cache.prune(tmp_path / "none")
 
 
@@ -154,8 +167,84 @@ def test_the_folder_is_that_of_this_jax_and_cpu(process_cache, tmp_path, monkeyp
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_a_home_is_not_needed(process_cache, tmp_path, monkeypatch, caplog):
+    """In a container the user may have none."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(distributed, "_programs_folder", no_home)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    for wanted in ("off", str(tmp_path)):
+        program_cache.start(wanted, no_home, os.environ)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / program_cache.identity())
+    assert not texts(caplog)
+    program_cache.start("auto", no_home, os.environ)
+    assert jax.config.jax_compilation_cache_dir is None
+    assert texts(caplog) == [
+        "There is no compilation cache: Could not determine home directory. Name a folder by run.compilation_cache, or set it "
+        "to off."
+    ]
+
+
+def test_a_folder_of_saved_programs_holds_no_cache(process_cache, tmp_path, monkeypatch):
+    """It may be another user's."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / program_cache.MANIFEST).touch()
+    process_cache(str(tmp_path / "saved"), tmp_path / "default")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "default" / program_cache.identity())
+
+
+@pytest.mark.parametrize("first", ["a folder", "a file", "off", "a URL"])
+def test_each_process_is_asked_once(process_cache, tmp_path, monkeypatch, first):
+    """Whatever its folder, and however often it starts: another process waits for its answer."""
+    program_cache._has_asked, asked = False, []
+
+    def agree(entries):
+        asked.append(list(entries))
+        return frozenset(asked[0])
+
+    (tmp_path / "file").write_text("")
+    if first == "a URL":
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket")
+    wanted = {"a folder": str(tmp_path / "one"), "a file": str(tmp_path / "file"), "off": "off", "a URL": "auto"}[first]
+    for again in (wanted, wanted, str(tmp_path / "other")):
+        process_cache(again, tmp_path, agree)
+    assert len(asked) == 1
+    # Nobody was asked about the other folder.
+    assert program_cache._known == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("rank", "hosts", "is_initialized", "has_met", "expected"),
+    [
+        (0, "ab", True, True, ("auto", True)),
+        (1, "ab", True, True, ("auto", True)),
+        (1, "aa", True, True, ("auto", False)),
+        (3, "abab", True, True, ("auto", False)),
+        (0, "", False, False, ("auto", None)),
+        # The caller started JAX's processes.
+        (1, "", True, False, ("off", None)),
+    ],
+)
+def test_one_process_of_each_host_writes(monkeypatch, rank, hosts, is_initialized, has_met, expected):
+    """Of a run on GPUs; all agree on what may be found."""
+    started = []
+    monkeypatch.setattr(
+        program_cache, "start", lambda wanted, *_, is_writer=None, agree=None: started.append((wanted, is_writer))
+    )
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: is_initialized)
+    answer = SimpleNamespace(members=[(host, 1) for host in hosts])
+    monkeypatch.setattr(distributed, "_answer", answer if has_met else None)
+    launch = SimpleNamespace(process_id=rank)
+    distributed._start_program_cache("auto", launch, on_cpu=False)
+    distributed._start_program_cache("auto", launch, on_cpu=True)
+    assert started == [expected, ("auto", None)]
+
+
 def test_all_processes_are_asked_also_without_a_folder(process_cache, tmp_path, caplog):
-    asked = []
+    program_cache._has_asked, asked = False, []
     (tmp_path / "file").write_text("")
     process_cache(str(tmp_path / "file"), tmp_path, agree=lambda entries: asked.append(list(entries)) or frozenset())
     assert asked == [[]]
@@ -179,6 +268,7 @@ def test_a_folder_that_everyone_may_write_into_is_not_used(process_cache, tmp_pa
 def test_a_jax_without_these_places_keeps_its_own_files(process_cache, tmp_path, monkeypatch):
     monkeypatch.delattr("jax._src.compiler._cache_write")
     assert not keep_programs_in(ProgramStore(tmp_path))
+    program_cache._has_asked = False
     process_cache(str(tmp_path / "one"), tmp_path)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "one" / program_cache.identity())
     # Its keys differ by process, or a process that compiles waits for one that does not.
