@@ -83,6 +83,7 @@ class Trainer:
       step: number of steps done, as a Python int.
       memory_fit: the estimate and the devices' memory; None if that is not known, as on CPU.
       weights: the weights that train.init_from names; None without it.
+      saved: programs that `jaxllm compile --save` compiled for this run.
       noise: the gradient noise scale so far, with log.noise_scale_every.
       stopped_by: the name of the signal that stopped `fit`, or None.
       watch: the state of skipped steps and spikes.
@@ -93,9 +94,9 @@ class Trainer:
         self.weights = None if resumes else initial_weights(config)
         with progress.phase("meet"):
             distributed.start(config.run)
+        distributed.require_same_config(config)
         with progress.phase("devices"):
             jax.devices()
-        distributed.require_same_config(config)
         self.config = config = config.resolve(jax.device_count())
         require_device_runs(config.model, jax.local_devices()[0])
         self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
