@@ -142,6 +142,9 @@ def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -
     )
     if not has_backends():
         jax.config.update("jax_platforms", "cpu")
+    if program_cache.FOLDER_VARIABLE in os.environ:
+        # JAX's own cache would store programs for absent devices, which it cannot load, and warn of each.
+        _start_program_cache("auto", None, on_cpu=True)
 
 
 def cache_folder() -> Path:

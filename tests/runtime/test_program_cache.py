@@ -276,6 +276,18 @@ def test_a_jax_without_these_places_keeps_its_own_files(process_cache, tmp_path,
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_programs_for_absent_devices_are_not_stored(process_cache, tmp_path, monkeypatch):
+    """Nobody could load them. JAX's own cache, which the variable asks for, would store them and warn at the next start."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    distributed.start_without_devices()
+    assert program_cache._store.folder == tmp_path / program_cache.identity()
+    from jax._src import compiler
+
+    compiler._cache_write(KEY, 60.0, "step", SimpleNamespace(runtime_type="compile_only_runtime"), None)
+    assert program_cache.counts() == (0, 0)
+    assert not list(program_cache._store.folder.iterdir())
+
+
 def test_a_url_is_refused(process_cache, tmp_path):
     with pytest.raises(ConfigError, match=r"run\.compilation_cache=gs://bucket is not a folder: name one on a disk"):
         process_cache("gs://bucket", tmp_path)
