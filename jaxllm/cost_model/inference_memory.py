@@ -220,11 +220,12 @@ def load_host_bytes(config: Config, stored: str, gpus_per_process: int) -> Terms
     largest = max(of_process, key=of_process.__getitem__)
     read, share = (size.stored * of_path[largest] for of_path in (of_process, held))
     of_orbax = FLOAT32 * sum(of_process.values())
+    matrix = size.stored * max(shapes[spec.path] for spec in specs if spec.in_layer)
     return {
         "model_folder": (2 * read if read <= AT_ONCE_BYTES else 3 * share) + size.stored * shapes[largest],
         "run": 2 * min(of_orbax, ORBAX_AT_ONCE_BYTES),
         "training_state": 2 * min(3 * of_orbax, ORBAX_AT_ONCE_BYTES),
-        "convert": size.stored * max(shapes[spec.path] for spec in specs if spec.in_layer) + 2 * BLOCK_BYTES,
+        "convert": matrix + 2 * min(BLOCK_BYTES, matrix),
         "convert_a_run": FLOAT32 * 2 * max(whole.values()) + 2 * BLOCK_BYTES,
     }
 

@@ -17,6 +17,8 @@ from tiny import TINY
 from jaxllm.cli import main
 
 LIMIT_S, LIMIT_BYTES, LIMIT_CHARACTERS = 10, 2**30, 2000
+TAKEN_S = 120
+"""Limit for a run: it compiles, for ten seconds on a loaded machine without the compilation cache."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def train(*overrides: str) -> tuple[str, ...]:
 
 
 def run(case: Case, folder: Path, monkeypatch) -> None:
-    """Runs the command within this process and asserts what the case says, within ten seconds and one GiB."""
+    """Runs the command in this process and asserts what the case says, within one GiB and, if it is refused, ten seconds."""
     monkeypatch.chdir(folder)
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value)
@@ -64,7 +66,7 @@ def run(case: Case, folder: Path, monkeypatch) -> None:
         assert sentence.startswith("jaxllm: "), sentence[:LIMIT_CHARACTERS]
         assert case.says in sentence, sentence[:LIMIT_CHARACTERS]
         assert len(sentence) < LIMIT_CHARACTERS
-    assert took_s < LIMIT_S, took_s
+    assert took_s < (TAKEN_S if case.says is None else LIMIT_S), took_s
     assert took_bytes < LIMIT_BYTES, took_bytes
 
 
