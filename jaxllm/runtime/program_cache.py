@@ -111,7 +111,7 @@ class ProgramStore:
         """Stores a program."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file(key), _wrapped(value))
+            write_whole(self._file(key), _header(value) + value)
         except OSError as error:
             self._warn("written", error)
 
@@ -149,26 +149,26 @@ def write_whole(file: Path, content: bytes) -> None:
         raise
 
 
-def _wrapped(value: bytes) -> bytes:
-    return _head(len(value)) + hashlib.sha256(value).digest() + value
-
-
-def _unwrapped(content: bytes) -> bytes | None:
-    value = content[HEAD_BYTES:]
-    return value if content == _wrapped(value) else None
-
-
 def _head(length: int) -> bytes:
     return MAGIC + length.to_bytes(8, "big")
 
 
-HEAD_BYTES = len(_head(0)) + hashlib.sha256().digest_size
+def _header(value: bytes) -> bytes:
+    return _head(len(value)) + hashlib.sha256(value).digest()
+
+
+HEADER_BYTES = len(_header(b""))
+
+
+def _unwrapped(content: bytes) -> bytes | None:
+    value = content[HEADER_BYTES:]
+    return value if content[:HEADER_BYTES] == _header(value) else None
 
 
 def _is_whole(file: Path) -> bool:
     """Whether the file is there and as long as it says: its content is not read."""
     with suppress(OSError), file.open("rb") as entry:
-        return entry.read(len(_head(0))) == _head(max(0, os.fstat(entry.fileno()).st_size - HEAD_BYTES))
+        return entry.read(len(_head(0))) == _head(max(0, os.fstat(entry.fileno()).st_size - HEADER_BYTES))
     return False
 
 

@@ -135,10 +135,6 @@ def outer_step(state: DilocoState, rate: float, momentum: float) -> tuple[Diloco
     return DilocoState(state.step, params, velocity, moved), metrics
 
 
-Take = Callable[[Any], Any]
-"""lowered -> the compiled program, if it was saved (saved_programs.py)."""
-
-
 class Rounds:
     """Decides when replicas are synchronised, and holds the compiled outer step.
 
@@ -162,7 +158,8 @@ class Rounds:
     def bring_together(
         self, state: DilocoState, take: Callable[[Any], Any] = lambda lowered: None
     ) -> tuple[DilocoState, Metrics]:
-        """Runs the outer step, which donates `state`. Compiled at the first call, unless `take` has the program."""
+        """Runs the outer step, which donates `state`. Compiled at the first call, unless take(lowered)
+        returns the compiled program."""
         if self._compiled_step is None:
             with progress.phase("compile"):
                 lowered = self.jitted_step.lower(state)

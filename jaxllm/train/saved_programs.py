@@ -120,7 +120,7 @@ def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
     @functools.cache
     def digest(name: str) -> str:
         body = FUNCTION.sub("", bodies[name], count=1).strip()
-        called = re.sub(r"@([\w.]+)", lambda found: digest(found[1]) if found[1] in bodies else found[0], body)
+        called = FUNCTION.sub(lambda found: digest(found[1]) if found[1] in bodies else found[0], body)
         return hashlib.sha256(called.encode()).hexdigest()
 
     # Names of functions, and whether two equal ones are one, depend on what the process traced before (JAX 0.11).

@@ -123,7 +123,7 @@ def test_trouble_with_the_disk_is_said_once(tmp_path, caplog):
 
 
 def test_the_entries_unused_for_longest_are_deleted_first(tmp_path):
-    """Of all versions together, but none that was used within a day."""
+    """All versions share the limit, and what was used within a day stays."""
     stores = [ProgramStore(tmp_path / f"jax-{version}") for version in "12"]
     keys = [f"jit_f-{number}" for number in range(4)]
     for number, key in enumerate(keys):
@@ -229,7 +229,7 @@ def test_each_process_is_asked_once(process_cache, tmp_path, monkeypatch, first)
     ],
 )
 def test_one_process_of_each_host_writes(monkeypatch, rank, hosts, is_initialized, has_met, expected):
-    """Of a run on GPUs; all agree on what may be found."""
+    """In a run on GPUs all agree on what may be found."""
     started = []
     monkeypatch.setattr(
         program_cache, "start", lambda wanted, *_, is_writer=None, agree=None: started.append((wanted, is_writer))
