@@ -1,9 +1,9 @@
 """Measurements of benchmarks/gpu.py on one GPU. Each function measures one kind of case and returns its figures.
 
-    python benchmarks/gpu_cases.py '[{"name": ..., "kind": ..., "options": {...}}, ...]'
+    python benchmarks/gpu_cases.py '[{"name": ..., "kind": ..., "options": {...}}, ...]' [SECONDS]
 
 prints the results on standard output, one JSON object per line: `name` and the figures known so far. `tell` prints some of them
-early, so that a crash does not lose them.
+early, so that a crash does not lose them. No case begins after SECONDS.
 
 Token ids are drawn by Zipf's law over the complete vocabulary, as words in a text are: with only a few ids, the gradient of the
 embedding would cost a different amount of work. The loss of the first step is then near ln(vocabulary) on every side.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import gzip
 import json
 import math
 import re
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ ADAMW_BYTES = 32
 """Bytes per float32 parameter in an update: the gradient is read twice (once for its norm), the parameter and two moments are
 read and written."""
 MOST_TIMED_S = 20
+LONGEST_CHECKED = 8192
+"""Positions up to which the scores of a group of heads fit in float32."""
 TRACED_STEPS = 2
 PROBED_SHARE = 0.7
 """Assumed memory per sequence of PyTorch's compiled step, as a fraction of its uncompiled step's. Too small a value costs
@@ -114,16 +117,30 @@ def time_steps(launch: step.Launch, steps: int) -> tuple[float, list[float]]:
 # ------------------------------------------------------------------------------------------------------------------ jaxllm
 
 
-def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False, at_most: int | None = None) -> Figures:
+def train(
+    tell: Tell,
+    overrides: Sequence[str],
+    steps: int,
+    traced: bool = False,
+    at_most: int | None = None,
+    xla: Mapping[str, Any] | None = None,
+    keep: str | None = None,
+) -> Figures:
     """Measures a run's own train step, with the largest microbatch that fits by the estimate.
 
     Args:
       traced: profile two more steps.
       at_most: limit for the sequences of a microbatch.
+      xla: options of the compiler, beside a run's own.
+      keep: start of the names of two files: the program as this device compiled it (.hlo.gz), and the profile (.xplane.gz).
     """
+    from jaxllm.runtime import xla_flags
     from jaxllm.train.memory_check import total_bytes
 
     device = start_jax()
+    earlier = peak_bytes(device)
+    own_options = xla_flags.compile_options
+    with_more = lambda *arguments: own_options(*arguments) | dict(xla or {})  # noqa: E731
     gpu = gpu_from_device_kind(device.device_kind)
     rows = largest_microbatch(overrides, capacity_of(device), gpu, at_most)
     tell(microbatch=rows)
@@ -131,7 +148,11 @@ def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False
     estimate = estimate_memory(config, gpu)
     trainer = jaxllm.Trainer(config)
     batches = [batch_of(trainer, number) for number in range(step.BATCHES)]
-    launch, compile_s, _ = step.our_side(trainer, batches)
+    with mock.patch.object(xla_flags, "compile_options", with_more):
+        launch, compile_s, _ = step.our_side(trainer, batches)
+    hlo = trainer.compiled.as_text() if traced or keep else ""
+    if keep:
+        Path(f"{keep}.hlo.gz").write_bytes(gzip.compress(hlo.encode()))
     tell(
         microbatches=config.num_microbatches,
         attention=trainer.parallelized.attention,
@@ -140,11 +161,17 @@ def train(tell: Tell, overrides: Sequence[str], steps: int, traced: bool = False
         compiled_bytes=total_bytes(trainer.compiled.memory_analysis()),
     )
     first_loss, times_s = time_steps(launch, steps)
-    in_use = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    found = {"first_loss": first_loss, "in_use_bytes": in_use, **speed(config, times_s, device.device_kind)}
+    in_use = peak_bytes(device)
+    # The allocator cannot be reset: a step below the peak of an earlier case has no figure.
+    found = {
+        "first_loss": first_loss,
+        "in_use_bytes": in_use if in_use != earlier else None,
+        **speed(config, times_s, device.device_kind),
+    }
     if traced:
         tell(**found)
-        found["trace"] = trace(launch, op_names(trainer.compiled.as_text()))
+        found["trace"] = trace(launch, op_names(hlo), keep)
+    trainer.close()
     return found
 
 
@@ -163,6 +190,11 @@ def capacity_of(device: Any) -> int | None:
     from jaxllm.train.memory_check import capacity_of
 
     return capacity_of(device)
+
+
+def peak_bytes(device: Any) -> int | None:
+    """The most that this process has had in use on the device at once."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def largest_microbatch(
@@ -200,7 +232,7 @@ MATMUL = re.compile(r"gemm|nvjet|cutlass|wgmma|xmma|cublas|dot", re.IGNORECASE)
 """Pattern for names of matmul kernels: those of cuDNN and cuBLAS, and those that XLA generates."""
 
 
-def trace(launch: step.Launch, op_name_of: dict[str, str]) -> Figures:
+def trace(launch: step.Launch, op_name_of: dict[str, str], keep: str | None = None) -> Figures:
     """Profile of a step: seconds per step by kind of kernel, the longest kernels, and the time in which any kernel runs."""
     import jax
 
@@ -214,6 +246,8 @@ def trace(launch: step.Launch, op_name_of: dict[str, str]) -> Figures:
         float(loss)
         jax.profiler.stop_trace()
         file = next(Path(folder).rglob("*.xplane.pb"))
+        if keep:
+            Path(f"{keep}.xplane.gz").write_bytes(gzip.compress(file.read_bytes()))
         kernels = list(kernels_of(jax.profiler.ProfileData.from_file(str(file))))
     seconds, calls, by_kind = Counter(), Counter(), Counter()
     for name, op, start, end in kernels:
@@ -478,6 +512,72 @@ def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
     return {"played": played}
 
 
+def attention(tell: Tell, shapes: Sequence[Sequence[int]], documents: int) -> Figures:
+    """cuDNN's attention alone, forward and backward: causal, and over packed documents of one length, in its packed layout and
+    by halves. Errors are relative, against float32 attention of XLA, for the first two heads.
+
+    Args:
+      shapes: of (sequences, positions, query heads, key heads, head's size).
+      documents: in each sequence.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm.model.attention import xla_attention
+    from jaxllm.model.blockwise_attention import xla_kernel
+    from jaxllm.model.cudnn_attention import cudnn_kernel
+    from jaxllm.parallel.ring_attention import ring_attention
+
+    device, found = start_jax(), []
+    on_gpu = device.platform == "gpu"
+    for B, S, N, K, H in shapes:
+        q, k, v, do = (normal(n, B, S, heads, H) for n, heads in enumerate((N, K, K, N)))
+        ids = jnp.repeat(jnp.arange(documents, dtype=jnp.int32), S // documents)[None].repeat(B, 0)
+        for way, most, segments in (("causal", None, None), ("packed", documents, ids), ("halves", None, ids)):
+            kernel = cudnn_kernel(most) if on_gpu else xla_kernel()
+            attend = partial(_in_order, ring_attention(kernel, "context", 1), segments)
+            both = lambda q, k, v, do, attend=attend: jax.vjp(attend, q, k, v)[1](do)  # noqa: E731
+            row = {"shape": [B, S, N, K, H], "way": way, "documents": 1 if segments is None else documents}
+            try:
+                row["forward_s"] = seconds_of(jax.jit(attend), q, k, v)
+                row["forward_backward_s"] = seconds_of(jax.jit(both), q, k, v, do)
+                # Half of the square: two products forward, five backward.
+                row["forward_flops"] = 2 * B * N * S * (S // row["documents"]) * H
+                if S <= LONGEST_CHECKED:
+                    first = None if segments is None else segments[:1]
+                    sides = (ring_attention(kernel, "context", 1), xla_attention)
+                    row["errors"] = _attention_errors(*(partial(_in_order, side, first) for side in sides), q, k, v, do)
+            except Exception as error:
+                row["error"] = str(error)[-300:]
+            tell(attention=[*found, row])
+            found.append(row)
+    return {"device": device.device_kind}
+
+
+def _in_order(attend: Any, segments: Any, q: Any, k: Any, v: Any) -> Any:
+    return attend(q, k, v, segments)
+
+
+def _attention_errors(ours: Any, reference: Any, q: Any, k: Any, v: Any, do: Any) -> dict[str, float]:
+    """Relative errors of the output and the gradients, of the first sequence's first group of heads."""
+    import jax
+    import jax.numpy as jnp
+
+    group = q.shape[2] // k.shape[2]
+    cut = [x[:1, :, :n] for x, n in ((q, group), (k, 1), (v, 1), (do, group))]
+
+    def results(attend: Any, dtype: str) -> list[Any]:
+        inputs = [x.astype(dtype) for x in cut]
+        out, pullback = jax.vjp(attend, *inputs[:3])
+        return [x.astype("float32") for x in (out, *pullback(inputs[3]))]
+
+    with jax.default_matmul_precision("highest"):
+        theirs = jax.jit(partial(results, reference, "float32"))()
+    mine = jax.jit(partial(results, ours, "bfloat16"))()
+    norms = [float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())) for a, b in zip(mine, theirs, strict=True)]
+    return dict(zip(("out", "dq", "dk", "dv"), norms, strict=True))
+
+
 # ----------------------------------------------------------------------------------------------------------- transformers
 
 
@@ -489,16 +589,21 @@ def transformers(
     compiled: bool = True,
     float32_weights: bool = False,
     liger: bool = False,
+    loss_chunk: int | None = None,
+    first: int | None = None,
 ) -> Figures:
     """Trains the same model and batches in PyTorch, with the largest microbatch that fits, and with gradient checkpointing if
     not even one sequence fits without it.
+
+    Args:
+      first: the microbatch to try first, instead of one by the memory of an uncompiled step.
     """
     import torch
     from transformers import __version__ as version
 
     config = config_of(overrides)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    theirs = step.Theirs(compiled, kernel, float32_weights, liger)
+    theirs = step.Theirs(compiled, kernel, float32_weights, liger, loss_chunk)
     network, adamw = step.their_network(config, device, theirs)
     rows = [token_rows(config, number) for number in range(step.BATCHES)]
 
@@ -529,7 +634,10 @@ def transformers(
 
     gpu, batch = device == "cuda", config.train.global_batch_sequences
     sizes = [b for b in range(1, batch + 1) if batch % b == 0]
-    at, checkpointing, fixed_bytes = probe(sizes, network, adamw, launch_of, theirs) if gpu else (min(2, batch), False, 0)
+    if first is not None or not gpu:
+        at, checkpointing, fixed_bytes = first or min(2, batch), False, state_bytes(network)
+    else:
+        at, checkpointing, fixed_bytes = probe(sizes, network, adamw, launch_of, theirs)
     b, best, too_large = at, None, batch + 1
     while True:
         try:
@@ -591,10 +699,14 @@ def probe(
     adamw.zero_grad()
     launch = None
     forget(torch)
-    # Weights, moments, and gradients in the weights' dtype.
-    fixed = torch.cuda.memory_allocated() + sum(p.nbytes for p in network.parameters())
+    fixed = state_bytes(network)
     fits = (torch_room(torch) - fixed) / max(PROBED_SHARE * (peak - fixed), 1)
     return max((size for size in sizes if size <= fits), default=1), checkpointing, fixed
+
+
+def state_bytes(network: Any) -> int:
+    """Weights, gradients and two moments, all in the weights' dtype."""
+    return 4 * sum(p.nbytes for p in network.parameters())
 
 
 def forget(torch: Any) -> None:
@@ -605,11 +717,21 @@ def forget(torch: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------------------------ the cases
 
-KINDS = {"ceilings": ceilings, "train": train, "parts": parts, "ring": ring, "transformers": transformers}
+KINDS = {
+    "ceilings": ceilings,
+    "train": train,
+    "parts": parts,
+    "ring": ring,
+    "attention": attention,
+    "transformers": transformers,
+}
 
 
 def main() -> None:
+    until = time.monotonic() + float(sys.argv[2]) if len(sys.argv) > 2 else math.inf
     for case in json.loads(sys.argv[1]):
+        if time.monotonic() > until:
+            break
 
         def tell(name: str = case["name"], **figures: Any) -> None:
             print(json.dumps({"name": name, **figures}), flush=True)
@@ -620,6 +742,8 @@ def main() -> None:
             text = traceback.format_exc()
             print(text, file=sys.stderr, flush=True)
             tell(error=subprocess_runner.reason(text))
+        # The state of one case must be gone before the next.
+        gc.collect()
 
 
 if __name__ == "__main__":

@@ -221,6 +221,8 @@ class Theirs:
     the compute dtype."""
     liger: bool = False
     """Use Liger's kernels for norms, rotary angles and SwiGLU, and its loss without logits."""
+    loss_chunk: int | None = None
+    """Compute the loss of so many tokens at a time, and their logits again in the backward pass, as jaxllm does."""
 
 
 def their_side(config: Config, rows: list[dict[str, np.ndarray]], device: str, theirs: Theirs = Theirs()) -> Launch:
@@ -270,7 +272,14 @@ def their_launch(
         count = int(row["mask"].sum())
         batches.append((*(torch.tensor(x, dtype=torch.long, device=device) for x in (row["tokens"], targets)), count))
 
+    def chunk_loss(h_TD: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(network.lm_head(h_TD).float(), targets_T, reduction="sum")
+
     def loss_sum(tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        if theirs.loss_chunk is not None:
+            h_TD = network.model(tokens_BS).last_hidden_state.flatten(0, 1)
+            chunks = zip(h_TD.split(theirs.loss_chunk), targets_BS.flatten().split(theirs.loss_chunk), strict=True)
+            return sum(torch.utils.checkpoint.checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
         if theirs.liger:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
