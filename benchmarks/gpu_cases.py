@@ -31,11 +31,13 @@ from unittest import mock
 import numpy as np
 import step
 import subprocess_runner
+from trace_parts import gpu_planes, kernels_of, trace_parts
 
 import jaxllm
 from jaxllm.config import Config, ModelConfig, load_config
 from jaxllm.cost_model.flops import attention_flops_per_token, parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
+from jaxllm.cost_model.kernel_rates import KernelRates, kernel_rates
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan.plan_result import FIT_SHARE
 
@@ -170,7 +172,7 @@ def train(
     }
     if traced:
         tell(**found)
-        found["trace"] = trace(launch, op_names(hlo), keep)
+        found["trace"] = trace(launch, hlo, kernel_rates(gpu, config.model) if gpu else None, keep)
     trainer.close()
     return found
 
@@ -232,8 +234,10 @@ MATMUL = re.compile(r"gemm|nvjet|cutlass|wgmma|xmma|cublas|dot", re.IGNORECASE)
 """Pattern for names of matmul kernels: those of cuDNN and cuBLAS, and those that XLA generates."""
 
 
-def trace(launch: step.Launch, op_name_of: dict[str, str], keep: str | None = None) -> Figures:
-    """Profile of a step: seconds per step by kind of kernel, the longest kernels, and the time in which any kernel runs."""
+def trace(launch: step.Launch, hlo: str, rates: KernelRates | None, keep: str | None = None) -> Figures:
+    """Profile of a step: seconds per step by kind of kernel and, on a GPU, by part of the kernel account; the longest kernels,
+    and the time in which any kernel runs.
+    """
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +252,8 @@ def trace(launch: step.Launch, op_name_of: dict[str, str], keep: str | None = No
         file = next(Path(folder).rglob("*.xplane.pb"))
         if keep:
             Path(f"{keep}.xplane.gz").write_bytes(gzip.compress(file.read_bytes()))
-        kernels = list(kernels_of(jax.profiler.ProfileData.from_file(str(file))))
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    kernels, op_name_of = list(kernels_of(profile)), op_names(hlo)
     seconds, calls, by_kind = Counter(), Counter(), Counter()
     for name, op, start, end in kernels:
         kind = kind_of(name, op_name_of.get(op, ""))
@@ -267,21 +272,8 @@ def trace(launch: step.Launch, op_name_of: dict[str, str], keep: str | None = No
             {"kernel": name[:120], "kind": kind, "s": total * a_step, "calls": calls[name, kind] / TRACED_STEPS}
             for (name, kind), total in seconds.most_common(40)
         ],
+        **(trace_parts(hlo, profile, TRACED_STEPS, rates) if gpu_planes(profile) else {}),
     }
-
-
-def kernels_of(profile: Any):
-    """(kernel, HLO instruction or '', start, end in ns) of all work on the GPU's streams; on a CPU, of XLA's operations."""
-    planes = list(profile.planes)
-    gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-    for plane in gpus or planes:
-        for line in plane.lines:
-            if gpus and not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                op = str(dict(event.stats).get("hlo_op", ""))
-                if gpus or op:
-                    yield event.name, op, event.start_ns, event.start_ns + event.duration_ns
 
 
 def kind_of(kernel: str, op_name: str) -> str:
