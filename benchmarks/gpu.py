@@ -7,14 +7,16 @@
 Ceilings come first: a large copy, and bfloat16 matmuls of random numbers. Then complete Llama 3.2 1B and 3B, and Llama 3.1 8B
 with as many layers as fit (by the estimate, `selective`, 8,192 tokens), at sequences of 4,096, 8,192 and 32,768 tokens, with
 each remat policy that fits and the largest microbatch that fits by the estimate. Then the same model, batch and dtype in
-PyTorch, with the largest microbatch that fits there: transformers with torch.compile, flash attention and fused AdamW, and
-variants (`Theirs` in step.py). Then the parts of a step alone, the blocks of a ring, and the targets. A step has 65,536 tokens
-on every side.
+PyTorch, with the largest microbatch that fits there: transformers with torch.compile, flash attention, a chunked loss and fused
+AdamW, and variants (`Theirs` in step.py). Then the parts of a step alone, the blocks of a ring, and the targets. A step has
+65,536 tokens on every side.
 
-Each case runs in its own process (gpu_cases.py), so an out-of-memory error or a crash costs one row. Rows are JSON lines in
---out, by default gpu.jsonl in $OUT or runs/gpu. Rows in --known are read too. Standard error of the cases goes to gpu.log
-beside it. A case that does not fit into the remaining time, or is interrupted by its end, is left for the next run. A failed
-case is not repeated without --again.
+Consecutive cases of jaxllm share a process (gpu_cases.py), because on a cold machine a process takes 20 s to start; PyTorch's
+have their own. A row is written when its case ends. An out-of-memory error or a crash costs one row: the rest go on, after a
+crash in a new process. Rows are JSON lines in --out, by default gpu.jsonl in $OUT or runs/gpu. Rows in --known are read too.
+Standard error of the cases goes to gpu.log beside it, and power and clocks by nvidia-smi to gpu.power.csv. A case that does not
+fit into the remaining time, or is interrupted by its end, is left for the next run. A failed case is not repeated without
+--again.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gpu_power
 import gpu_table
 import subprocess_runner
 from gpu_cases import config_of, largest_microbatch
@@ -60,17 +63,22 @@ VARIANTS = {
 }
 """Variants of jaxllm's step, by name. The base is one text per sequence in bfloat16."""
 STEP_TOKENS = 65_536
-STEPS, DRY_RUN_STEPS = 8, 2
+LOSS_CHUNK = 8192
+"""Tokens of a chunk of PyTorch's loss."""
+STEPS, DRY_RUN_STEPS = 5, 2
 DRY_RUN_MODEL = (
     *("model.num_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=4", "model.num_kv_heads=2"),
     *("model.head_dim=8", "model.vocab_size=256"),
 )
 DRY_RUN_LENGTH, DRY_RUN_SEQUENCES = 32, 4
 
-EXPECTED_S = {"ceilings": 45, "train": 90, "transformers": 200, "parts": 90, "ring": 90}
-"""Expected duration of a case before one of its kind was measured here. Guesses."""
+THEIRS = "transformers"
+"""The kind of PyTorch's cases. Each has a process of its own."""
+EXPECTED_S = {"ceilings": 30, "train": 45, "transformers": 100, "parts": 60, "ring": 60, "attention": 60}
+"""Expected duration of a case before one of its kind was measured here. On an H100 with a cold disk, in a process that had
+started, ceilings took 8 s, training 29 to 45 s, and PyTorch 65 s with a known microbatch. The rest are guesses."""
 LIMIT_S = 420
-"""Time limit of a case."""
+"""Time limit from one figure of a case to the next."""
 VARIABLES = {
     # Lets PyTorch's memory segments grow.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -108,6 +116,7 @@ def cases(found: Row, dry: bool) -> list[Case]:
         tiny = about("1B", DRY_RUN_LENGTH, DRY_RUN_MODEL, DRY_RUN_SEQUENCES)
         return [
             train(tiny, "selective", steps=DRY_RUN_STEPS, traced=True),
+            attention([[1, 32, 4, 2, 8]], documents=2),
             parts(tiny, sequences=2, head_chunks=[32]),
             Case("ring", "ring", {"overrides": overrides(tiny), "ranks": [2]}, {"model": "1B"}),
             *their_cases(tiny, "flash", compiled=False, steps=DRY_RUN_STEPS),
@@ -125,7 +134,10 @@ def cases(found: Row, dry: bool) -> list[Case]:
     chunks = [1024, 2048, 4096, 8192, 16384]
     usual = lambda one: "selective" if fits(found, train(one, "selective")) else "full"  # noqa: E731
     wanted = [
-        *(case for one in main for case in (train(one, usual(one), traced=True), *their_cases(one, "flash"))),
+        *(train(one, usual(one), traced=True) for one in main),
+        train(of["8B", 8192], "selective", "fp8", traced=True),
+        attention([[4, 8192, 32, 8, 64], [1, 8192, 32, 8, 128], [1, 32768, 32, 8, 64], [1, 32768, 32, 8, 128]], documents=16),
+        *(case for one in main for case in their_cases(one, "flash")),
         Case("ring", "ring", {"overrides": ring_of, "ranks": [2, 4, 8]}, {"model": "8B"}),
         parts(of["1B", 8192], sequences=4, head_chunks=chunks),
         parts(few_layers, sequences=4, head_chunks=chunks),
@@ -135,6 +147,7 @@ def cases(found: Row, dry: bool) -> list[Case]:
         train(of["8B", 8192], "full", traced=True),
         *(train(one, usual(one)) for one in lengths),
         *(case for one in main for case in their_cases(one, "flash", liger=True)),
+        *(case for one in main for case in their_cases(one, "flash", chunked=False)),
         *their_cases(of["1B", 8192], "cudnn"),
         *their_cases(of["1B", 8192], "flash", float32_weights=True),
         train(of["3B", 8192], "full"),
@@ -142,7 +155,6 @@ def cases(found: Row, dry: bool) -> list[Case]:
         train(of["3B", 8192], "none"),
         train(of["1B", 8192], "selective", "looped"),
         train(of["8B", 8192], "full", "fp8"),
-        train(of["8B", 8192], "selective", "fp8"),
         *(case for one in lengths for case in their_cases(one, "flash")),
         *(case for one in main[1:] for case in their_cases(one, "cudnn")),
         *(case for one in main[1:] for case in their_cases(one, "flash", float32_weights=True)),
@@ -194,13 +206,17 @@ def their_cases(
     kernel: str,
     liger: bool = False,
     float32_weights: bool = False,
+    chunked: bool = True,
     compiled: bool | None = None,
     steps: int = STEPS,
 ) -> Iterator[Case]:
-    """The PyTorch case if PyTorch is installed. Liger's kernels run without compilation, as their users run them."""
+    """The PyTorch case if PyTorch is installed. Its loss goes by chunks, as ours does. Liger's kernels have their own loss, and
+    run without compilation, as their users run them."""
     if any(find_spec(package) is None for package in ("torch", "transformers", *(["liger_kernel"] if liger else []))):
         return
-    side = f"{kernel}{', Liger' if liger else ''}{', float32 weights' if float32_weights else ''}"
+    chunked = chunked and not liger
+    marks = {"Liger": liger, "chunked loss": chunked, "float32 weights": float32_weights}
+    side = ", ".join([kernel, *(mark for mark, has in marks.items() if has)])
     options = {
         "overrides": overrides(of),
         "steps": steps,
@@ -208,8 +224,13 @@ def their_cases(
         "compiled": not liger if compiled is None else compiled,
         "liger": liger,
         "float32_weights": float32_weights,
+        "loss_chunk": LOSS_CHUNK if chunked else None,
     }
     yield Case(f"{name_of(of)}, PyTorch, {side}", "transformers", options, {**of, "side": side})
+
+
+def attention(shapes: Sequence[Sequence[int]], documents: int) -> Case:
+    return Case("attention", "attention", {"shapes": shapes, "documents": documents})
 
 
 def parts(of: dict[str, Any], sequences: int, head_chunks: Sequence[int] = ()) -> Case:
@@ -236,6 +257,25 @@ def fits(found: Row, case: Case) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------- running
+
+
+class Waiting:
+    """Cases that are not measured yet, in their order."""
+
+    def __init__(self, cases: Iterator[Case]):
+        self._cases, self._first = cases, []
+
+    def next_(self, shares: str | None = None) -> Case | None:
+        """Takes the next case. None if there is none, or if it cannot share the process of a case of the kind `shares`."""
+        case = self._first.pop() if self._first else next(self._cases, None)
+        if case is not None and shares is not None and THEIRS in (shares, case.kind):
+            self.again(case)
+            return None
+        return case
+
+    def again(self, case: Case) -> None:
+        """Puts a case in front of the others."""
+        self._first.append(case)
 
 
 @dataclass
@@ -273,62 +313,75 @@ class Runner:
         took = [row["took_s"] for row in self.rows.values() if row["kind"] == kind and "took_s" in row]
         return statistics.median(took) if took else EXPECTED_S[kind]
 
-    def run(self, group: Sequence[Case]) -> None:
-        """Measures those of the cases that have no row yet, in one process."""
-        group = [case for case in group if not self.is_done(case)]
-        if not group:
-            return
-        expected_s = sum(self.expected_s(case.kind) for case in group)
-        if self.remaining_s() < expected_s + KILLED_S:
-            self.left += [case.name for case in group]
-            return
-        for case in group:
-            say(f"{case.name} ({case.kind}; about {self.expected_s(case.kind):.0f} s, {self.remaining_s():.0f} s left)")
-        limit_s = min(LIMIT_S, self.remaining_s() - KILLED_S)
-        started = time.monotonic()
-        said, error = subprocess_runner.run(
-            [sys.executable, str(CASES), json.dumps([dataclasses.asdict(case) for case in group])],
-            limit_s,
-            {"CUDA_VISIBLE_DEVICES": first_gpu(), **VARIABLES},
-            self.out.with_suffix(".log"),
-        )
-        took_s = time.monotonic() - started
-        for case in group:
-            found: Row = {}
-            for part in said:
-                found |= part if part["name"] == case.name else {}
-            if "finished" not in found and "error" not in found:
-                # Measurements before a crash count.
-                measured = "tokens_per_s" in found
-                if not measured and limit_s < LIMIT_S and subprocess_runner.is_late(error):
-                    self.left.append(case.name)
-                    continue
-                found["died" if measured else "error"] = error or "It printed nothing."
-            if (
-                found.get("error") == subprocess_runner.OUT_OF_MEMORY
-                and case.kind == "train"
-                and found.get("microbatch", 1) > 1
-            ):
-                self._with_smaller_microbatch(case, found["microbatch"])
-                continue
-            found.pop("finished", None)
-            self._write(
-                {
-                    **dataclasses.asdict(case),
-                    **found,
-                    "took_s": took_s / len(group),
-                    "python": platform.python_version(),
-                    "date": time.strftime("%Y-%m-%d"),
-                }
-            )
+    def run(self, cases: Iterable[Case]) -> None:
+        """Measures those of the cases that have no row yet: consecutive ones of jaxllm in one process. A crash costs one case,
+        and the rest go on in a new process. A later case may depend on the rows of earlier ones."""
+        waiting = Waiting(case for case in cases if not self.is_done(case))
+        while (case := waiting.next_()) is not None:
+            if self._has_time(case):
+                self._run_process(case, waiting)
 
-    def _with_smaller_microbatch(self, case: Case, too_large: int) -> None:
-        say(f"  {subprocess_runner.OUT_OF_MEMORY} with {too_large} sequences a microbatch")
-        self.rows.pop(case.name, None)
-        self.run([dataclasses.replace(case, options={**case.options, "at_most": too_large - 1})])
-        if case.name in self.rows:
+    def _has_time(self, case: Case) -> bool:
+        enough = self.remaining_s() >= self.expected_s(case.kind) + KILLED_S
+        if not enough:
+            self.left.append(case.name)
+        return enough
+
+    def _run_process(self, first: Case, waiting: Waiting) -> None:
+        """Measures a case, and those after it that may share its process."""
+        case: Case | None = first
+        found, began = {}, time.monotonic()
+
+        def begin() -> str:
+            nonlocal found, began
+            found, began = {}, time.monotonic()
+            say(f"{case.name} ({case.kind}; about {self.expected_s(case.kind):.0f} s, {self.remaining_s():.0f} s left)")
+            return json.dumps(dataclasses.asdict(case))
+
+        def each(said: Row) -> str | None:
+            nonlocal case
+            if "ready" not in said:
+                found.update(said)
+                return None
+            if found:
+                self._end(case, found, began, waiting)
+                case = waiting.next_(shares=first.kind)
+                while case is not None and not self._has_time(case):
+                    case = waiting.next_(shares=first.kind)
+            return "" if case is None else begin()
+
+        command, variables = [sys.executable, str(CASES)], {"CUDA_VISIBLE_DEVICES": first_gpu(), **VARIABLES}
+        limit_s = self.remaining_s() - KILLED_S
+        _, error = subprocess_runner.run(command, limit_s, variables, self.out.with_suffix(".log"), each, LIMIT_S)
+        if case is None:
+            return
+        # Measurements before a crash count.
+        measured = "tokens_per_s" in found
+        if not measured and subprocess_runner.is_late(error) and self.remaining_s() <= KILLED_S:
+            self.left.append(case.name)
+            return
+        found["died" if measured else "error"] = error or "It printed nothing."
+        self._end(case, found, began, waiting)
+
+    def _end(self, case: Case, found: Row, began: float, waiting: Waiting) -> None:
+        """Writes the row of a case, or repeats the case if its microbatch was too large."""
+        microbatch = found.get("microbatch", 1)
+        if found.get("error") == subprocess_runner.OUT_OF_MEMORY and case.kind == "train" and microbatch > 1:
+            say(f"  {subprocess_runner.OUT_OF_MEMORY} with {microbatch} sequences a microbatch")
+            waiting.again(dataclasses.replace(case, options={**case.options, "at_most": microbatch - 1}))
+            return
+        row = {**dataclasses.asdict(case), **found}
+        if "timed" in found:
+            row |= gpu_power.means(self.power_file, *found["timed"])
+        if "at_most" in case.options:
             # Stored under the requested options.
-            self._write({"ran_out_at": too_large, **self.rows[case.name], "options": case.options})
+            row["ran_out_at"] = row["options"].pop("at_most") + 1
+        python, date = platform.python_version(), time.strftime("%Y-%m-%d")
+        self._write({**row, "took_s": time.monotonic() - began, "python": python, "date": date})
+
+    @property
+    def power_file(self) -> Path:
+        return self.out.with_suffix(".power.csv")
 
     def _write(self, row: Row) -> None:
         self.rows[row["name"]] = row
@@ -367,24 +420,27 @@ def main() -> None:
 
 
 def measure(runner: Runner, dry: bool, only: re.Pattern[str]) -> None:
-    first = ceilings(dry)
     runner.out.parent.mkdir(parents=True, exist_ok=True)
     if dry:
-        # JAX's cases in one process, PyTorch's in another: a trial spends most of its time starting processes.
-        rest = cases({}, dry)
-        of_jax = [case for case in rest if case.kind != "transformers"]
-        of_torch = [case for case in rest if case.kind == "transformers"]
+        of_torch = [case for case in cases({}, dry) if case.kind == THEIRS]
+        of_jax = [ceilings(dry), *(case for case in cases({}, dry) if case.kind != THEIRS)]
+        # Beside each other: a trial spends most of its time starting processes.
         with ThreadPoolExecutor() as pool:
-            list(pool.map(runner.run, [[first, *of_jax], of_torch]))
+            list(pool.map(runner.run, [of_jax, of_torch]))
         return
-    runner.run([first])
+    with gpu_power.sampling(runner.power_file, first_gpu()):
+        runner.run(plan(runner, only))
+
+
+def plan(runner: Runner, only: re.Pattern[str]) -> Iterator[Case]:
+    """The ceilings, then the cases that depend on them."""
+    first = ceilings(dry=False)
+    yield first
     found = runner.rows.get(first.name)
     if found is None or "error" in found:
         say("Without ceilings nothing else can be measured.")
         return
-    for case in cases(found, dry):
-        if only.search(case.name):
-            runner.run([case])
+    yield from (case for case in cases(found, dry=False) if only.search(case.name))
 
 
 def report(runner: Runner, as_json: bool) -> None:

@@ -1,9 +1,9 @@
 """Measurements of benchmarks/gpu.py on one GPU. Each function measures one kind of case and returns its figures.
 
-    python benchmarks/gpu_cases.py '[{"name": ..., "kind": ..., "options": {...}}, ...]' [SECONDS]
+    echo '{"name": ..., "kind": ..., "options": {...}}' | python benchmarks/gpu_cases.py
 
-prints the results on standard output, one JSON object per line: `name` and the figures known so far. `tell` prints some of them
-early, so that a crash does not lose them. No case begins after SECONDS.
+reads cases, one per line, and prints the results on standard output as JSON objects, one per line: `name` and the figures known
+so far, or `ready` if it waits for the next case. `tell` prints some figures early, so that a crash does not lose them.
 
 Token ids are drawn by Zipf's law over the complete vocabulary, as words in a text are: with only a few ids, the gradient of the
 embedding would cost a different amount of work. The loss of the first step is then near ln(vocabulary) on every side.
@@ -103,17 +103,21 @@ def speed(config: Config, times_s: Sequence[float], device_kind: str) -> Figures
     }
 
 
-def time_steps(launch: step.Launch, steps: int) -> tuple[float, list[float]]:
-    """(loss of the first step, seconds of each of `steps` later ones; if steps are slow, of fewer, at least three)."""
+def time_steps(tell: Tell, launch: step.Launch, steps: int) -> tuple[float, list[float]]:
+    """(loss of the first step, seconds of each of `steps` later ones; if steps are slow, of fewer, at least three). Tells when
+    they began and ended, in Unix time."""
     first_loss = float(launch(0))
     (warm_s,) = step.time_block(launch, 1)
     steps = max(min(steps, 3), min(steps, int(MOST_TIMED_S / warm_s)))
     gc.collect()
     gc.disable()
+    began = time.time()
     try:
-        return first_loss, step.time_block(launch, steps)
+        times_s = step.time_block(launch, steps)
     finally:
         gc.enable()
+    tell(timed=[began, time.time()])
+    return first_loss, times_s
 
 
 # ------------------------------------------------------------------------------------------------------------------ jaxllm
@@ -162,7 +166,7 @@ def train(
         estimate_bytes=estimate.peak_bytes,
         compiled_bytes=total_bytes(trainer.compiled.memory_analysis()),
     )
-    first_loss, times_s = time_steps(launch, steps)
+    first_loss, times_s = time_steps(tell, launch, steps)
     in_use = peak_bytes(device)
     # The allocator cannot be reset: a step below the peak of an earlier case has no figure.
     found = {
@@ -613,8 +617,10 @@ def transformers(
         # On a GPU the weights are not fresh, because the search for the microbatch takes steps too.
         first_loss = float(launch(0))
         compile_s = time.perf_counter() - started
-        _, times_s = time_steps(launch, steps)
+        window: Figures = {}
+        _, times_s = time_steps(window.update, launch, steps)
         return {
+            **window,
             "microbatch": b,
             "microbatches": batch // b,
             "checkpointing": checkpointing,
@@ -720,22 +726,22 @@ KINDS = {
 
 
 def main() -> None:
-    until = time.monotonic() + float(sys.argv[2]) if len(sys.argv) > 2 else math.inf
-    for case in json.loads(sys.argv[1]):
-        if time.monotonic() > until:
-            break
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
 
         def tell(name: str = case["name"], **figures: Any) -> None:
             print(json.dumps({"name": name, **figures}), flush=True)
 
         try:
-            tell(**KINDS[case["kind"]](tell, **case["options"]), finished=True)
+            tell(**KINDS[case["kind"]](tell, **case["options"]))
         except Exception:
             text = traceback.format_exc()
             print(text, file=sys.stderr, flush=True)
             tell(error=subprocess_runner.reason(text))
         # The state of one case must be gone before the next.
         gc.collect()
+        print(json.dumps({"ready": True}), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,20 @@ crash are kept.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import queue
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 OUT_OF_MEMORY = "A device ran out of memory"
 _LATE = "It took more than"
@@ -24,41 +30,81 @@ _RAN_OUT = re.compile(r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|[Oo]ut of me
 
 
 def run(
-    command: Sequence[str], limit_s: float, variables: Mapping[str, str] | None = None, log: Path | None = None
+    command: Sequence[str],
+    limit_s: float,
+    variables: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    each: Callable[[dict[str, Any]], str | None] | None = None,
+    silent_s: float = math.inf,
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns (the objects it printed, the reason of its failure or None). After the time limit its process group is killed.
+    """Returns (the objects it printed, the reason of its failure or None). After a time limit its process group is killed.
 
     Args:
       variables: extra environment variables.
       log: a file to which its standard error is appended.
+      each: gets each object as soon as it is printed. It returns a line for the program's standard input, '' to end that
+        input, or None.
+      silent_s: time limit from one object to the next.
     """
-    # A new process group, not a new session: it still ends with our session.
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, **(variables or {})},
-        process_group=0,
-    )
-    late = False
-    try:
-        out, stderr = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        late = True
-        os.killpg(process.pid, signal.SIGKILL)
-        out, stderr = process.communicate()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    said: list[dict[str, Any]] = []
+    end = time.monotonic() + limit_s
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        # A new process group, not a new session: it still ends with our session.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if each else None,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            env={**os.environ, **(variables or {})},
+            process_group=0,
+        )
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+        late, last = None, time.monotonic()
+        try:
+            while True:
+                limit = min(end, last + silent_s)
+                line = lines.get(timeout=max(0.0, limit - time.monotonic()))
+                if line is None:
+                    process.wait(max(0.0, limit - time.monotonic()))
+                    break
+                if (found := _object(line)) is not None:
+                    said.append(found)
+                    last = time.monotonic()
+                    _answer(process, each(found) if each else None)
+        except (queue.Empty, subprocess.TimeoutExpired):
+            late = f"{_LATE} {min(limit_s, silent_s):.0f} s."
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        errors.seek(0)
+        stderr = errors.read()
     if log is not None:
         with log.open("a", encoding="utf-8") as file:
             file.write(f"$ {' '.join(map(str, command))}\n{stderr}\n")
-    said = [found for line in out.splitlines() if (found := _object(line)) is not None]
-    if late:
-        return said, f"{_LATE} {limit_s:.0f} s."
-    return said, reason(stderr) if process.returncode else None
+    return said, late or (reason(stderr) if process.returncode else None)
+
+
+def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    """Puts the lines of a stream into the queue, and None at its end."""
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _answer(process: subprocess.Popen[str], line: str | None) -> None:
+    if line is None:
+        return
+    # If the program has crashed, its end is found later.
+    with contextlib.suppress(BrokenPipeError):
+        if line:
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+        else:
+            process.stdin.close()
 
 
 def is_late(error: str | None) -> bool:
