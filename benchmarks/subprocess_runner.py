@@ -48,7 +48,7 @@ def run(
     """
     said: list[dict[str, Any]] = []
     end = time.monotonic() + limit_s
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+    with tempfile.TemporaryFile() as errors:
         # A new process group, not a new session: it still ends with our session.
         process = subprocess.Popen(
             command,
@@ -61,8 +61,9 @@ def run(
             process_group=0,
         )
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-        late, last = None, time.monotonic()
+        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        late, last, answered = None, time.monotonic(), 0
         try:
             while True:
                 limit = min(end, last + silent_s)
@@ -73,19 +74,27 @@ def run(
                 if (found := _object(line)) is not None:
                     said.append(found)
                     last = time.monotonic()
-                    _answer(process, each(found) if each else None)
+                    if (answer := each(found) if each else None) is not None:
+                        # What it wrote before is not the reason of a failure after. A seek would move its own position too.
+                        answered = os.fstat(errors.fileno()).st_size
+                        _answer(process, answer)
         except (queue.Empty, subprocess.TimeoutExpired):
             late = f"{_LATE} {min(limit_s, silent_s):.0f} s."
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            if process.poll() is None or late:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            reader.join()
+            process.wait()
+            process.stdout.close()
+            _answer(process, "")
         errors.seek(0)
         stderr = errors.read()
+    stderr, latest = (part.decode(errors="replace") for part in (stderr, stderr[answered:]))
     if log is not None:
         with log.open("a", encoding="utf-8") as file:
             file.write(f"$ {' '.join(map(str, command))}\n{stderr}\n")
-    return said, late or (reason(stderr) if process.returncode else None)
+    return said, late or (reason(latest) if process.returncode else None)
 
 
 def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
@@ -95,8 +104,9 @@ def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
     lines.put(None)
 
 
-def _answer(process: subprocess.Popen[str], line: str | None) -> None:
-    if line is None:
+def _answer(process: subprocess.Popen[str], line: str) -> None:
+    """Writes a line to the program's standard input, or ends it."""
+    if process.stdin is None:
         return
     # If the program has crashed, its end is found later.
     with contextlib.suppress(BrokenPipeError):

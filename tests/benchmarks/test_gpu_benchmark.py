@@ -5,6 +5,8 @@ import json
 import math
 import subprocess
 import sys
+import time
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ HAS_TORCH = bool(find_spec("torch") and find_spec("transformers"))
 
 @pytest.fixture(scope="module")
 def modules():
-    names = ("subprocess_runner", "gpu", "gpu_cases", "gpu_predictions", "gpu_table")
+    names = ("subprocess_runner", "gpu", "gpu_cases", "gpu_power", "gpu_predictions", "gpu_table")
     return SimpleNamespace(**{name: scripts.load(f"benchmarks/{name}.py") for name in names})
 
 
@@ -77,6 +79,14 @@ def test_the_trace_says_where_the_time_goes(dry):
     assert {"matmul", "optimizer"} <= by_kind_s.keys()
     assert seen["named"] > 0.5  # of XLA's own instructions some have no name
     assert sum(kernel["s"] for kernel in seen["longest"]) <= sum(by_kind_s.values()) * (1 + 1e-9)
+    assert "parts" not in seen  # a CPU runs other kernels than the account's
+
+
+def test_attention_alone_agrees_with_float32(dry):
+    (row,) = by_kind(dry, "attention")
+    assert [(one["way"], one["documents"]) for one in row["attention"]] == [("causal", 1), ("packed", 2), ("halves", 2)]
+    for one in row["attention"]:
+        assert 0 < max(one["errors"].values()) < 0.01
 
 
 def test_parts_and_ceilings(dry):
@@ -94,6 +104,89 @@ def test_parts_and_ceilings(dry):
     assert [played["ranks"] for played in ring["played"]] == [2]
 
 
+# ------------------------------------------------------------------------------------------------- processes of made-up cases
+
+PLAYED = """
+import json, os, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    case = json.loads(line)
+    do, tell = case["options"], lambda **figures: print(json.dumps({"name": case["name"], **figures}), flush=True)
+    tell(microbatch=do.get("at_most", 4), process=os.getpid())
+    if do.get("crash"):
+        sys.exit("The driver fell over.")
+    time.sleep(do.get("takes_s", 0))
+    if do.get("at_most", 4) > do.get("fits", 4):
+        print(ran_out, file=sys.stderr, flush=True)
+        tell(error=ran_out)
+    else:
+        tell(tokens_per_s=1.0, tflops_full_square=1.0, timed=[time.time(), time.time()])
+    print(json.dumps({"ready": True}), flush=True)
+"""
+
+
+@pytest.fixture
+def play(modules, monkeypatch, tmp_path):
+    """Runs cases of (name, kind, options) in processes that only say what a case says; returns the runner."""
+    script = tmp_path / "played.py"
+    script.write_text(f"ran_out = {modules.subprocess_runner.OUT_OF_MEMORY!r}\n{PLAYED}")
+    monkeypatch.setattr(modules.gpu, "CASES", script)
+    monkeypatch.setattr(modules.gpu, "EXPECTED_S", dict.fromkeys(modules.gpu.EXPECTED_S, 1))
+    monkeypatch.setattr(modules.gpu, "KILLED_S", 0)
+
+    def run(*cases, seconds=60):
+        runner = modules.gpu.Runner(tmp_path / "gpu.jsonl", [], time.monotonic() + seconds)
+        runner.run(modules.gpu.Case(name, kind, options) for name, kind, options in cases)
+        return runner
+
+    return run
+
+
+def test_cases_of_jaxllm_share_a_process_and_pytorchs_do_not(play):
+    kinds = {"a": "train", "b": "ring", "c": "transformers", "d": "transformers", "e": "train"}
+    rows = play(*((name, kind, {}) for name, kind in kinds.items())).rows
+    assert list(rows) == list(kinds)
+    of = {name: row["process"] for name, row in rows.items()}
+    assert of["a"] == of["b"]
+    assert len({of[name] for name in "acde"}) == 4
+
+
+def test_a_crash_costs_one_row_and_too_large_a_microbatch_none(play, tmp_path):
+    cases = [("a", "train", {}), ("b", "train", {"fits": 3}), ("c", "ring", {"crash": True}), ("d", "train", {})]
+    rows = play(*cases).rows
+    assert list(rows) == ["a", "b", "c", "d"]
+    assert "fell over" in rows["c"]["error"]  # not the memory that b ran out of before
+    assert all("error" not in rows[name] for name in "abd")
+    assert rows["a"]["process"] == rows["b"]["process"] == rows["c"]["process"] != rows["d"]["process"]
+    assert (rows["b"]["microbatch"], rows["b"]["ran_out_at"], rows["b"]["options"]) == (3, 4, {"fits": 3})
+    assert [json.loads(line)["name"] for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == ["a", "b", "c", "d"]
+    assert play(*cases).rows == rows  # nothing is measured again
+
+
+def test_no_case_begins_or_goes_on_without_time(play):
+    """By its kind `b` would take 1 s, when 0.6 s are left; `c` is cut off by the end."""
+    runner = play(("a", "train", {"takes_s": 0.4}), ("b", "ring", {}), ("c", "train", {"takes_s": 30}), seconds=1.3)
+    assert list(runner.rows) == ["a"]
+    assert runner.left == ["b", "c"]
+
+
+def test_power_and_clocks_are_means_over_the_timed_steps(modules, tmp_path):
+    file, begin = tmp_path / "power.csv", datetime(2026, 11, 26, 13, 38, 0).timestamp()
+    lines = [
+        "2026/11/26 13:37:59.900, 130.00, 1980, 0x0000000000000000",
+        "2026/11/26 13:38:00.100, 700.00, 1400, 0x0000000000000004",
+    ]
+    lines += [
+        "2026/11/26 13:38:00.350, 690.00, 1600, 0x0000000000000000",
+        "2026/11/26 13:38:00.600, [N/A], 1600, 0x0",
+        "2026/11/",
+    ]
+    file.write_text("\n".join(lines))
+    assert modules.gpu_power.means(file, begin, begin + 1) == {"power_w": 695, "sm_mhz": 1500, "power_capped": 0.5}
+    assert modules.gpu_power.means(file, begin + 10, begin + 11) == {}
+    assert modules.gpu_power.means(tmp_path / "none.csv", begin, begin + 1) == {}
+
+
 # ------------------------------------------------------------------------------------------------------ nothing is measured
 
 
@@ -103,6 +196,9 @@ def test_the_plan_of_an_h200(modules):
     assert len({case.name for case in cases}) == len(cases)
     assert [case.about["model"] for case in cases if case.kind == "train"][:3] == ["1B", "8B", "3B"]
     for case in cases:
+        if case.kind == "attention":
+            assert {B * S for B, S, *_ in case.options["shapes"]} == {8192, 32768}
+            continue
         assert modules.gpu_cases.config_of(case.options["overrides"]).step_tokens == modules.gpu.STEP_TOKENS
 
 
