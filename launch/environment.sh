@@ -4,6 +4,7 @@
 #   prepare_environment [EXTRA...]  sets $python to an interpreter that has jaxllm with these extras, and CUDA if there
 #                                   is a GPU; installs only what pyproject.toml or the extras made necessary since,
 #                                   in the versions of the file that $constraints names, if it is set
+#   use_wheels FOLDER               before that: use the current Python as it is, with the wheels of the folder
 #   run_check NAME COMMAND...       runs a command and records its result
 #   closing_summary                 prints the recorded results; returns the exit code of the first failure
 #   supervisor_option WORD          whether it is an option of jaxllm/runtime/supervisor.py that launch scripts accept
@@ -69,6 +70,19 @@ use_current_python() {
   for module in jax flax optax orbax.checkpoint numpy pydantic yaml typer rich jaxtyping; do
     has_module "$module" || refuse "JAXLLM_VENV=none, but $python has no $module: install it, or unset JAXLLM_VENV."
   done
+}
+
+# use_wheels FOLDER: the current Python, and the wheels of a folder (pack_wheels.sh), installed into a temporary one. No network.
+use_wheels() {
+  local wheels=("$1"/*.whl)
+  [[ -e "${wheels[0]}" ]] || refuse "WHEELS=$1 is a folder without wheels: fill it with launch/pack_wheels.sh."
+  python="$(find_python)"
+  site="$(mktemp -d)"
+  trap 'rm -rf "$site"' EXIT
+  pip_install --no-index --no-deps --no-compile --target "$site" "${wheels[@]}" ||
+    refuse "the wheels in WHEELS=$1 do not fit $("$python" --version): pack them for that version with launch/pack_wheels.sh."
+  export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+  venv=none
 }
 
 find_python() {

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Checks that need a GPU: launch/gpu_check.sh [--dry-run]
-# Runs the tests marked gpu and benchmarks/gpu.py, and writes the output to gpu_check.log in the folder $OUT, or in
+# Runs benchmarks/gpu.py, then the tests marked gpu, and writes the output to gpu_check.log in the folder $OUT, or in
 # runs/gpu_check without OUT. The benchmark's rows are in gpu.jsonl beside it: when restarted, it measures the missing ones.
 # --dry-run runs the same steps on a CPU at tiny sizes.
-# PYTHON and JAXLLM_VENV: see environment.sh.
+# MINUTES              time for the benchmark; default: 60
+# WHEELS               a folder of pack_wheels.sh, for a machine that has JAX and no network
+# PYTHON, JAXLLM_VENV  see environment.sh
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -39,15 +41,16 @@ check() {
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
   fi
   show_versions
+  # The benchmark comes first: on a cold machine the tests take minutes.
   if $dry_run; then
-    run_check "gpu tests, collected" collect_tests
-    run_check "memory in use" "$python" benchmarks/memory_in_use.py --dry-run
     run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --dry-run
+    run_check "memory in use" "$python" benchmarks/memory_in_use.py --dry-run
+    run_check "gpu tests, collected" collect_tests
   else
+    run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --minutes "${MINUTES:-60}" --out "$out/gpu.jsonl"
     # Its steps run in separate processes, which must find the GPU free.
     run_check "memory in use" "$python" -m pytest -s -m gpu tests/gpu/test_memory_in_use.py
     run_check "gpu tests" "$python" -m pytest -m gpu --ignore tests/gpu/test_memory_in_use.py
-    run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --out "$out/gpu.jsonl"
   fi
   closing_summary
 }
@@ -60,5 +63,6 @@ fi
 
 out="$(absolute "${OUT:-$checkout/runs/gpu_check}")"
 mkdir -p "$out"
+[[ -z "${WHEELS:-}" ]] || use_wheels "$(absolute "$WHEELS")"
 prepare_environment test
 check 2>&1 | tee "$out/gpu_check.log"

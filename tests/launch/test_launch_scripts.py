@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import outside
@@ -104,6 +105,39 @@ def test_gpu_check_without_a_gpu_is_refused_in_a_sentence(path_with, tmp_path):
     assert result.stderr.count("\n") == 1
     assert "--dry-run" in result.stderr
     assert not out.exists()
+
+
+def test_wheels_are_installed_without_a_network_and_go_again(tmp_path):
+    """pip gets the folder's wheels alone; the current Python finds them, and the folder is gone at the end."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "packed_here-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("packed_here.py", "")
+        wheel.writestr("packed_here-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: packed-here\nVersion: 1.0\n")
+        wheel.writestr("packed_here-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("packed_here-1.0.dist-info/RECORD", "")
+    commands = f'use_wheels "{wheels}"; echo "$venv"; "$python" -c "import packed_here; print(packed_here.__file__)"'
+    result = in_environment(commands, PYTHON=sys.executable, JAXLLM_VENV=str(tmp_path / "venv"))
+    assert result.returncode == 0, result.stderr
+    venv, file = result.stdout.splitlines()
+    assert venv == "none"
+    assert not Path(file).exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "hint"),
+    [
+        ("pack_wheels.sh", [], "FOLDER"),
+        ("pack_wheels.sh", ["wheels", "latest"], "latest"),
+        ("gpu_check.sh", ["--dry-run"], "launch/pack_wheels.sh"),
+    ],
+)
+def test_wheels_that_cannot_be_are_refused_in_a_sentence(script, arguments, hint, tmp_path):
+    environment = {"WHEELS": str(tmp_path), "OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
+    result = bash(CHECKOUT / "launch" / script, *arguments, cwd=tmp_path, **environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert hint in result.stderr
 
 
 def test_python_that_is_none_is_refused(tmp_path):
@@ -227,5 +261,5 @@ def test_gpu_check_goes_through_its_motions_on_a_cpu(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     log = (tmp_path / "gpu_check.log").read_text()
     assert "tests/gpu/test_cudnn_attention.py" in log
-    for part in ("gpu tests, collected", "memory in use", "benchmarks/gpu.py"):
-        assert re.search(rf"{re.escape(part)}\s+\d+ s  ok", log)
+    results = re.findall(r"^  (\S.*?) +\d+ s  (.*)$", log, re.MULTILINE)
+    assert results == [(part, "ok") for part in ("benchmarks/gpu.py", "memory in use", "gpu tests, collected")]
