@@ -12,11 +12,11 @@ AdamW, and variants (`Theirs` in step.py). Then the parts of a step alone, the b
 65,536 tokens on every side.
 
 Consecutive cases of jaxllm share a process (gpu_cases.py), because on a cold machine a process takes 20 s to start; PyTorch's
-have their own. A row is written when its case ends. An out-of-memory error or a crash costs one row: the rest go on, after a
-crash in a new process. Rows are JSON lines in --out, by default gpu.jsonl in $OUT or runs/gpu. Rows in --known are read too.
-Standard error of the cases goes to gpu.log beside it, and power and clocks by nvidia-smi to gpu.power.csv. A case that does not
-fit into the remaining time, or is interrupted by its end, is left for the next run. A failed case is not repeated without
---again.
+have their own. So memory in use is known where a case needs more than those before it. A row is written when its case ends. An
+out-of-memory error or a crash costs one row: the rest continue, after a crash in a new process. Rows are JSON lines in --out,
+by default gpu.jsonl in $OUT or runs/gpu. Rows in --known are read too. Standard error of the cases goes to gpu.log beside it,
+and power and clocks by nvidia-smi to gpu.power.csv. A case that does not fit into the remaining time, or is interrupted by its
+end, is left for the next run. A failed case is not repeated without --again.
 """
 
 from __future__ import annotations
@@ -138,13 +138,13 @@ def cases(found: Row, dry: bool) -> list[Case]:
         train(of["8B", 8192], "selective", "fp8", traced=True),
         attention([[4, 8192, 32, 8, 64], [1, 8192, 32, 8, 128], [1, 32768, 32, 8, 64], [1, 32768, 32, 8, 128]], documents=16),
         *(case for one in main for case in their_cases(one, "flash")),
-        Case("ring", "ring", {"overrides": ring_of, "ranks": [2, 4, 8]}, {"model": "8B"}),
-        parts(of["1B", 8192], sequences=4, head_chunks=chunks),
-        parts(few_layers, sequences=4, head_chunks=chunks),
         train(of["1B", 8192], "selective", "documents", traced=True),
         train(of["1B", 8192], "selective", "documents by halves"),
         train(of["1B", 8192], "none", traced=True),
         train(of["8B", 8192], "full", traced=True),
+        Case("ring", "ring", {"overrides": ring_of, "ranks": [2, 4, 8]}, {"model": "8B"}),
+        parts(of["1B", 8192], sequences=4, head_chunks=chunks),
+        parts(few_layers, sequences=4, head_chunks=chunks),
         *(train(one, usual(one)) for one in lengths),
         *(case for one in main for case in their_cases(one, "flash", liger=True)),
         *(case for one in main for case in their_cases(one, "flash", chunked=False)),
@@ -315,7 +315,7 @@ class Runner:
 
     def run(self, cases: Iterable[Case]) -> None:
         """Measures those of the cases that have no row yet: consecutive ones of jaxllm in one process. A crash costs one case,
-        and the rest go on in a new process. A later case may depend on the rows of earlier ones."""
+        and the rest continue in a new process. A later case may depend on the rows of earlier ones."""
         waiting = Waiting(case for case in cases if not self.is_done(case))
         while (case := waiting.next_()) is not None:
             if self._has_time(case):

@@ -43,7 +43,7 @@ _WITHOUT_INSTRUCTION = {HELPER: "attention_backward", MEMSET: "other"}
 """Token of kernels that a library launches beside that of the instruction -> their part."""
 _NUMBERING = re.compile(r"(_(\d+|remat\d*|clone))+$")
 _AGREEING = 4
-"""Kernels that must agree in a row where the alignment goes on after a difference."""
+"""Kernels that must agree in a row where the alignment continues after a difference."""
 _FARTHEST = 64
 """Kernels that may be missing or unknown in a row."""
 

@@ -29,7 +29,7 @@ print("python", platform.python_version(), *(f"| {name} {version(name)}" for nam
 
 collect_tests() {
   local code=0
-  "$python" -m pytest --collect-only -q -m gpu || code=$?
+  "$python" -m pytest --collect-only -q -m gpu tests/gpu || code=$?
   # 5: there are no tests yet.
   ((code == 5)) || return "$code"
 }
@@ -50,7 +50,7 @@ check() {
     run_check "benchmarks/gpu.py" "$python" benchmarks/gpu.py --minutes "${MINUTES:-60}" --out "$out/gpu.jsonl"
     # Its steps run in separate processes, which must find the GPU free.
     run_check "memory in use" "$python" -m pytest -s -m gpu tests/gpu/test_memory_in_use.py
-    run_check "gpu tests" "$python" -m pytest -m gpu --ignore tests/gpu/test_memory_in_use.py
+    run_check "gpu tests" "$python" -m pytest -m gpu tests/gpu --ignore tests/gpu/test_memory_in_use.py
   fi
   closing_summary
 }

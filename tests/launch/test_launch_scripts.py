@@ -107,8 +107,7 @@ def test_gpu_check_without_a_gpu_is_refused_in_a_sentence(path_with, tmp_path):
     assert not out.exists()
 
 
-def test_wheels_are_installed_without_a_network_and_go_again(tmp_path):
-    """pip gets the folder's wheels alone; the current Python finds them, and the folder is gone at the end."""
+def test_wheels_are_installed_without_a_network_and_removed_at_the_end(tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "packed_here-1.0-py3-none-any.whl", "w") as wheel:
@@ -138,6 +137,13 @@ def test_wheels_that_cannot_be_are_refused_in_a_sentence(script, arguments, hint
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert hint in result.stderr
+
+
+def test_gpu_check_finds_all_tests_that_need_a_gpu():
+    """It collects one folder: the others import packages that a machine with JAX alone lacks."""
+    mark = "mark." + "gpu"
+    marked = {file.parent.name for file in (CHECKOUT / "tests").rglob("*.py") if mark in file.read_text(encoding="utf-8")}
+    assert marked == {"gpu"}
 
 
 def test_python_that_is_none_is_refused(tmp_path):
