@@ -233,7 +233,7 @@ def batch_of(trainer: Any, number: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------------- a trace
 
 ATTENTION = re.compile(r"cudnn|sdpa|fmha|flash", re.IGNORECASE)
-BACKWARD = re.compile(r"bprop|bwd|backward|dgrad|dot_do_o|convert_dq", re.IGNORECASE)
+BACKWARD = re.compile(r"bprop|bwd|backward|dgrad|dot_do_o|convert_dq|reduce_head", re.IGNORECASE)
 MATMUL = re.compile(r"gemm|nvjet|cutlass|wgmma|xmma|cublas|dot", re.IGNORECASE)
 """Pattern for names of matmul kernels: those of cuDNN and cuBLAS, and those that XLA generates."""
 
