@@ -130,7 +130,7 @@ def agreement(rows: Sequence[Row], predicted: Predict) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- fitting
 
-CONSTANTS = tuple(field.name for field in dataclasses.fields(Fitted))
+CONSTANTS = tuple(field.name for field in dataclasses.fields(Fitted) if field.default is dataclasses.MISSING)
 
 
 def loss(rows: Sequence[Row], fitted: Fitted) -> float:

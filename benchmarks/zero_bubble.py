@@ -34,7 +34,7 @@ from markdown_sections import write_between
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import FITTED
+from jaxllm.cost_model.step_parts import MEASURED
 from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.pipeline_schedule import make_schedule
 from jaxllm.pipeline_table import Schedule
@@ -96,7 +96,7 @@ class Case:
         self.weights = weight_ticks(self.schedule, P - 1)
         self.weight_units = int(self.weights.any(axis=1).sum())
         """Ticks in which any stage runs W."""
-        model, sizes, layers = StepModel(config, GPU, GPUS_PER_HOST, FITTED), StepSizes(config, GPU), config.chunk_layers
+        model, sizes, layers = StepModel(config, GPU, GPUS_PER_HOST, MEASURED), StepSizes(config, GPU), config.chunk_layers
         time = model.time()
         self.step_s, self.bubble_s = time.step_s, time.terms_s["bubble"]
         matmuls_s = sum(model.block_matmul_s(length, columns, model.rows) for columns, length in model.matmuls.values())

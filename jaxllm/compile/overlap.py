@@ -27,7 +27,7 @@ from jaxllm.config import ParallelConfig
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
 from jaxllm.cost_model.replicas import over_replica_network
-from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
+from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, MEASURED
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Simulation:
         self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
         self.parallel = parallel
         self.gpus_per_host = min(gpus_per_host, math.prod(module.axes.values()))
-        share = FITTED.hopper_matmul_share if gpu.chip.compute_capability >= (9, 0) else FITTED.matmul_share
+        share = MEASURED.hopper_matmul_share if gpu.chip.compute_capability >= (9, 0) else MEASURED.matmul_share
         peak = gpu.float8_flops if fp8 and gpu.float8_flops else gpu.dense_flops["bfloat16"]
         self.flops_per_s = peak * share
         self.in_order = module.collectives()

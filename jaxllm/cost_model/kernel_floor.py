@@ -22,12 +22,12 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.kernel_rates import KernelRates
 from jaxllm.cost_model.layer_compute import BLOCK_NORM_MOVES
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import FITTED
+from jaxllm.cost_model.step_parts import MEASURED
 
 
 def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRates) -> dict[str, float]:
     """Part (compile/kernel_account.py) -> seconds of one step on one device of the busiest stage. Other parts could be 0."""
-    sizes, model, M = StepModel(config, gpu, gpus_per_host, FITTED), config.model, config.num_microbatches
+    sizes, model, M = StepModel(config, gpu, gpus_per_host, MEASURED), config.model, config.num_microbatches
     tokens, layers = M * sizes.rows, sizes.stage_layers
     matmul_rate = rates.fp8_flops_per_s if sizes.is_fp8 else rates.matmul_flops_per_s
     columns = -(-model.vocab_size // sizes.head_parts()[0])

@@ -20,6 +20,7 @@ from jaxllm.cost_model.step_parts import (
     ATTENTION_ROWS,
     ATTENTION_SHARES,
     BANDWIDTH_SHARE,
+    LARGE_HEAD,
     MEMORY_SHARE,
     XLA_ROWS,
     Fitted,
@@ -37,8 +38,9 @@ class LayerCompute:
     D, F, N, K, H, L as in flops.py; P stages, V virtual stages, M microbatches; d, c, t ranks of data, context and tensor.
     """
 
-    backward_mlp_moves = 8
-    """Reads and writes of the feed-forward width in SwiGLU's backward; its product is recomputed for mlp_down's gradient."""
+    backward_mlp_moves = 6
+    """Reads and writes of the feed-forward width in SwiGLU's backward, which also writes its product for mlp_down's gradient
+    (one kernel, in a profile of an H100)."""
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         model, parallel = config.model, config.parallel
@@ -58,8 +60,13 @@ class LayerCompute:
         self.is_hopper = gpu.chip.compute_capability >= HOPPER
         self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if self.is_hopper else fitted.matmul_share)
         self.is_fp8 = model.multiplies_fp8
-        self.fp8_flops = self.matmul_flops * ((gpu.float8_flops or 0.0) / self.peak_flops)
-        self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE
+        self.fp8_flops = (gpu.float8_flops or 0.0) * (fitted.hopper_fp8_share if self.is_hopper else fitted.matmul_share)
+        memory_share = fitted.hopper_memory_share if self.is_hopper else MEMORY_SHARE
+        self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * memory_share
+        self.attention_shares = ATTENTION_SHARES
+        if self.is_hopper:
+            is_large = model.head_dim >= LARGE_HEAD
+            self.attention_shares = fitted.hopper_attention_shares if is_large else fitted.hopper_small_head_shares
         self.links = links_of(gpu, BANDWIDTH_SHARE)
 
         self.gpus_per_host = min(gpus_per_host, self.devices)
@@ -95,8 +102,7 @@ class LayerCompute:
         return found
 
     def matmul_s(self, rows: int, columns: int, length: int, is_fp8: bool = False) -> float:
-        """Time of a rows x columns matmul in which each element sums `length` products. FP8 is faster by the ratio of the peaks
-        and has inputs of one byte. That it reaches the same share of its peak as bfloat16 is a guess."""
+        """Time of a rows x columns matmul in which each element sums `length` products. FP8's inputs have one byte."""
         share = self.tile_share(rows, columns, length)
         traffic = (1 if is_fp8 else self.itemsize) * (rows * length + length * columns) + self.itemsize * rows * columns
         flops_per_s = (self.fp8_flops if is_fp8 else self.matmul_flops) * share
@@ -122,7 +128,8 @@ class LayerCompute:
         inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
         times = 2 if self.model.matmul_dtype == "mxfp8" else 1
         numbers = self.rows * (2 * inputs + times * gradients) + 2 * self.layer_parameters
-        return self.moved_s(numbers * (2 * self.itemsize + 1))
+        slower = self.fitted.hopper_memory_share / self.fitted.hopper_rounding_share
+        return slower * self.moved_s(numbers * (2 * self.itemsize + 1))
 
     def moved_s(self, size_bytes: float) -> float:
         return size_bytes / self.memory_bytes_per_s
@@ -158,7 +165,7 @@ class LayerCompute:
         if self.fuses_attention:
             blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
             half_s = flops_per_key * self.keys_per_query(window) / (self.peak_flops * self.attention_share(blocks))
-            return 2 * half_s / ATTENTION_SHARES[0], 5 * half_s / ATTENTION_SHARES[1]
+            return 2 * half_s / self.attention_shares[0], 5 * half_s / self.attention_shares[1]
         keys = self.S if window is None else min(self.S, window + XLA_ROWS)
         scores_s = self.moved_s(4 * 4 * self.rows * keys * heads)
         square_s = flops_per_key * keys / self.matmul_flops
@@ -207,6 +214,12 @@ class LayerCompute:
             self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),
             self.moved_s(self.rows * (self.itemsize * backward + 8 * merged)),
         )
+
+    def norms_s(self) -> float:
+        """Time of the forward pass's norms alone: what of the memory-bound kernels is computed again in the backward pass. XLA
+        makes SwiGLU's product in the kernel of its gradients (by a profile of an H100)."""
+        split = self.model.hidden_size / self.t
+        return self.moved_s(self.rows * self.itemsize * BLOCK_NORM_MOVES[self.model.block_norms][0] * split)
 
     def gradient_sums_s(self) -> float:
         """Time to write and read gradients and add them to float32 sums; from ZeRO 2 on a rank has its share of the sums."""

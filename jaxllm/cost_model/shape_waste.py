@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.step_parts import FITTED, tile_parts
+from jaxllm.cost_model.step_parts import tile_parts
 from jaxllm.cost_model.step_time import step_model
 
 PARTS = ("identity_layers", "waves", "tiles", "small_tiles", "attention_waves")
@@ -68,7 +68,7 @@ def shape_waste(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = 
         """The step without some of PARTS."""
 
         def __init__(self, removed: tuple[str, ...]):
-            super().__init__(config, gpu, gpus_per_host, FITTED)
+            super().__init__(config, gpu, gpus_per_host, base.constants)
             self.removed = removed
             if "identity_layers" in removed:
                 self.chunk_layers = config.model.num_layers / (self.P * self.V)

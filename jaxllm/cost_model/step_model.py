@@ -17,7 +17,7 @@ from jaxllm.cost_model.replicas import exchange_of, over_replica_network
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
     COMMUNICATION,
-    KERNEL_S,
+    MEASURED,
     OUTER_STEP,
     STEP_KERNELS,
     Fitted,
@@ -32,6 +32,7 @@ from jaxllm.cost_model.step_sizes import StepSizes
 class StepModel(HostCopies):
     """Combines the compute and the transfers of jaxllm's step."""
 
+    constants = MEASURED
     layer_kernels = 60
     """Kernels of one layer, forward and backward, counted: 21 matmuls, attention, and the operations between them, fused by
     XLA."""
@@ -101,7 +102,7 @@ class StepModel(HostCopies):
         layers = self.chunk_layers
         matmuls_s, attention_s, moves_s = self.layer_matmuls_s(), self.attention_s(), self.moves_s()
         again, attention_again, moves_again = self.recomputed()
-        repeated_s = self.repeated_s(again, attention_again) + (moves_s[0] if moves_again else 0.0)
+        repeated_s = self.repeated_s(again, attention_again) + (self.norms_s() if moves_again else 0.0)
         kernels = self.layer_kernels + self.rings_tensor * (self.t - 1) * self.chunk_kernels
         kernels += self.mean(len(self.hops(window)) for window in self.windows) * self.hop_kernels
         layer = {
@@ -112,7 +113,7 @@ class StepModel(HostCopies):
             "gradient_sums": self.gradient_sums_s(),
             "stacks": self.stacks_s(),
             "recomputation": repeated_s,
-            "launches": kernels * KERNEL_S,
+            "launches": kernels * self.fitted.kernel_s,
         }
         forward, backward = Transfers(), Transfers()
         self.add_layer_transfers(forward, backward, layers, matmuls_s, self.recomputed())
@@ -183,10 +184,12 @@ class StepModel(HostCopies):
         return self.repeated_s(again, attention_again) + with_them.total_s - without.total_s
 
     def gradient_sums_s(self) -> float:
-        """As in LayerCompute; the matmuls of layers with arrays of their own add to the sums instead of writing gradients."""
+        """As in LayerCompute; the matmuls of layers with arrays of their own add to the sums instead of writing gradients, but
+        for queries, keys and values (by profiles of an H100)."""
         if not self.has_own_layers or not adds_in_matmuls(self.model):
             return super().gradient_sums_s()
-        return self.moved_s(self.layer_parameters * (8 - self.itemsize)) if self.M > 1 else 0.0
+        apart = self.model.hidden_size * (self.query_width + 2 * self.key_width)
+        return self.moved_s(apart * (4 + 8)) if self.M > 1 else 0.0
 
     def stacks_s(self) -> float:
         """Time to copy what the backward pass needs into a loop's ring (layer_loop.py): read and written once. In the compiled
@@ -330,13 +333,13 @@ class StepModel(HostCopies):
         D, columns = self.model.hidden_size, -(-self.model.vocab_size // ways)
         rows = -(-self.rows // chunks)
         matmuls_s = self.matmul_s(rows, columns, D) + self.matmul_s(rows, D, columns) + self.matmul_s(columns, D, rows)
-        # Also reads and writes the float32 sum of the head's gradient.
-        loss_s = self.moved_s(rows * columns * 4 * passes + columns * D * 8)
+        loss_s = self.moved_s(rows * columns * 4 * passes)
         return {"head": self.M * chunks * (matmuls_s + loss_s)}
 
-    def head_parts(self) -> tuple[int, int, int]:
-        """(ranks that share the vocabulary, approximate reads and writes of float32 logits, chunks of tokens)."""
-        return self.P * self.t, 6, -(-self.rows // self.config.train.loss_chunk_tokens)
+    def head_parts(self) -> tuple[int, float, int]:
+        """(ranks that share the vocabulary, reads and writes of float32 logits beside the matmuls', chunks of tokens). The sum
+        of the head's gradient is added in its matmul (by a profile of an H100)."""
+        return self.P * self.t, 3.5, -(-self.rows // self.config.train.loss_chunk_tokens)
 
     def add_pipe_reductions(self, transfers: Transfers) -> None:
         """Hidden states summed over the stages four times per microbatch: after the embedding, before the head, and backward
@@ -375,7 +378,7 @@ class StepModel(HostCopies):
         """AdamW in float32: reads weight, two moments and gradient, and writes the first three; the gradient's norm; the copy
         in the compute dtype."""
         moved_bytes = self.shared_parameters() * (4 * 4 + 3 * 4 + 4 + 4 + self.itemsize)
-        return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * KERNEL_S}
+        return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.fitted.kernel_s}
 
     def add_replicas(self, transfers: Transfers) -> None:
         """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round."""

@@ -5,7 +5,7 @@ step_time.py explains the model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 # Python's own sum of floats rounds otherwise from 3.12 on: a prediction would depend on the version in its last digit.
@@ -25,7 +25,7 @@ COMMUNICATION = (*BETWEEN_GPUS, OUTER_STEP, SCHEDULED, "tensor_skew", "slowest_g
 
 @dataclass(frozen=True)
 class Fitted:
-    """The fitted constants. The last three are of Megatron's convention only."""
+    """Constants of one convention's programs, fitted to published runs (FITTED) or measured (MEASURED)."""
 
     matmul_share: float
     """Share of the dense peak that a large matmul reaches if its tiles fill the GPU: before Hopper."""
@@ -42,7 +42,19 @@ class Fitted:
     """The same of the hosts with H100s, whose processors are faster."""
     mask_jitter: float
     """Standard deviation of the time for the mask of a microbatch of one sequence, as a share of it, for each loader of a host.
-    That of b sequences is 1/b of it, which fits better than 1/sqrt(b)."""
+    That of b sequences is 1/b of it, which fits better than 1/sqrt(b). These three are of Megatron's convention only."""
+    hopper_fp8_share: float = 0.600
+    """As hopper_matmul_share, of the dense peak of FP8."""
+    hopper_memory_share: float = 0.8
+    """Share of the memory bandwidth that memory-bound kernels reach, from Hopper on; a rule of thumb."""
+    hopper_rounding_share: float = 0.8
+    """The same of kernels that round to FP8, which also store arrays in another order."""
+    hopper_attention_shares: tuple[float, float] = (0.60, 0.50)
+    """ATTENTION_SHARES from Hopper on, with heads of 128."""
+    hopper_small_head_shares: tuple[float, float] = (0.60, 0.50)
+    """The same with smaller heads."""
+    kernel_s: float = 5e-6
+    """Time to start a kernel, fill the GPU and drain it; a rule of thumb."""
 
 
 FITTED = Fitted(
@@ -55,18 +67,32 @@ FITTED = Fitted(
     mask_jitter=0.705,
 )
 
+MEASURED = replace(
+    FITTED,
+    hopper_matmul_share=0.765,
+    hopper_fp8_share=0.725,
+    hopper_memory_share=0.90,
+    hopper_rounding_share=0.59,
+    hopper_attention_shares=(0.52, 0.426),
+    hopper_small_head_shares=(0.426, 0.355),
+    kernel_s=1e-6,
+)
+"""Constants of jaxllm's own programs. What concerns Hopper is of profiles of three steps on one H100 SXM of 700 W, whose power
+limit lowers its clock (benchmarks/RESULTS.md, "On one H100"); the rest is FITTED's. Shares are of large matmuls: Llama 3.2 1B's
+reach 0.80 and ten layers of 8B 0.745. XLA runs a step's kernels in CUDA graphs, with 1 microsecond between two."""
+
 BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's link or network bandwidth that collectives reach: NCCL's own tests usually print 230 to 240 of 300
 GB/s on eight A100s and 360 to 370 of 450 on H100s."""
 MEMORY_SHARE = 0.8
-"""Share of the memory bandwidth that memory-bound kernels reach; a rule of thumb."""
-KERNEL_S = 5e-6
-"""Time to start a kernel, fill the GPU and drain it; a rule of thumb."""
+"""Share of the memory bandwidth that memory-bound kernels reach before Hopper; a rule of thumb."""
 STEP_KERNELS = 400
 """Kernels of one update."""
 ATTENTION_SHARES = (0.60, 0.50)
 """Share of the dense peak that fused causal attention reaches forward and backward with heads of 128 and long sequences: Dao
-2023, "FlashAttention-2", for A100s, and Shah et al. 2024, "FlashAttention-3", for cuDNN on H100s; rounded."""
+2023, "FlashAttention-2", for A100s; rounded. From Hopper on: Fitted."""
+LARGE_HEAD = 128
+"""Head size from which attention reaches the faster shares."""
 ATTENTION_ROWS = 128
 """Queries per thread block."""
 XLA_ROWS = 512

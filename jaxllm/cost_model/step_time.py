@@ -1,5 +1,4 @@
-"""Predicted time of one train step: a roofline of its parts, in plain Python within a fraction of a millisecond. Nothing is
-measured.
+"""Predicted time of one train step: a roofline of its parts, in plain Python within a fraction of a millisecond.
 
     step = estimate_step_time(config, GPUS["h100-80gb"], gpus_per_host=8)
     step.step_s, step.tokens_per_s_per_gpu, step.terms_s
@@ -23,12 +22,12 @@ convention data ranks also wait for attention masks: input. Megatron-LM's loader
 unless told not to. That explains why published speeds fall with longer sequences, more ranks and small microbatches where a
 rank has many GPUs; it is not proven. jaxllm makes no such masks.
 
-Constants: seven are fitted (FITTED), four of which jaxllm's own convention has. They are fitted to 164 published TFLOP/s of
-Megatron-LM (Llama 3.1 8B, S 8,192 and 16,384, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`,
-which also fits to all but one group of rows and predicts that group; error_range.py has the errors. The rest come from data
-sheets (cost_model/hardware.py), follow from shapes, or are rules of thumb, marked as such. The choice of parts was made with
-knowledge of the published rows. jaxllm itself has not been timed on GPUs: its predictions apply these constants to its own
-compute and transfers.
+Constants of Megatron's convention: seven are fitted (FITTED) to 164 published TFLOP/s of Megatron-LM (Llama 3.1 8B, S 8,192
+and 16,384, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`, which also fits to all but one
+group of rows and predicts that group; error_range.py has the errors. The choice of parts was made with knowledge of the
+published rows. jaxllm's own convention has the same for A100s and for what several GPUs add, and from Hopper on the shares that
+kernels of its own steps reached on one H100 (MEASURED); no step has run on several GPUs. The rest come from data sheets
+(cost_model/hardware.py), follow from shapes, or are rules of thumb, marked as such.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.megatron_step import MegatronStep
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import FITTED, Fitted, StepTime
+from jaxllm.cost_model.step_parts import Fitted, StepTime
 
 Convention = Literal["jaxllm", "megatron"]
 CONVENTIONS = get_args(Convention)
 
 
 def estimate_step_time(
-    config: Config, gpu: Gpu, gpus_per_host: int, convention: str = "jaxllm", fitted: Fitted = FITTED
+    config: Config, gpu: Gpu, gpus_per_host: int, convention: str = "jaxllm", fitted: Fitted | None = None
 ) -> StepTime:
     """Predicts the train step of a resolved config.
 
@@ -57,12 +56,13 @@ def estimate_step_time(
         parallel.replica_gbit_per_s and replica_latency_ms, hosts and their network connect the replicas too.
       convention: jaxllm or megatron, see the module docstring. In Megatron's, parallel.remat=full means Megatron's full
         recomputation; other values are ignored.
-      fitted: other constants, for fitting.
+      fitted: other constants than the convention's own.
 
     Raises:
       ConfigError: the convention does not exist.
     """
-    return step_model(convention)(config, gpu, gpus_per_host, fitted).time()
+    model = step_model(convention)
+    return model(config, gpu, gpus_per_host, fitted or model.constants).time()
 
 
 def step_model(convention: str) -> type[StepModel]:

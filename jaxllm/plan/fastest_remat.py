@@ -16,7 +16,7 @@ from jaxllm.config.remat_policy import offloads
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import MemoryEstimate
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import FITTED, StepTime
+from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_sizes import slots_of
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Rejected
@@ -144,7 +144,7 @@ class Fitting:
         self.sequences = config.largest_phase.sequences
 
     def model(self, choice: Choice, kind: type[StepModel] = LeastStep) -> StepModel:
-        return kind(choice.applied_to(self.config).at_largest_batch, self.gpu, self.gpus_per_host, FITTED)
+        return kind(choice.applied_to(self.config).at_largest_batch, self.gpu, self.gpus_per_host, kind.constants)
 
     def least_s(self, group: Group, microbatch_sequences: int) -> dict[str, float]:
         """offload_state -> a step time that no remat makes shorter.

@@ -29,7 +29,7 @@ import jaxlib
 
 from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.config.attention import HOPPER, Capability, window_shares
-from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
+from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
@@ -124,11 +124,18 @@ MORE_AT_ONCE: dict[str, int | str] = {
     # with a layer loop, nor would the reduction of the head's gradient.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
-OWN_LAYERS_GPU_OPTIONS = {
-    # Only cuBLAS adds a product to a float32 sum in the same kernel; a kernel that XLA generates leaves the sum to another. By
-    # the kernel account 1,223 instead of 1,238 ms a step for Llama 3.2 1B and 2,075 instead of 2,161 for ten layers of 8B on an
-    # H100 (JAX 0.10.2). Not in a loop over layers, where JAX 0.11's slice fusion computes some of cuBLAS's matmuls twice.
+CUBLAS_GPU_OPTIONS = {
+    # Only cuBLAS adds a product to a float32 sum in the same kernel; a kernel that XLA generates leaves the sum to another. And
+    # XLA times dozens of kernels that it generates for each matmul: the step of ten layers of 8B in FP8 was not compiled on an
+    # H100 after two minutes, and with cuBLAS alone after 14 s (JAX 0.11.2). Not in a loop over layers, where JAX 0.11's slice
+    # fusion computes some of cuBLAS's matmuls twice.
     "xla_gpu_enable_triton_gemm": False,
+}
+ALONE_GPU_OPTIONS = {
+    # It hides transfers, and one GPU has none. With JAX 0.11.2 it lets the gradients of weights wait, and with them their
+    # inputs: compiled for an H100, 1B takes 53.5 instead of 49.5 GiB with packed documents, 60.7 instead of 49.9 with documents
+    # by halves, and 52.5 instead of 49.1 with sequences of 32,768 tokens.
+    "xla_gpu_enable_latency_hiding_scheduler": False,
 }
 TENSOR_RING_GPU_OPTIONS = MORE_AT_ONCE | {
     # XLA would make one matmul of those of a ring's chunks, which then hide nothing.
@@ -222,8 +229,10 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
     options = options | (ALL_ON_HOST_GPU_OPTIONS if config.parallel.offload_state == "all" else {})
     if offloads or config.parallel.offload_state != "none" or _may_fit(config, device, capacity_bytes):
         options = options | NO_REMAT_GPU_OPTIONS
-    if has_own_layers(config, compute_capability(device)) and adds_in_matmuls(config.model):
-        options = options | OWN_LAYERS_GPU_OPTIONS
+    if has_own_layers(config, compute_capability(device)):
+        options = options | CUBLAS_GPU_OPTIONS
+    if config.devices == 1 and not offloads and config.parallel.offload_state == "none":
+        options = options | ALONE_GPU_OPTIONS
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}

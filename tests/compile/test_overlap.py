@@ -8,12 +8,12 @@ from jaxllm.compile.overlap import by_kind, simulate_overlap, total
 from jaxllm.compile.report_warnings import unknown_loop_warnings
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import all_gather_s, group_of, links_of
-from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, FITTED
+from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, MEASURED
 
 launches_of = scripts.load("benchmarks/hlo_budget.py").launches
 H100 = GPUS["h100-80gb"]
 AXES = {"pipe": 1, "data": 4, "context": 1, "tensor": 2}
-FLOPS_PER_S = 989e12 * FITTED.hopper_matmul_share
+FLOPS_PER_S = 989e12 * MEASURED.hopper_matmul_share
 DATA = "replica_groups={{0,2,4,6},{1,3,5,7}}"
 GEMM = 'custom_call_target="__cublas$gemm", backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
 TURNS = 'backend_config={"known_trip_count":{"n":"5"}}'

@@ -345,8 +345,10 @@ def test_unrolled_layers_copy_no_stacks_and_add_gradients_in_matmuls():
     )
     assert looped.pop("stacks") > 0
     assert "stacks" not in unrolled
-    # A loop writes a product in bfloat16, reads it, and reads and writes the float32 sum; the matmul has written once already.
-    assert unrolled.pop("gradient_sums") == pytest.approx(looped.pop("gradient_sums") * 6 / 12)
+    # A loop writes each product in bfloat16, reads it, and reads and writes the float32 sum: 12 bytes. Unrolled, all products
+    # are added in their matmuls but those of queries, keys and values, which are written in float32: 12 bytes of 6.3M of 60.8M.
+    apart = (2048 * 2048 + 2 * 2048 * 512) / (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+    assert unrolled.pop("gradient_sums") == pytest.approx(looped.pop("gradient_sums") * apart)
     assert unrolled == looped
     one = configured(model={"name": "llama-3.2-1b"}, train={"global_batch_sequences": 1})
     assert "gradient_sums" not in step(one).terms_s
@@ -374,10 +376,11 @@ def test_bubble_is_p_minus_1_over_m_v_of_the_layers(convention, pipe, virtual, m
 
 def test_what_a_schedule_replaces_is_all_that_the_links_take():
     """Where no transfer shows, a step takes as long as with links without latency and with any bandwidth. What shows comes on
-    top. Activations that travel to the host hide behind exposed transfers, so they are left out."""
+    top. What travels to the host hides behind exposed transfers, so it is left out."""
     fast = {"link_bandwidth_bytes_per_s": math.inf, "network_bandwidth_bytes_per_s": math.inf}
     instant = dataclasses.replace(H100, **fast, link_latency_s=0.0, network_latency_s=0.0)
-    configs = [config for config in some_configs() if config.parallel.remat != "offload"]
+    hosts = ("offload", "all")
+    configs = [c for c in some_configs() if c.parallel.remat not in hosts and c.parallel.offload_state not in hosts]
     assert any(step(config).bubble_transfers_s > 0 for config in configs)
     for config in configs:
         predicted, least = step(config), step(config, instant)
@@ -501,7 +504,7 @@ def test_fp8_makes_matmuls_faster_and_adds_rounding():
 def test_norms_of_heads_take_memory_bound_time_alone():
     model = {"name": "qwen3-8b"}
     normed, plain = (step(configured(8, model=model | more, zero=3)) for more in ({}, {"qk_norm": None}))
-    differ = {"memory_bound", "recomputation", "slowest_gpu"}
+    differ = {"memory_bound", "slowest_gpu"}
     assert all(normed.terms_s[name] > plain.terms_s[name] for name in differ)
     assert {name: normed.terms_s[name] for name in plain.terms_s.keys() - differ} == pytest.approx(
         {name: plain.terms_s[name] for name in plain.terms_s.keys() - differ}, rel=1e-4

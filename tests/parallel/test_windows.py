@@ -34,7 +34,7 @@ from jaxllm.config.attention import chunks_in_reach, first_seen, window_shares
 from jaxllm.cost_model.flops import attention_flops_per_token, causal_pairs
 from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import FITTED
+from jaxllm.cost_model.step_parts import MEASURED
 from jaxllm.mesh import axis_sizes
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import xla_attention
@@ -288,7 +288,7 @@ def test_step_time_falls_with_the_window(context):
             {"model": {"name": "llama-3.1-8b"}, "train": {"steps": 1, "global_batch_sequences": 8, "sequence_length": 8192}},
             keys,
         )
-        model = StepModel(config.resolve(context), find_gpu("h100-80gb"), 8, FITTED)
+        model = StepModel(config.resolve(context), find_gpu("h100-80gb"), 8, MEASURED)
         return sum(model.attention_s()), sum(times.total_s for times in model.tick()[1:3])
 
     (narrow, sent_narrow), (wide, sent_wide), (all_of_it, sent_all) = map(attention, (1024, 8192, "null"))

@@ -13,7 +13,7 @@ from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import GPUS, HOST_MEMORY_SHARE
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import FITTED, StepTime
+from jaxllm.cost_model.step_parts import MEASURED, StepTime
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.fastest_remat import LEAN, Trial
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, ranked
@@ -36,7 +36,7 @@ LAYERS = {
 def model_of(*overrides, remat="selective", kind=StepModel, config=None):
     config = config or load_config(EIGHT_B, overrides).resolve(8)
     parallel = config.parallel.model_copy(update={"remat": remat})
-    return kind(config.model_copy(update={"parallel": parallel}), H100, 8, FITTED)
+    return kind(config.model_copy(update={"parallel": parallel}), H100, 8, MEASURED)
 
 
 def mappings():
@@ -306,7 +306,7 @@ def test_fp8_is_apart_and_only_where_the_chip_has_it():
 def test_the_gpus_of_a_host_share_its_memory():
     """At a quarter of its bandwidth eight GPUs get their part of it instead of their links; one GPU does not notice."""
     narrow = dataclasses.replace(H100, host_memory_bandwidth_bytes_per_s=H100.host_memory_bandwidth_bytes_per_s / 4)
-    link, part = (StepModel(load_config(EIGHT_B).resolve(8), gpu, 8, FITTED).one_way for gpu in (H100, narrow))
+    link, part = (StepModel(load_config(EIGHT_B).resolve(8), gpu, 8, MEASURED).one_way for gpu in (H100, narrow))
     assert part == HOST_MEMORY_SHARE * narrow.host_memory_bandwidth_bytes_per_s / 8 < link
     for gpus, slower in ((1, 1.0), (8, link / part)):
         config = load_config(EIGHT_B, ["parallel.offload_state=optimizer", "parallel.remat=offload"]).resolve(gpus)
