@@ -6,14 +6,14 @@ From Hopper on: shares of the peaks that training steps reached on one H100 SXM 
 13, cuDNN 9.19; 2026-11-26), each a mean over all kernels of a kind in a profile, under a power cap that lowers the clock from
 1,980 to between 1,450 and 1,750 MHz:
 
-    bfloat16 matmuls    740 of 989 TFLOP/s: 763 with Llama 3.2 1B and microbatches of 32,768 tokens, 718 with layers of 8B and 8,192
+    bfloat16 matmuls    740 of 989 TFLOP/s: 763 for Llama 3.2 1B with microbatches of 32,768 tokens, 718 for layers of 8B, 8,192
     FP8 matmuls         1,394 of 1,979 TFLOP/s, layers of 8B
     causal attention    cuDNN, FLOPs of the half: 414 forward and 347 backward with heads of 64, 514 and 421 with heads of 128
-    memory              3.0 of 3.35 TB/s, fusions above 50 MB; those that round to FP8 and transpose reach 1.8, which is not in here
-    launch              1.0 us between two kernels of a CUDA graph
+    memory              3.0 of 3.35 TB/s, fusions above 50 MB; not in here: those that round to FP8 and transpose reach 1.8
+    launch              1.0 us between two kernels of a CUDA graph, 0.5 in the step with FP8
 
-Assumed: that every other kind from Hopper on reaches the H100's shares, and float32 that of bfloat16, of TF32's peak. For an A100
-as in step_parts.py, with a launch that nobody measured.
+Assumed: that every other kind from Hopper on reaches the H100's shares of its own peaks, and float32 (TF32) bfloat16's. Kinds
+before Hopper have an A100's shares as in step_parts.py, and a launch that nobody measured.
 """
 
 from __future__ import annotations
