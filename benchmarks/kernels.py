@@ -6,7 +6,7 @@ It needs the extra aot, and on two cores half a minute for a row.
 
 Four microbatches of at least 32,768 (1B), 16,384 (3B) or 8,192 (8B) tokens, documents masked as by default, `selective` where
 its estimate fits and `full` where not. One GPU has ten layers of 8B. Prints a Markdown table. The seconds are kernel times at
-the rates of cost_model/kernel_rates.py, not measured ones.
+the rates of cost_model/kernel_rates.py; no step is timed.
 """
 
 import itertools

@@ -38,7 +38,7 @@ class Kernel:
     flops: int
     is_fp8: bool
     op_names: tuple[str, ...]
-    """Paths of the traced operations: the instruction's own, then those that are fused into it."""
+    """Paths of the traced operations: a matmul's own, the instruction's, then those that are fused into it."""
     body: tuple[str, ...]
     """HLO's names of the fused operations on arrays, or of the operation itself. Those on scalars compute indices."""
 
@@ -90,7 +90,9 @@ class _Kernels:
         product = next((i for i in (*fused, instruction) if _is_matmul(i)), None)
         first = operands(product)[0] if product else ""
         is_fp8 = next((i.result for i in fused if i.name == first), types.get(first, "")).startswith("f8")
-        names = tuple(match[1] for i in (instruction, *fused) if (match := OP_NAME.search(i.text)))
+        # Of a matmul into which XLA fused the slice of its operand or of its result, the fusion has the slice's name.
+        traced = (*([product] if product else []), instruction, *fused)
+        names = tuple(match[1] for i in traced if (match := OP_NAME.search(i.text)))
         body = tuple(i.op for i in fused if not _is_scalar(i)) or (instruction.op.removesuffix("-start"),)
         return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body)
 

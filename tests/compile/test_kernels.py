@@ -130,19 +130,35 @@ HLO = """HloModule by_hand
   ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%count.1, %moved)
 }
 
-ENTRY %main (a: bf16[16,8], b: bf16[8,32], n: s32[]) -> f32[4,8] {
+%product_of_a_slice (x.7: bf16[64,8], w.7: bf16[8,32], number.7: s32[]) -> (bf16[16,32], s8[4096]) {
+  %x.7 = bf16[64,8]{1,0} parameter(0)
+  %w.7 = bf16[8,32]{1,0} parameter(1)
+  %number.7 = s32[] parameter(2)
+  %zero.7 = s32[] constant(0)
+  %chunk.7 = bf16[16,8]{1,0} dynamic-slice(%x.7, %number.7, %zero.7), dynamic_slice_sizes={16,8}, SLICE_NAME
+  %call.7 = (bf16[16,32]{1,0}, s8[4096]{0}) custom-call(%chunk.7, %w.7), HEAD
+  %xw.7 = bf16[16,32]{1,0} get-tuple-element(%call.7), index=0
+  %workspace.7 = s8[4096]{0} get-tuple-element(%call.7), index=1
+  ROOT %both.7 = (bf16[16,32]{1,0}, s8[4096]{0}) tuple(%xw.7, %workspace.7)
+}
+
+ENTRY %main (a: bf16[16,8], b: bf16[8,32], n: s32[], c: bf16[64,8]) -> f32[4,8] {
   %a = bf16[16,8]{1,0} parameter(0)
   %b = bf16[8,32]{1,0} parameter(1)
   %n = s32[] parameter(2)
+  %c = bf16[64,8]{1,0} parameter(3)
   %fill = f32[4,8]{1,0} fusion(), kind=kLoop, calls=%filled
   %gemm = bf16[16,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%product, metadata={op_name="jit(f)/jvp()/mlp/dot_general"}
   %call = (bf16[16,32]{1,0}, s8[4096]{0}) custom-call(%a, %b), CUBLAS
+  %logits = (bf16[16,32]{1,0}, s8[4096]{0}) fusion(%c, %b, %n), kind=kCustom, calls=%product_of_a_slice, SLICE_NAME
   %start = (s32[], f32[4,8]{1,0}) tuple(%n, %fill)
   %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%turn, backend_config=TRIPS
   %result = f32[4,8]{1,0} get-tuple-element(%loop), index=1
   ROOT %copied = f32[4,8]{1,0} copy(%result)
 }
 """.replace("CUBLAS", CUBLAS).replace("TRIPS", '{"known_trip_count":{"n":"3"}}')
+HLO = HLO.replace("HEAD", CUBLAS.replace("rematted_computation/mlp", "head_backward"))
+HLO = HLO.replace("SLICE_NAME", 'metadata={op_name="jit(f)/jvp()/while/body/jit(dynamic_index_in_dim)/dynamic_slice"}')
 
 
 def by_name():
@@ -157,6 +173,7 @@ def test_bytes_are_those_that_move():
         "fill": (1, 0, 128),
         "gemm": (1, 2 * (16 * 8 + 8 * 32), 2 * 16 * 32),
         "call": (1, 2 * (16 * 8 + 8 * 32), 2 * 16 * 32),
+        "logits": (1, 2 * (16 * 8 + 8 * 32) + number, 2 * 16 * 32),
         "read": (3, 32 + number, 32),
         "written": (3, 32 + number, 32),
         "summed": (3, 64 + number, 32),
@@ -199,6 +216,7 @@ def test_parts_follow_from_operations_and_scopes():
         "fill": "zero_fills",
         "gemm": "matmuls",
         "call": "matmuls_again",
+        "logits": "head_matmuls",
         "read": "slices",
         "written": "stacks",
         "summed": "sums",
@@ -207,7 +225,7 @@ def test_parts_follow_from_operations_and_scopes():
         "fresh": "stacks",
         "copied": "copies",
     }
-    assert [k.flops for k in by_name().values() if k.kind == "matmul"] == [2 * 16 * 8 * 32] * 2
+    assert [k.flops for k in by_name().values() if k.kind == "matmul"] == [2 * 16 * 8 * 32] * 3
 
 
 @pytest.mark.parametrize(
