@@ -33,6 +33,24 @@ def hidden_token(h_BSD: jax.Array) -> jax.Array:
     return _token(h_BSD, PartitionSpec(None, TENSOR))
 
 
+def layer_by_layer(layouts: Tree, h_BSD: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+    """A layer's input and gradient sums, such that backward the layer before waits for them. Otherwise XLA's scheduler, which
+    hides transfers even where there are none, puts off the matmuls of the weights' gradients and keeps their inputs: with
+    packed documents 22 of the 44 GiB of Llama 3.2 1B on 8 H100s at ZeRO 1 (JAX 0.10.2, 0.11.2 and 0.12.0).
+    """
+
+    @jax.custom_vjp
+    def run(h_BSD, sums):
+        return h_BSD, sums
+
+    def backward(_, cotangents):
+        dh_BSD, gradients = cotangents
+        return after(dh_BSD, weights_token(gradients, layouts)), gradients
+
+    run.defvjp(lambda h_BSD, sums: ((h_BSD, sums), None), backward)
+    return run(h_BSD, sums)
+
+
 def scalar_token(x: jax.Array) -> jax.Array:
     """The token of a number that all tensor ranks share."""
     return _token(x, PartitionSpec())

@@ -28,7 +28,7 @@ from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.layer_stacking import cut_layers
-from jaxllm.parallel.ordering import after, hidden_token, scalar_token, weights_token
+from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
 from jaxllm.parallel.zero import Phase, zeros_of_shard
@@ -296,6 +296,8 @@ def _own_layers(
             if zero and phase.reduces:
                 before = earlier["layers"][number] if earlier else _zeros(layer, model.compute_dtype)
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
+            elif ctx.mesh.size > 1:
+                h_BSD, total = layer_by_layer(ctx.layer_layouts, h_BSD, total)
             layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
         kind = model.layer_kinds[number] if len(blocks) > 1 else None
         h_BSD, own = blocks[kind or 0](layer, h_BSD, block_context.of_kind(kind)._replace(kinds_L=None))
