@@ -36,7 +36,7 @@ from jaxllm.config.capability import require_runs
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
-from jaxllm.cost_model.memory import packed_workspace
+from jaxllm.cost_model.memory import cudnn_workspace
 from jaxllm.display import readable
 from jaxllm.mesh import axis_sizes
 from jaxllm.private_jax import without_dead_code
@@ -230,7 +230,7 @@ def _compile(
     shares = branch_shares(config.model, config.train.sequence_length)
     module = Module(text, sizes, shares)
     collectives = grouped(module.collectives(), sizes)
-    workspace = 0 if on_device or gpu is None else packed_workspace(config, gpu)
+    workspace = 0 if on_device or gpu is None else cudnn_workspace(config, gpu)
     size = total_bytes(memory) + workspace
     fused_flops = kernel_flops(step.jaxpr, shares)
     fp8, parallel = config.model.multiplies_fp8, config.parallel

@@ -110,6 +110,8 @@ class LayerShape:
     """Whether attention is masked at document boundaries, other than by packing."""
     packing_bytes: float
     """Bytes for which cuDNN packs documents."""
+    attention_workspace: float
+    """Bytes of cuDNN's workspace."""
     pipelined: bool
     overlap_passes: bool
     has_own_layers: bool
@@ -151,6 +153,8 @@ def layer_backward(layer: LayerShape) -> Moments:
         moments[moment] = {"layer_copies": copies(layer, moment), "working_set": size + attention(layer, moment)}
         if moment == "attention" and layer.packing_bytes:
             moments[moment]["packed_documents"] = layer.packing_bytes
+        if moment == "attention" and layer.attention_workspace:
+            moments[moment]["attention_workspace"] = layer.attention_workspace
         if moment == "attention" and layer.scores:
             moments[moment]["attention_scores"] = SCORE_BYTES * layer.scores
     return moments

@@ -9,8 +9,8 @@ shardings, to the byte. The other buffers of one layer's backward are counted in
 No JAX.
 
 Transfer buffers count with their data: gathered weights in `weights`, `waiting_layer` and `working_set`, pipeline messages in
-`stage_messages`. NCCL's own buffers are outside XLA's memory and belong to the reserve (cost_model/hardware.py). So does
-cuDNN's workspace at run time, which XLA learns only from a real GPU, but for what packed documents need more.
+`stage_messages`. NCCL's own buffers are outside XLA's memory and belong to the reserve (cost_model/hardware.py). cuDNN's
+workspace, which XLA learns only from a real GPU, is counted where attention runs backward.
 
 All stages of a pipeline run one program in lockstep. XLA therefore allocates the same memory for each stage, used or not: their
 terms are equal.
@@ -86,7 +86,7 @@ def estimate_memory(
     Args:
       gpu: the kind. For an A100, XLA starts transfers later and needs fewer buffers for them. Default: a later kind.
       capability: of a GPU whose kind has no figures.
-      on_device: as XLA compiles it on the GPU itself. Elsewhere it does not know cuDNN's workspace for packed documents.
+      on_device: as XLA compiles it on the GPU itself. Elsewhere it does not know cuDNN's workspace.
     """
     step = Step(config, gpu, capability, on_device)
     moment, held = max(step.moments().items(), key=lambda item: sum(item[1].values()))
@@ -95,9 +95,9 @@ def estimate_memory(
     return MemoryEstimate(config.devices, stages, round(step.on_host()), moment)
 
 
-def packed_workspace(config: Config, gpu: Gpu) -> int:
-    """Bytes by which cuDNN's workspace for packed documents raises the estimate's peak above that of a step compiled elsewhere;
-    0 if another moment is fuller."""
+def cudnn_workspace(config: Config, gpu: Gpu) -> int:
+    """Bytes by which cuDNN's workspace raises the estimate's peak above that of a step compiled elsewhere; 0 if another moment
+    is fuller."""
     return estimate_memory(config, gpu).peak_bytes - estimate_memory(config, gpu, on_device=False).peak_bytes
 
 

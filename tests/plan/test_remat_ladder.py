@@ -182,7 +182,7 @@ def test_no_mapping_needs_less_than_all_lean_ones(name, tensor, pipe):
 
 @pytest.mark.parametrize("prune", [True, False])
 def test_a_long_sequence_fits_with_the_second_output_on_the_host(prune):
-    train = {"steps": 1, "sequence_length": 258048, "global_batch_sequences": 1}
+    train = {"steps": 1, "sequence_length": 241664, "global_batch_sequences": 1}
     config = load_config({"model": {"name": "llama-3.2-1b"}, "train": train})
     assert search(config, GPUS["a100-40gb"], 1, options=SearchOptions(prune=prune)).candidates
 
@@ -254,7 +254,7 @@ def test_no_remat_is_faster_than_the_least_time():
                     assert estimate_step_time(config, H100, 4).step_s >= least_s[state] * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("tensor", "microbatch", "gib"), [(4, 2, 19.0), (4, 2, 23.5), (2, 4, 47.5)])
+@pytest.mark.parametrize(("tensor", "microbatch", "gib"), [(4, 2, 20.5), (4, 2, 23.5), (2, 4, 47.5)])
 def test_nothing_is_skipped_where_xla_turns_stacks(tensor, microbatch, gib):
     """With tensor ranks and several sequences a rung that keeps less may need more, and one that keeps more less."""
     sizes = [f"parallel.data={8 // tensor}", f"parallel.tensor={tensor}", f"train.microbatch_sequences={microbatch}"]
