@@ -38,7 +38,7 @@ LAYOUT_ERRORS: Mapping[str, float] = {
 MACHINE_ERRORS: Mapping[str, float] = {"bf16": 0.287, "fp8": 0.377}
 """Precision of the matmuls -> the same of speeds by other projects."""
 ONE_GPU_ERROR = 0.065
-"""On one Hopper GPU, without copies to the host: the largest absolute log(measured / predicted) of five steps of jaxllm on an
+"""On one Hopper GPU, where `was_measured`: the largest absolute log(measured / predicted) of five steps of jaxllm on an
 H100 (benchmarks/RESULTS.md, "On one H100"). It is that of packed documents, whose shorter attention the model leaves out; the
 others are within 0.02."""
 LIMITS: Mapping[tuple[int, int], tuple[int, int, int]] = {AMPERE: (256, 8, 8192), HOPPER: (128, 4, 16384)}
@@ -70,10 +70,11 @@ def error_range(config: Config, gpu: Gpu, gpus_per_host: int) -> ErrorRange:
 
 
 def was_measured(config: Config, gpu: Gpu) -> bool:
-    """Whether steps of this kind ran: on one GPU of Hopper's generation, with nothing on the host, sequences as in the data."""
-    on_host = policy_of(config.parallel.remat, config.model).offload or config.parallel.offload_state != "none"
-    is_short = config.train.sequence_length <= LIMITS[HOPPER][2]
-    return config.devices == 1 and gpu.chip.compute_capability == HOPPER and not on_host and is_short
+    """Whether steps of this kind ran: on one GPU of Hopper's generation, with `selective` or `none`, nothing on the host, and
+    sequences as in the data."""
+    parallel, is_short = config.parallel, config.train.sequence_length <= LIMITS[HOPPER][2]
+    usual = parallel.remat in ("selective", "none") and parallel.offload_state == "none"
+    return config.devices == 1 and gpu.chip.compute_capability == HOPPER and usual and is_short
 
 
 def layout_error(config: Config, gpus_per_host: int) -> float:

@@ -22,10 +22,7 @@ from dataclasses import dataclass
 
 from jaxllm.config import ModelConfig
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.step_parts import ATTENTION_SHARES, FITTED, MEMORY_SHARE
-
-LARGE_HEAD = 128
-"""Head size from which attention reaches the faster rates."""
+from jaxllm.cost_model.step_parts import ATTENTION_SHARES, FITTED, LARGE_HEAD, MEMORY_SHARE
 
 
 @dataclass(frozen=True)

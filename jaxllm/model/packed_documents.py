@@ -74,7 +74,7 @@ def packed_documents(forward: Callable, backward: Callable, most: int) -> Kernel
                 lse_BNS = lse_CNT[call.place_BS[:, None], heads_1N1, call.row_BS[:, None]]
                 found = _chosen(call, (o.reshape(q_BSNH.shape), lse_BNS.swapaxes(1, 2)), found)
         assert found is not None, "there is a last call"
-        o_BSNH, lse_BSN = _with(*found)
+        o_BSNH, lse_BSN = _with_lse(*found)
         return Partial(o_BSNH.astype(jnp.float32), jnp.where(fits, lse_BSN, jnp.nan))
 
     def run_backward(q_BSNH, k_BSKH, v_BSKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask) -> Gradients:
@@ -97,7 +97,7 @@ def packed_documents(forward: Callable, backward: Callable, most: int) -> Kernel
     return Kernel("packed", run_forward, run_backward)
 
 
-def _with(o_BSNH: jax.Array, lse_BSN: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _with_lse(o_BSNH: jax.Array, lse_BSN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same arrays, the output once all of the log-sum-exp is there. Otherwise XLA's scheduler gathers its rows only when
     the backward pass reads them, and until then keeps the calls' lse_CNT, with 16 documents a call 16 times as large: 4 of the
     41 GiB of Llama 3.2 1B on 8 H100s at ZeRO 1.

@@ -12,7 +12,7 @@ import scripts
 
 from jaxllm.config import ATTENTION_RESULTS, Config, load_config
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.error_range import HELD, LAYOUT_ERRORS, MACHINE_ERRORS, error_range, kind_of_layout
+from jaxllm.cost_model.error_range import HELD, LAYOUT_ERRORS, MACHINE_ERRORS, ONE_GPU_ERROR, error_range, kind_of_layout
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.megatron import megatron_flops_per_token
@@ -174,6 +174,20 @@ def test_speeds_of_others_were_not_fitted_and_give_the_error_of_a_machine(precis
     errors = [math.log(1 + one.error) for one in others]
     assert published.quantile(errors) == pytest.approx(MACHINE_ERRORS[precision], abs=0.01)
     assert sum(one.is_held for one in others) >= HELD * len(others)
+
+
+def test_the_range_of_one_gpu_holds_the_steps_that_ran_on_an_h100():
+    errors = []
+    for line in (scripts.CHECKOUT / "benchmarks" / "gpu_h100.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["kind"] == "train":
+            size = f"train.microbatch_sequences={row['microbatch']}"
+            config = load_config({"train": {"steps": 1}, "model": {}}, [*row["options"]["overrides"], size]).resolve(1)
+            assert error_range(config, H100, 1).low == pytest.approx(math.exp(-ONE_GPU_ERROR))
+            errors.append(abs(math.log(row["tokens_per_s"] / step(config, per_host=1).tokens_per_s_per_gpu)))
+    *others, largest = sorted(errors)
+    assert largest <= ONE_GPU_ERROR < largest + 0.005
+    assert max(others) < 0.025
 
 
 def test_what_is_extrapolated_is_said():
