@@ -2,8 +2,8 @@
 
     python benchmarks/trace_parts.py NAME... [--gpu h100-80gb] [--model llama-3.2-1b] [--steps 2]
 
-reads NAME.hlo.gz (the program as the GPU compiled it) and NAME.xplane.gz (the profile of some steps), which the cases of
-gpu_cases.train with `keep` write, and prints a Markdown table with the roofline of the account beside each part.
+reads NAME.hlo.gz (the program as the GPU compiled it) and NAME.xplane.gz (the profile of some steps), which gpu_cases.train
+writes if its options have `keep`, and prints a Markdown table with the roofline of the account beside each part.
 
 XLA launches kernels in CUDA graphs, so a profile does not name the instructions of the program. But a stream runs kernels in
 the order of the program. The kernels that ran are therefore aligned with those of the program, its loops written out, by token:

@@ -102,7 +102,10 @@ def compile_(
         bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Show the time of every kernel by part: a roofline at rates measured on an H100.")
+        bool,
+        typer.Option(
+            "--kernels", help="Show the time of every kernel by part: a roofline at shares of the peaks that an H100 reached."
+        ),
     ] = False,
     against: Annotated[
         list[str] | None,

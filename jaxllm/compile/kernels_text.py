@@ -32,7 +32,7 @@ def render_kernels(report: CompileReport, against: CompileReport | None = None) 
         Text(""),
         Text(_total("", account)),
         *([Text(_total("the other: ", other))] if other else []),
-        Text("\nRates by what one H100 reached, before Hopper assumed (jaxllm/cost_model/kernel_rates.py)"),
+        Text("\nRates: shares of the peaks that one H100 reached; assumed for other GPUs (jaxllm/cost_model/kernel_rates.py)"),
         *map(Text, lines),
         *([Text("\nWarnings"), *(Text(f"  {line}") for line in report.warnings)] if report.warnings else []),
     )

@@ -136,8 +136,11 @@ class _Simulation:
         self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
         self.parallel = parallel
         self.gpus_per_host = min(gpus_per_host, math.prod(module.axes.values()))
-        share = MEASURED.hopper_matmul_share if gpu.chip.compute_capability >= (9, 0) else MEASURED.matmul_share
-        peak = gpu.float8_flops if fp8 and gpu.float8_flops else gpu.dense_flops["bfloat16"]
+        peak, share = gpu.dense_flops["bfloat16"], MEASURED.hopper_matmul_share
+        if fp8 and gpu.float8_flops:
+            peak, share = gpu.float8_flops, MEASURED.hopper_fp8_share
+        if gpu.chip.compute_capability < (9, 0):
+            share = MEASURED.matmul_share
         self.flops_per_s = peak * share
         self.in_order = module.collectives()
         self.collectives = {(c.computation, c.name): c for c in self.in_order}

@@ -85,7 +85,7 @@ class CompileReport:
     alias_bytes: int
     """Part of the output that reuses an argument's memory."""
     workspace_bytes: int
-    """What cuDNN takes for packed documents beside the temporaries, by the estimate; 0 on a GPU, where XLA knows it."""
+    """What cuDNN's workspace takes at most beside the temporaries, by the estimate; 0 on a GPU, where XLA knows it."""
     total_bytes: int
     """argument + temp + output - alias + workspace."""
     host_bytes: int

@@ -80,7 +80,7 @@ def bytes_table(report: CompileReport) -> Table:
         ("total", report.total_bytes),
     ]
     if report.workspace_bytes:
-        rows.insert(-1, ("cuDNN's workspace for packed documents, estimated", report.workspace_bytes))
+        rows.insert(-1, ("cuDNN's workspace at most, estimated", report.workspace_bytes))
     if report.host_bytes:
         rows.append(("in the host's memory besides", report.host_bytes))
     for name, size in rows:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import Config
+from jaxllm.config.attention import takes_cudnn, window_shares
 from jaxllm.config.capability import AMPERE, HOPPER
+from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import group_of
@@ -39,8 +41,8 @@ MACHINE_ERRORS: Mapping[str, float] = {"bf16": 0.287, "fp8": 0.377}
 """Precision of the matmuls -> the same of speeds by other projects."""
 ONE_GPU_ERROR = 0.065
 """On one Hopper GPU, where `was_measured`: the largest absolute log(measured / predicted) of five steps of jaxllm on an
-H100 (benchmarks/RESULTS.md, "On one H100"). It is that of packed documents, whose shorter attention the model leaves out; the
-others are within 0.02."""
+H100 (benchmarks/RESULTS.md, "On one H100"), three of which gave the constants. It is that of packed documents, whose shorter
+attention the model leaves out; the others are within 0.021."""
 LIMITS: Mapping[tuple[int, int], tuple[int, int, int]] = {AMPERE: (256, 8, 8192), HOPPER: (128, 4, 16384)}
 """Compute capability -> most GPUs, GPUs per host, and tokens of a sequence, of the fitted runs."""
 
@@ -54,6 +56,7 @@ class ErrorRange:
     """What the prediction is extrapolated by; () if it is within the data."""
     layout_error: float = 0.0
     """Two layouts on one machine whose predicted speeds differ by less than this share may be in the other order."""
+    evidence: str = "should hold four of five runs (as of published ones)"
 
     def of(self, tokens_per_s: float) -> tuple[float, float]:
         """(low, high) of a predicted speed."""
@@ -64,17 +67,21 @@ def error_range(config: Config, gpu: Gpu, gpus_per_host: int) -> ErrorRange:
     """The range of a predicted speed of a resolved config."""
     layout = layout_error(config, gpus_per_host)
     if was_measured(config, gpu):
-        return ErrorRange(math.exp(-ONE_GPU_ERROR), math.exp(ONE_GPU_ERROR), (), layout)
+        return ErrorRange(math.exp(-ONE_GPU_ERROR), math.exp(ONE_GPU_ERROR), (), layout, "holds jaxllm's own five on an H100")
     error = math.hypot(layout, MACHINE_ERRORS["fp8" if config.model.multiplies_fp8 else "bf16"])
     return ErrorRange(math.exp(-error), math.exp(error), tuple(extrapolations(config, gpu, gpus_per_host)), layout)
 
 
 def was_measured(config: Config, gpu: Gpu) -> bool:
-    """Whether steps of this kind ran: on one GPU of Hopper's generation, with `selective` or `none`, nothing on the host, and
-    sequences as in the data."""
-    parallel, is_short = config.parallel, config.train.sequence_length <= LIMITS[HOPPER][2]
-    usual = parallel.remat in ("selective", "none") and parallel.offload_state == "none"
-    return config.devices == 1 and gpu.chip.compute_capability == HOPPER and usual and is_short
+    """Whether steps of this kind ran: one H100 with 80 GB, unrolled layers at least as wide as 1B's, bfloat16 or FP8, cuDNN,
+    `selective` or `none`, nothing on the host, and microbatches and sequences of about those sizes."""
+    model, parallel, train = config.model, config.parallel, config.train
+    usual = parallel.remat in ("selective", "none") and parallel.offload_state == "none" and not config.run.deterministic
+    unrolled = has_own_layers(config, gpu.chip.compute_capability) and takes_cudnn(model, gpu.chip.compute_capability)
+    wide = model.hidden_size >= 2048 and model.compute_dtype == "bfloat16" and set(window_shares(model, 8192)) == {None}
+    long = train.sequence_length >= 4096 and config.microbatch_sequences * train.sequence_length >= 8192
+    measured = config.devices == 1 and gpu.name == "h100-80gb"
+    return measured and usual and unrolled and wide and long and train.sequence_length <= LIMITS[HOPPER][2]
 
 
 def layout_error(config: Config, gpus_per_host: int) -> float:
@@ -85,7 +92,7 @@ def layout_error(config: Config, gpus_per_host: int) -> float:
 def range_lines(tokens_per_s_per_gpu: float, found: ErrorRange) -> Iterator[str]:
     """The range of a predicted speed in words, and what it is extrapolated by."""
     low, high = found.of(tokens_per_s_per_gpu)
-    yield f"range {low:,.0f} to {high:,.0f} tokens/s/GPU, which should hold four of five runs (as of published ones)"
+    yield f"range {low:,.0f} to {high:,.0f} tokens/s/GPU, which {found.evidence}"
     if found.beyond:
         yield f"extrapolated: {'; '.join(found.beyond)}"
 

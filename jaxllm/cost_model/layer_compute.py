@@ -20,6 +20,7 @@ from jaxllm.cost_model.step_parts import (
     ATTENTION_ROWS,
     ATTENTION_SHARES,
     BANDWIDTH_SHARE,
+    KERNEL_S,
     LARGE_HEAD,
     MEMORY_SHARE,
     XLA_ROWS,
@@ -63,6 +64,7 @@ class LayerCompute:
         self.fp8_flops = (gpu.float8_flops or 0.0) * (fitted.hopper_fp8_share if self.is_hopper else fitted.matmul_share)
         memory_share = fitted.hopper_memory_share if self.is_hopper else MEMORY_SHARE
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * memory_share
+        self.kernel_s = fitted.hopper_kernel_s if self.is_hopper else KERNEL_S
         self.attention_shares = ATTENTION_SHARES
         if self.is_hopper:
             is_large = model.head_dim >= LARGE_HEAD
@@ -128,7 +130,7 @@ class LayerCompute:
         inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
         times = 2 if self.model.matmul_dtype == "mxfp8" else 1
         numbers = self.rows * (2 * inputs + times * gradients) + 2 * self.layer_parameters
-        slower = self.fitted.hopper_memory_share / self.fitted.hopper_rounding_share
+        slower = self.fitted.hopper_memory_share / self.fitted.hopper_rounding_share if self.is_hopper else 1.0
         return slower * self.moved_s(numbers * (2 * self.itemsize + 1))
 
     def moved_s(self, size_bytes: float) -> float:
@@ -217,7 +219,8 @@ class LayerCompute:
 
     def norms_s(self) -> float:
         """Time of the forward pass's norms alone: what of the memory-bound kernels is computed again in the backward pass. XLA
-        makes SwiGLU's product in the kernel of its gradients (by a profile of an H100)."""
+        makes SwiGLU's product in the kernel of its gradients (by a profile of `selective` on an H100; not measured for `full`).
+        """
         split = self.model.hidden_size / self.t
         return self.moved_s(self.rows * self.itemsize * BLOCK_NORM_MOVES[self.model.block_norms][0] * split)
 

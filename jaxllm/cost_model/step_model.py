@@ -113,7 +113,7 @@ class StepModel(HostCopies):
             "gradient_sums": self.gradient_sums_s(),
             "stacks": self.stacks_s(),
             "recomputation": repeated_s,
-            "launches": kernels * self.fitted.kernel_s,
+            "launches": kernels * self.kernel_s,
         }
         forward, backward = Transfers(), Transfers()
         self.add_layer_transfers(forward, backward, layers, matmuls_s, self.recomputed())
@@ -378,7 +378,7 @@ class StepModel(HostCopies):
         """AdamW in float32: reads weight, two moments and gradient, and writes the first three; the gradient's norm; the copy
         in the compute dtype."""
         moved_bytes = self.shared_parameters() * (4 * 4 + 3 * 4 + 4 + 4 + self.itemsize)
-        return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.fitted.kernel_s}
+        return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.kernel_s}
 
     def add_replicas(self, transfers: Transfers) -> None:
         """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round."""

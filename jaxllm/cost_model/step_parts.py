@@ -53,8 +53,8 @@ class Fitted:
     """ATTENTION_SHARES from Hopper on, with heads of 128."""
     hopper_small_head_shares: tuple[float, float] = (0.60, 0.50)
     """The same with smaller heads."""
-    kernel_s: float = 5e-6
-    """Time to start a kernel, fill the GPU and drain it; a rule of thumb."""
+    hopper_kernel_s: float = 5e-6
+    """KERNEL_S from Hopper on."""
 
 
 FITTED = Fitted(
@@ -75,7 +75,7 @@ MEASURED = replace(
     hopper_rounding_share=0.59,
     hopper_attention_shares=(0.52, 0.426),
     hopper_small_head_shares=(0.426, 0.355),
-    kernel_s=1e-6,
+    hopper_kernel_s=1e-6,
 )
 """Constants of jaxllm's own programs. What concerns Hopper is of profiles of three steps on one H100 SXM of 700 W, whose power
 limit lowers its clock (benchmarks/RESULTS.md, "On one H100"); the rest is FITTED's. Shares are of large matmuls: Llama 3.2 1B's
@@ -86,6 +86,8 @@ BANDWIDTH_SHARE = 0.8
 GB/s on eight A100s and 360 to 370 of 450 on H100s."""
 MEMORY_SHARE = 0.8
 """Share of the memory bandwidth that memory-bound kernels reach before Hopper; a rule of thumb."""
+KERNEL_S = 5e-6
+"""Time to start a kernel, fill the GPU and drain it; a rule of thumb."""
 STEP_KERNELS = 400
 """Kernels of one update."""
 ATTENTION_SHARES = (0.60, 0.50)

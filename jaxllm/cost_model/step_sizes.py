@@ -177,7 +177,8 @@ class StepSizes:
     def attention_workspace(self) -> float:
         """Bytes of cuDNN's workspace while attention runs backward, which only a GPU knows: for each document of a call the
         float32 gradients of the queries and a float32 sum for each row and head, and for grouped heads the keys' and values'
-        gradients for each head of the queries. Three steps compiled on an H100 have the same to 5 KiB (cuDNN 9.19).
+        gradients for each head of the queries. Three steps compiled on an H100 have the same to 5 KiB (cuDNN 9.19); assumed
+        on other GPUs.
         """
         model = self.model
         if not self.on_device or not takes_cudnn(model, self.capability):

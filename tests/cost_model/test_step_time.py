@@ -190,6 +190,32 @@ def test_the_range_of_one_gpu_holds_the_steps_that_ran_on_an_h100():
     assert max(others) < 0.025
 
 
+@pytest.mark.parametrize(
+    ("gpu", "devices", "more"),
+    [
+        ("h200-141gb", 1, ""),
+        ("a100-80gb", 1, ""),
+        ("h100-80gb", 8, ""),
+        ("h100-80gb", 1, "parallel.remat=full"),
+        ("h100-80gb", 1, "parallel.offload_state=optimizer"),
+        ("h100-80gb", 1, "train.sequence_length=32768"),
+        ("h100-80gb", 1, "train.sequence_length=512"),
+        ("h100-80gb", 1, "model.compute_dtype=float32"),
+        ("h100-80gb", 1, "model.attention=xla"),
+        ("h100-80gb", 1, "model.scan_layers=true"),
+        ("h100-80gb", 1, "model.hidden_size=1024"),
+        ("h100-80gb", 1, "run.deterministic=true"),
+    ],
+)
+def test_what_did_not_run_has_the_range_of_others(gpu, devices, more):
+    recipe = {"model": {"name": "llama-3.2-1b"}, "train": {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 8}}
+    ran = load_config(recipe).resolve(1)
+    assert "jaxllm's own" in error_range(ran, H100, 1).evidence
+    other = error_range(load_config(recipe, more.split()).resolve(devices), GPUS[gpu], devices)
+    assert "published" in other.evidence
+    assert other.low < 0.8
+
+
 def test_what_is_extrapolated_is_said():
     assert error_range(configured(8), GPUS["h100-94gb"], 4).beyond == ()
     assert error_range(configured(8), H100, 8).beyond == ("hosts of 8 GPUs, beyond the 4 of the data",)
