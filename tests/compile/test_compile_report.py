@@ -100,7 +100,7 @@ def test_bytes_are_those_of_the_same_compilation(report):
 def test_unrolled_layers_with_documents_take_what_the_estimate_says():
     """Over two ranks, whose schedule hides transfers: no gradient of a weight waits with its inputs, and no log-sum-exp of
     packed documents stays in cuDNN's layout. Without parallel/ordering.py's layer_by_layer and model/packed_documents.py's
-    _with_lse the estimate is 8% too low."""
+    _with_lse the estimate is 12% too low."""
     sizes = {"num_layers": 6, "hidden_size": 512, "intermediate_size": 2048, "num_heads": 8, "num_kv_heads": 2}
     recipe = {
         "model": {**sizes, "vocab_size": 4096, "compute_dtype": "bfloat16"},
@@ -109,7 +109,7 @@ def test_unrolled_layers_with_documents_take_what_the_estimate_says():
     }
     chosen = load_config(recipe).resolve(2)
     compiled = total_bytes(compile_step(chosen, gpu_devices(1, 2)).memory_analysis())
-    assert estimate_memory(chosen, H100).peak_bytes == pytest.approx(compiled, rel=0.03)
+    assert estimate_memory(chosen, H100, on_device=False).peak_bytes == pytest.approx(compiled, rel=0.08)
 
 
 @needs_gpu_compiler
