@@ -228,7 +228,7 @@ def _train_cells(row: Row, rows: Rows) -> list[str]:
         _milliseconds(row),
         memory,
         f"{row['compile_s']:.0f}",
-        f"{row['power_w']:.0f}, {row['sm_mhz']:.0f}" if "power_w" in row else "-",
+        _power(row),
     ]
 
 
@@ -243,7 +243,7 @@ def _their_cells(row: Row, rows: Rows) -> list[str]:
         _milliseconds(row),
         _gib(row["in_use_bytes"]),
         f"{row['compile_s']:.0f}",
-        f"{row['power_w']:.0f}, {row['sm_mhz']:.0f}" if "power_w" in row else "-",
+        _power(row),
     ]
 
 
@@ -262,6 +262,10 @@ def _what(row: Row) -> str:
 def _milliseconds(row: Row) -> str:
     median, lower, upper = (1e3 * row["step_s"][key] for key in ("median", "lower_quartile", "upper_quartile"))
     return f"{median:.1f} ({lower:.1f} .. {upper:.1f})"
+
+
+def _power(row: Row) -> str:
+    return f"{row['power_w']:.0f}, {row['sm_mhz']:.0f}" if "power_w" in row else "-"
 
 
 def _gib(size: float | None) -> str:

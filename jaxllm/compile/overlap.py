@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from jaxllm.compile.hlo import Collective, Module
 from jaxllm.compile.hlo_text import Instruction, byte_size, trip_count
 from jaxllm.config import ParallelConfig
+from jaxllm.config.capability import HOPPER
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
 from jaxllm.cost_model.replicas import over_replica_network
@@ -136,12 +137,9 @@ class _Simulation:
         self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
         self.parallel = parallel
         self.gpus_per_host = min(gpus_per_host, math.prod(module.axes.values()))
-        peak, share = gpu.dense_flops["bfloat16"], MEASURED.hopper_matmul_share
-        if fp8 and gpu.float8_flops:
-            peak, share = gpu.float8_flops, MEASURED.hopper_fp8_share
-        if gpu.chip.compute_capability < (9, 0):
-            share = MEASURED.matmul_share
-        self.flops_per_s = peak * share
+        fp8_flops = gpu.float8_flops if fp8 else None
+        share = MEASURED.share_of_matmuls(gpu.chip.compute_capability >= HOPPER, is_fp8=bool(fp8_flops))
+        self.flops_per_s = (fp8_flops or gpu.dense_flops["bfloat16"]) * share
         self.in_order = module.collectives()
         self.collectives = {(c.computation, c.name): c for c in self.in_order}
         self.exposed_s: dict[tuple[str, str], float] = {}

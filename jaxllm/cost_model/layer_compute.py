@@ -59,9 +59,9 @@ class LayerCompute:
         self.itemsize = ITEMSIZE[model.compute_dtype]
         self.peak_flops = gpu.peak_flops(model.compute_dtype)
         self.is_hopper = gpu.chip.compute_capability >= HOPPER
-        self.matmul_flops = self.peak_flops * (fitted.hopper_matmul_share if self.is_hopper else fitted.matmul_share)
+        self.matmul_flops = self.peak_flops * fitted.share_of_matmuls(self.is_hopper, is_fp8=False)
         self.is_fp8 = model.multiplies_fp8
-        self.fp8_flops = (gpu.float8_flops or 0.0) * (fitted.hopper_fp8_share if self.is_hopper else fitted.matmul_share)
+        self.fp8_flops = (gpu.float8_flops or 0.0) * fitted.share_of_matmuls(self.is_hopper, is_fp8=True)
         memory_share = fitted.hopper_memory_share if self.is_hopper else MEMORY_SHARE
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * memory_share
         self.kernel_s = fitted.hopper_kernel_s if self.is_hopper else KERNEL_S

@@ -56,6 +56,12 @@ class Fitted:
     hopper_kernel_s: float = 5e-6
     """KERNEL_S from Hopper on."""
 
+    def share_of_matmuls(self, is_hopper: bool, is_fp8: bool) -> float:
+        """Share of the dense peak of their precision that large matmuls reach."""
+        if not is_hopper:
+            return self.matmul_share
+        return self.hopper_fp8_share if is_fp8 else self.hopper_matmul_share
+
 
 FITTED = Fitted(
     matmul_share=0.879,

@@ -225,13 +225,14 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
         options = options | MORE_AT_ONCE
     options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config, compute_capability(device)) else {})
     offloads = bool(policy_of(config.parallel.remat, config.model).offload)
+    uses_host = offloads or config.parallel.offload_state != "none"
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})
     options = options | (ALL_ON_HOST_GPU_OPTIONS if config.parallel.offload_state == "all" else {})
-    if offloads or config.parallel.offload_state != "none" or _may_fit(config, device, capacity_bytes):
+    if uses_host or _may_fit(config, device, capacity_bytes):
         options = options | NO_REMAT_GPU_OPTIONS
     if has_own_layers(config, compute_capability(device)):
         options = options | CUBLAS_GPU_OPTIONS
-    if config.devices == 1 and not offloads and config.parallel.offload_state == "none":
+    if config.devices == 1 and not uses_host:
         options = options | ALONE_GPU_OPTIONS
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.

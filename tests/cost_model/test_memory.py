@@ -10,6 +10,7 @@ import pytest
 import scripts
 from memory_config import A100, MODEL, config
 
+from jaxllm.config import load_config
 from jaxllm.config.attention import takes_cudnn
 from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.hardware import GPUS, find_gpu
@@ -22,6 +23,23 @@ from jaxllm.model.attention import choose_kernel
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.pipeline_schedule import make_schedule
 from jaxllm.sharding import layout, weight_rules
+
+
+@pytest.mark.parametrize(
+    ("model", "microbatch", "documents", "compiled"),
+    [
+        ("llama-3.2-1b", 4, False, 541_065_472),
+        ("llama-3.2-1b", 4, True, 2_164_265_728),
+        ("llama-3.1-8b", 1, False, 269_484_288),
+    ],
+)
+def test_cudnn_s_workspace_is_that_of_the_programs_of_an_h100(model, microbatch, documents, compiled):
+    """Bytes of the backward call's last result, in steps that JAX 0.11.2 compiled on one (cuDNN 9.19)."""
+    sizes = {"steps": 1, "sequence_length": 8192, "global_batch_sequences": 8, "microbatch_sequences": microbatch}
+    recipe = {"model": {"name": model}, "train": sizes, "data": {"mask_documents": documents}}
+    cfg = load_config(recipe).resolve(1)
+    assert 0 <= compiled - Step(cfg, GPUS["h100-80gb"]).attention_workspace < 5 * 2**10
+    assert Step(cfg, GPUS["h100-80gb"], on_device=False).attention_workspace == 0
 
 
 def on_one_device(cfg):
