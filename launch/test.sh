@@ -42,13 +42,14 @@ install_reference() {
 check_types() { "$python" -m basedpyright --pythonpath "$python" --level error; }
 
 # Two processes, a file of tests at a time: most of a test is one thread that compiles. More would starve the devices that a
-# CPU is split into. Not every system has `timeout` (macOS); a hang is then for the caller to end.
+# CPU is split into. A process that dies ends the run: pytest-xdist would start another one and may then wait for it forever
+# (its issue 1378). Not every system has `timeout` (macOS); a hang is then for the caller to end.
 run_tests() {
   local limited="" processes="" reasons="" preload
   # What is skipped holds nothing: --all says so.
   if $all; then reasons="-rs"; fi
   if command -v timeout >/dev/null; then limited="timeout --kill-after=60 $limit"; fi
-  if has_module xdist; then processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"; fi
+  if has_module xdist; then processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0"; fi
   # XLA's compiler allocates and frees without end: an eighth of the time (a pipeline's gradient: 17.1 s of CPU, not 19.7).
   preload="$(ldconfig -p 2>/dev/null | awk '/libjemalloc\.so\.2/ { print $NF; exit }')"
   # shellcheck disable=SC2086  # words, on purpose

@@ -35,6 +35,7 @@ from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.parameters import layer_parameters
+from jaxllm.private_jax import number_collectives
 from jaxllm.runtime import flag_names
 from jaxllm.runtime.cpus import available_cpus
 from jaxllm.runtime.flag_names import is_known
@@ -72,10 +73,9 @@ SEVERAL_CPU_DEVICES_FLAGS = {
     # wrong, NaN too (2 of 6 first runs; 4 stages x context 2, ZeRO 3). With one thread all devices follow one order, and each
     # has only its share of the cores anyway.
     #
-    # This does not hold everywhere: interleaved 2 x 2 over context 2 x tensor 2, ZeRO 0, with offloaded residuals hangs or has
-    # other gradients in 8 of 11 processes. XLA's executor moves what may block, as a collective does, to a thread pool if
+    # This alone does not order all collectives. XLA's executor moves what may block, as a collective does, to a thread pool if
     # anything else is ready, and then counts the loop around it as scheduled: a collective that needs no result of that loop
-    # starts before the loop ends, on some devices and not on others. All manual collectives have one channel, so they mix.
+    # starts before the loop ends, on some devices and not on others. private_jax.number_collectives keeps them apart.
     "xla_cpu_multi_thread_eigen": "false",
 }
 CPU_THREADS = "PJRT_NPROC"
@@ -296,6 +296,7 @@ def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
     cpu_devices = run.cpu_devices or flag_names.forced_cpu_devices(given)
     if cpu_devices is not None:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
+        number_collectives()
         # A parent process with fewer devices may have set it to less.
         if not _is_above(os.environ.get(CPU_THREADS, ""), cpu_devices):
             os.environ.pop(CPU_THREADS, None)

@@ -1,12 +1,15 @@
 """Presets of XLA's flags and of CUDA's and NCCL's variables: by kind of GPU, what the user set wins, nothing jaxlib lacks."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import jax
+import jax.numpy as jnp
 import jaxlib
 import pytest
 import yaml
@@ -145,6 +148,21 @@ def test_cpu_devices_leave_a_thread_to_spare(driver, monkeypatch):
         xla_flags.apply(RunConfig(cpu_devices=devices))
         assert (os.environ[xla_flags.CPU_THREADS] == "3") is (devices == 2)
         assert int(os.environ[xla_flags.CPU_THREADS]) > devices
+
+
+def gathered_in_a_loop_and_behind(x):
+    inside = jax.lax.scan(lambda carry, _: (jax.lax.all_gather(carry, "data").sum(0), None), x, length=3)[0]
+    return inside + jax.lax.psum(x, "data") + jax.lax.all_gather(x, "data").sum(0)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_each_collective_of_a_cpu_program_has_its_own_channel(platform):
+    """Devices that wait on one channel may mix two collectives. On GPUs the channel does not matter, and texts stay JAX's."""
+    mesh, split = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("data")
+    step = jax.shard_map(gathered_in_a_loop_and_behind, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    (text,) = {jax.jit(step).trace(jnp.ones(8)).lower(lowering_platforms=(platform,)).as_text() for _ in range(2)}
+    handles = re.findall(r"channel_handle<handle = (\d+)", text)
+    assert len(set(handles)) == (3 if platform == "cpu" else 1)
 
 
 def test_a_flag_of_another_jaxlib_is_left_out(driver, monkeypatch):
