@@ -1,7 +1,7 @@
 """Process start-up: the devices of this process, alone or as one of many, and communication between processes.
 
-The rank and world size come from the launcher (launchers.py): srun, mpirun, an indexed Kubernetes Job, or jaxllm's own
-variables. All processes meet (rendezvous.py) before JAX starts, and watch each other (peer_monitor.py) until the run ends.
+The rank and world size come from the launcher, or from jaxllm's own variables (launchers.py). All processes meet
+(rendezvous.py) before JAX starts, and watch each other (peer_monitor.py) until the run ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def start(run: RunConfig) -> None:
         launcher or JAXLLM_* are not valid; the processes do not fit together, or not all of them come in time.
     """
     global _answer
-    launch = launchers.find(os.environ)
+    # A caller that started JAX's processes itself, as Ray's JaxTrainer does, needs no launcher.
+    by_caller = _answer is None and jax.distributed.is_initialized()
+    launch = None if by_caller else launchers.find(os.environ)
     if not has_backends():
         xla_flags.require_known()
     late_flags = xla_flags.apply(run)
@@ -74,9 +76,8 @@ def start(run: RunConfig) -> None:
                 f"{jax.default_backend()} devices in this process: start a new one (in a notebook, restart the kernel)."
             )
         if launch and not jax.distributed.is_initialized():
-            by = launchers.LAUNCHERS[launch.launcher]
-            who = f"{launchers.COORDINATOR} is set" if launch.launcher == "variables" else f"{by} started several"
-            raise ConfigError(f"{who}, but JAX already runs alone in this process: start a new one.")
+            given = f"{launch.count_from}={launch.num_processes}"
+            raise ConfigError(f"{given}, but JAX already runs alone in this process: start a new one.")
         if late_flags and run.deterministic:
             raise ConfigError(
                 "run.deterministic=true comes too late, JAX already runs: start a new process (restart the kernel)."
@@ -87,7 +88,7 @@ def start(run: RunConfig) -> None:
         return
     require_threads_and_files()
     on_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
-    if launch is None:
+    if launch is None and not by_caller:
         _check_single_process(on_cpu)
     # If the CUDA plugin is installed only to compile for GPUs elsewhere, initializing it here fails with a page of errors.
     no_gpu = not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()

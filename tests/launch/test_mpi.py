@@ -19,7 +19,8 @@ TWO = ("--oversubscribe", "-np", "2")
 
 @pytest.fixture(scope="module", autouse=True)
 def open_mpi():
-    real_launches.require(mpirun="openmpi-bin")
+    # MPICH has an mpirun too.
+    real_launches.require(ompi_info="openmpi-bin")
 
 
 @pytest.mark.parametrize(
