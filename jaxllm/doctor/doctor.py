@@ -4,8 +4,8 @@
     report = examine(run, parallel, config)      every process of a launch calls it, and all get the same report
     report.failed
 
-It checks versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, clocks, the run directory and its
-disk. Along each mesh axis it measures all-reduce, all-gather and permute, and copies between all devices of a host and its
+It checks versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, CPUs, clocks, the run directory and
+its disk. Along each mesh axis it measures all-reduce, all-gather and permute, and copies between all devices of a host and its
 memory, and compares them with the speeds that cost_model/network.py and hardware.py expect of this kind of GPU. CPU devices are
 measured without an expectation. probes.py and host_link.py measure, checks.py judges.
 """
@@ -138,6 +138,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
         *checks.launcher(processes, hosts, distributed.launch_info()),
         *checks.devices(processes, forced=run.cpu_devices is not None),
         *checks.memory(processes),
+        *checks.cpus(processes),
         *checks.clocks(processes, probes.gather_json(probes.clock_ahead())),
     ]
     first_of_host = here.rank == min(rank for rank in hosts if hosts[rank] == hosts[here.rank])

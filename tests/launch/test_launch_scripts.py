@@ -240,10 +240,11 @@ def test_only_what_can_resume_is_started_again(command, verdict):
 
 
 def test_variables_for_other_hosts():
-    given = {"JAXLLM_ATTEMPT": "1", "XLA_FLAGS": "a b", "JAXLLM_PROCESS_ID": "0", "JAXLLM_BEAT_FD": "5", "HOME_OF_MINE": "1"}
-    names = in_environment("forwarded_variables", **given).stdout.split()
-    assert {"JAXLLM_ATTEMPT", "XLA_FLAGS"} <= set(names)
-    assert not {"JAXLLM_PROCESS_ID", "JAXLLM_BEAT_FD", "JAXLLM_VENV", "HOME_OF_MINE", "PATH"} & set(names)
+    given = {"JAXLLM_ATTEMPT": "1", "XLA_FLAGS": "a b", "JAX_COORDINATOR_ADDRESS": "h0:29500"}
+    of_one = dict.fromkeys(("JAXLLM_PROCESS_ID", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAXLLM_BEAT_FD", "HOME_OF_MINE"), "0")
+    names = in_environment("forwarded_variables", **given, **of_one).stdout.split()
+    assert given.keys() <= set(names)
+    assert not {*of_one, "JAXLLM_VENV", "PATH"} & set(names)
 
 
 def test_works_from_any_folder(tmp_path):

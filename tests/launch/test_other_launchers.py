@@ -149,6 +149,30 @@ def test_a_run_of_two_pods_of_kubeflows_jax_runtime(training, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "run"), expected, rtol=1e-5)
 
 
+# As Ray's JaxTrainer does before it calls the user's function (ray-project/ray, python/ray/train/v2/jax/config.py).
+BY_CALLER = """
+import sys
+import jax
+from jaxllm.config import ConfigError, RunConfig
+from jaxllm.runtime import distributed
+
+run = RunConfig(cpu_devices=1, compilation_cache="off")
+try:
+    distributed.start(run)
+except ConfigError as error:
+    print(error)
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
+distributed.start(run)
+print(jax.process_count(), distributed.is_main_process())
+"""
+
+
+def test_a_caller_that_started_jax_needs_no_launcher():
+    refusal, found = output(start(sys.executable, "-c", BY_CALLER, str(free_port()), WORLD_SIZE="2")).splitlines()
+    assert refusal.startswith("WORLD_SIZE=2 (PyTorch's environment) says that this process is one of several, but its rank")
+    assert found == "1 True"
+
+
 def test_all_launchers_are_tried():
     assert DOCUMENTED.keys() == LAUNCHERS.keys()
     assert os.environ.keys().isdisjoint({one.rank for one in LAUNCHERS.values()})
