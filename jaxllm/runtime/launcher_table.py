@@ -209,8 +209,6 @@ def first_sign(environ: Mapping[str, str], nearest: str) -> tuple[str, str] | No
     others = {key: one for key, one in LAUNCHERS.items() if key != nearest and (not one.needs or environ.get(one.needs))}
     if nearest and LAUNCHERS[nearest].starts_by_slurm:
         others.pop("slurm", None)
-    # What the nearest one sets itself is no sign of another.
-    own = set(vars(LAUNCHERS[nearest]).values()) if nearest else set()
     # Of launchers with the same variable the nearest is named.
     farthest_first = list(reversed(others.values()))
     counts = {one.count_name(environ): one.name for one in farthest_first} | COUNTS
@@ -222,7 +220,7 @@ def first_sign(environ: Mapping[str, str], nearest: str) -> tuple[str, str] | No
     ]
     if not nearest and environ.get(LAUNCHERS["jax"].address):
         signs.append((LAUNCHERS["jax"].address, LAUNCHERS["jax"].name))
-    return next(((name, by) for name, by in signs if name not in own), None)
+    return next(iter(signs), None)
 
 
 def _lists(environ: Mapping[str, str]) -> list[tuple[str, str, int]]:

@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import yaml
+from documented_launches import DOCUMENTED, environment_of
 from hf_folders import HUB, random_weights, write_folder
 from hypothesis import given, settings
 from tiny import TINY
@@ -376,6 +377,11 @@ def test_fuzz_launchers(text, name):
     refusal(ConfigError, launchers.find, {**slurm, name: text})
     refusal(ConfigError, launchers.find, {**slurm, "SLURM_NODELIST": text})
     refusal(ConfigError, launchers.find, {"JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": "1", "JAXLLM_COORDINATOR": text})
+    for key, variables in DOCUMENTED.items():
+        for one in variables:
+            refusal(ConfigError, launchers.find, {**environment_of(key, 0, 2, 29500), one: text})
+    for one in ("TF_CONFIG", "SM_HOSTS", "VC_WORKER_NUM"):
+        refusal(ConfigError, launchers.find, {one: text})
 
 
 @pytest.mark.slow
