@@ -88,7 +88,7 @@ LAUNCHERS = {
         starts_by_slurm=True,
         advice=f"start with launch/mpi.sh, or give mpirun -x {COORDINATOR}=host:port",
     ),
-    # MVAPICH2 user guide, "mpirun_rsh".
+    # Set by MVAPICH2's mpirun_rsh; the names are those that Hugging Face Accelerate reads.
     "mvapich": Launcher(
         "MVAPICH",
         rank="MV2_COMM_WORLD_RANK",

@@ -238,7 +238,9 @@ def _alone(environ: Mapping[str, str], key: str) -> None:
         return
     name, by = sign
     unclear = (
-        f"{launcher.count_name(environ)}=1 that it is alone" if launcher else "its rank, their number or process 0 is unknown"
+        f"{launcher.count_name(environ)}=1 that it is alone"
+        if launcher
+        else "its rank, their number or the host of process 0 is unknown"
     )
     raise ConfigError(
         f"{name}={shown(environ[name])} ({by}) says that this process is one of several, but {unclear}: set "

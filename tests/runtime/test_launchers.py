@@ -404,7 +404,7 @@ def test_other_signs_of_several_processes_are_refused(environ, sign):
         environment("jax", jax=(0, 1)),
         environment("kubernetes", "torchrun", rank=0, count=1),
     ],
-    ids=str,
+    ids=lambda environ: str(environ)[:60],
 )
 def test_no_false_alarm(environ):
     assert find(environ) is None
