@@ -98,7 +98,7 @@ def start(run: RunConfig) -> None:
     if launch and not jax.distributed.is_initialized():
         flags, limit_s = xla_flags.given_flags(), run.peer_timeout_s
         _answer, listener = initialize(launch, launch_info(), os.environ, cpu=on_cpu, flags=flags, peer_timeout_s=limit_s)
-        _start_monitor(listener or (_answer.address, _answer.monitor_port), launch.process_id, limit_s)
+        _start_monitor(launch, listener or (_answer.address, _answer.monitor_port), limit_s)
     _start_program_cache(run.compilation_cache, launch, on_cpu=on_cpu or no_gpu)
 
 
@@ -322,12 +322,12 @@ def _as_sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 
 
-def _start_monitor(to: tuple[str, int] | socket.socket, rank: int, silence_s: float) -> None:
+def _start_monitor(launch: Launch, to: tuple[str, int] | socket.socket, silence_s: float) -> None:
     """Watches the other processes (peer_monitor.py) from now until this process ends."""
     global _monitor
-    # `rank` is an argument: JAX would start its devices to find it, which waits for all others, and these must be watched by
-    # then.
-    _monitor = PeerMonitor(rank, members(), to, silence_s)
+    # The launch gives the rank: JAX would start its devices to find it, which waits for all others, and these must be watched
+    # by then.
+    _monitor = PeerMonitor(launch.process_id, members(), to, silence_s, secret=launch.secret)
     atexit.register(_close_monitor, _monitor)
 
 

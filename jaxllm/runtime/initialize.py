@@ -17,14 +17,17 @@ import jaxlib
 
 import jaxllm
 from jaxllm.runtime import exit_codes, rendezvous
+from jaxllm.runtime.authentication import SECRET, SECRET_FILE
 from jaxllm.runtime.cuda_driver import visible_gpus
-from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
+from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked, join_address
 from jaxllm.runtime.rendezvous import Answer, RendezvousError
-from jaxllm.runtime.rendezvous_checks import ProcessInfo
+from jaxllm.runtime.rendezvous_checks import ProcessInfo, listening_address
 from jaxllm.runtime.socket_messages import connect, listen
 from jaxllm.runtime.time_limit import time_limit
 from jaxllm.stderr import print_sentence
 from jaxllm.untrusted import RefusedInput, whole_number
+
+log = logging.getLogger(__name__)
 
 JAX_START_S = 60
 """Limit for JAX to start on all processes once they have met: it takes about a second."""
@@ -54,13 +57,15 @@ def initialize(
     _bypass_proxies(environ, launch.host)
     chosen = _device_choice(environ)
     own = _process_info(launch, launch_info, environ, cpu, flags, chosen)
-    listener = None
+    listener, address = None, ""
     try:
         if launch.process_id == 0:
             _raise_file_limit(2 * launch.num_processes + SPARE_FILES)
             port = rendezvous.open_port(launch, own, PORT_WAIT_S if launch_info.attempt else 0.0)
-            listener = listen(0)
+            address = listening_address(launch)
+            listener = listen(0, address)
             answer = rendezvous.serve(port, own, launch, listener.getsockname()[1])
+            _warn_if_open(launch, answer)
         else:
             # Process 0 logs for all.
             logging.getLogger("jaxllm").setLevel(logging.ERROR)
@@ -72,11 +77,27 @@ def initialize(
             error.exit_code = exit_codes.LOST
         raise
     devices = answer.devices if answer.devices is None or chosen is None else [chosen[index] for index in answer.devices]
-    _start_jax(launch, answer, devices, peer_timeout_s, exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT)
+    # A user's own JAX_COORDINATOR_BIND_ADDRESS is JAX's to read.
+    own_bind = None if not address or environ.get("JAX_COORDINATOR_BIND_ADDRESS") else join_address(address, launch.port)
+    exit_code = exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT
+    _start_jax(launch, answer, devices, own_bind, peer_timeout_s, exit_code)
     return answer, listener
 
 
-def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_timeout_s: float, exit_code: int) -> None:
+def _warn_if_open(launch: Launch, answer: Answer) -> None:
+    if launch.secret is None and len({host for host, _ in answer.members}) > 1:
+        log.warning(
+            "The processes of this run share no secret: anyone who reaches port %d of %s can stop it. Set %s or %s on all hosts.",
+            launch.port,
+            launch.host,
+            SECRET,
+            SECRET_FILE,
+        )
+
+
+def _start_jax(
+    launch: Launch, answer: Answer, devices: list[int] | None, bind: str | None, peer_timeout_s: float, exit_code: int
+) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler would swallow SIGTERM, and nothing here asks JAX for signals.
     jax.config.update("jax_enable_preemption_service", False)
@@ -89,6 +110,7 @@ def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_t
             launch.process_id,
             local_device_ids=devices,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=bind,
             initialization_timeout=limit_s + 60,
             # JAX sends a heartbeat in each half of its limit, so that it may count a process as lost after half of it: the
             # peer monitor, which says which process that was, has to be first.

@@ -6,6 +6,9 @@ jaxllm's own variables work with any launcher, and take precedence over the laun
     JAXLLM_NUM_PROCESSES    number of processes; 1: this process is a run of its own, whatever the launcher sets
     JAXLLM_PROCESS_ID       rank of this process, from 0
     JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
+    JAXLLM_SECRET           optional: the same on all processes; without it no process is taken (authentication.py)
+    JAXLLM_SECRET_FILE      instead: a file of mode 600 with it
+    JAXLLM_BIND             optional: the address or name of its host at which process 0 listens; 0.0.0.0: all addresses
 
     SLURM       srun gives everything; the coordinator is the step's first host, its port is derived from the job's number
     Open MPI    mpirun (4 and 5) gives rank and size; JAXLLM_COORDINATOR must be set
@@ -20,15 +23,16 @@ import ipaddress
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.runtime.authentication import read_secret
 from jaxllm.runtime.socket_messages import MOST_PROCESSES
 from jaxllm.runtime.supervisor import MOST_ATTEMPTS, NESTED
 from jaxllm.untrusted import INT32, INT64, LONGEST_TEXT, RefusedInput, shown, whole_number
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
-START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
+START_TIMEOUT_S, BIND = "JAXLLM_START_TIMEOUT_S", "JAXLLM_BIND"
 DEFAULT_START_TIMEOUT_S = 300
 RESTARTS, ATTEMPT, LAUNCH_ID, BEAT_FD = ("JAXLLM_RESTARTS", "JAXLLM_ATTEMPT", "JAXLLM_LAUNCH_ID", "JAXLLM_BEAT_FD")
 
@@ -63,10 +67,14 @@ class Launch:
     count_from: str = NUM_PROCESSES
     hosts: tuple[str, ...] = ()
     """Host of each rank, where the launcher gives them and each host has one process."""
+    bind: str = ""
+    """Where process 0 shall listen; empty: not said."""
+    secret: bytes | None = field(default=None, repr=False)
+    """What proves that a process belongs to this run; None: nothing does."""
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ def find(environ: Mapping[str, str]) -> Launch | None:
     """Rank, world size and coordinator of this process; None for a run of one process.
 
     Raises:
-      ConfigError: a variable is missing or not valid.
+      ConfigError: a variable is missing or not valid, or the file of the secret is not.
     """
     # mpirun starts its daemons by srun inside a SLURM job: the launcher nearer to this process comes first.
     found = _open_mpi(environ) or _slurm(environ) or _kubernetes(environ) or _LauncherVariables("variables")
@@ -130,7 +138,8 @@ def find(environ: Mapping[str, str]) -> Launch | None:
     hosts = found.hosts if len(found.hosts) == count else ()
     if count == 1:
         return None
-    return Launch(found.launcher, host, port, count, rank, limit_s, port_from, id_from, count_from, hosts)
+    bind, secret = environ.get(BIND, ""), read_secret(environ)
+    return Launch(found.launcher, host, port, count, rank, limit_s, port_from, id_from, count_from, hosts, bind, secret)
 
 
 def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
@@ -195,6 +204,10 @@ def expand_node_list(node_list: str) -> list[str]:
             f"{COORDINATOR}=host:port instead."
         )
     return hosts
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

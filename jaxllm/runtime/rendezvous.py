@@ -9,8 +9,8 @@ frees the port for JAX and releases them. Every process that came learns of any 
     process 0      serve(open_port(launch, info), info, launch, monitor_port)  -> Answer
     the others     join(info, launch)                                          -> Answer
 
-A message is one line: MAGIC and a JSON object, typed by ProcessInfo on the way to process 0 and by _Reply on the way back. This
-module uses no JAX.
+A message is one line: MAGIC and a JSON object, typed by ProcessInfo on the way to process 0 and by _Reply on the way back, and
+signed if the run has a secret (authentication.py). This module uses no JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import selectors
 import socket
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -29,17 +28,19 @@ from pydantic import Field
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.types import Switch
+from jaxllm.runtime.authentication import SECRET, SECRET_FILE, Channel, Unproven, greet
 from jaxllm.runtime.launchers import COORDINATOR, Launch, is_loopback
 from jaxllm.runtime.rendezvous_checks import (
     ProcessInfo,
     assign_gpus,
     is_local,
+    listening_address,
     missing,
     parse_process_info,
     why_incompatible,
     why_rejected,
 )
-from jaxllm.runtime.socket_messages import STRANGERS, Elapsed, Name, Pid, Rank, Reader, Sentence, connect, listen
+from jaxllm.runtime.socket_messages import Connection, Door, Elapsed, Name, Pid, Rank, Reader, Sentence, connect, listen
 from jaxllm.untrusted import checked
 
 MAGIC = "jaxllm roll call "
@@ -48,7 +49,6 @@ MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
 GRACE_S = 10.0
 """Extra time that process 0 may take beyond its own limit to send its verdict; also its wait for a process to confirm that it
 is still there."""
-SEND_S = 10.0
 PROBE_S = 2.0
 TRY_S = 5.0
 """Limit of one connection attempt: a host that boots meanwhile does not see earlier attempts for a long time."""
@@ -100,6 +100,8 @@ class _Reply:
 
     wait_s: Elapsed | None = None
     """Time until its own limit."""
+    unproven: Switch = False
+    """authentication.REFUSAL."""
     other: Sentence | None = None
     """It belongs to another launch."""
     refused: Sentence | None = None
@@ -127,10 +129,10 @@ def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> sock
     if not is_local(launch.host):
         # Process 0 may have been started here and on its own host: each should then learn of the other.
         _probe(launch.host, launch, own)
-    until_s = time.monotonic() + patience_s
+    until_s, address = time.monotonic() + patience_s, listening_address(launch)
     while True:
         try:
-            return listen(launch.port)
+            return listen(launch.port, address)
         except OSError as error:
             kind = ConfigError
             if error.errno != errno.EADDRINUSE:
@@ -141,7 +143,7 @@ def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> sock
                 continue
             else:
                 kind = RendezvousError if patience_s else ConfigError
-                why = f"is taken on this host{_probe('127.0.0.1', launch, own)}"
+                why = f"is taken on this host{_probe(address or '127.0.0.1', launch, own)}"
             raise kind(
                 f"Port {launch.port} of {launch.port_from} {why}: choose another for all, with {COORDINATOR}=host:port."
             ) from None
@@ -195,8 +197,7 @@ class _Rendezvous:
         """By rank, connected processes without process 0."""
         self.until_s = time.monotonic() + launch.start_timeout_s
         self.selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self.selector.register(listener, selectors.EVENT_READ, None)
+        self.door = Door(listener, self.selector, own.count, self._stranger, self._drop)
 
     def await_all(self) -> None:
         while len(self.connections) < self.own.count - 1:
@@ -231,22 +232,16 @@ class _Rendezvous:
         self.selector.close()
 
     def _look(self, limit_s: float) -> None:
-        for key, _ in self.selector.select(limit_s):
-            if key.data is not None:
-                self._read(key.data)
-                continue
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                continue
-            connection.setblocking(False)
-            self.selector.register(connection, selectors.EVENT_READ, _Connection(connection))
-            connections = self.selector.get_map()
-            if len(connections) > self.own.count + STRANGERS:
-                self._drop(next(key.data for key in connections.values() if key.data is not None and key.data.info is None))
+        # Known ones are heard before strangers take time.
+        for key, _ in sorted(self.selector.select(limit_s), key=lambda one: one[0].data is None):
+            self.door.open() if key.data is None else self._read(key.data)
+        self.door.tidy()
+
+    def _stranger(self, connection: socket.socket, address: str) -> _Connection:
+        return _Connection(connection, Channel(self.launch.secret, MAGIC, is_server=True), MAX_INFO_BYTES, address)
 
     def _read(self, connection: _Connection) -> None:
-        messages = connection.reader.receive(connection.socket)
+        messages = connection.receive()
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
@@ -254,6 +249,7 @@ class _Rendezvous:
                 messages = None
                 break
         if messages is None:
+            self.door.report(connection)
             self._drop(connection)
 
     def _admit(self, connection: _Connection, info: ProcessInfo) -> bool:
@@ -271,6 +267,7 @@ class _Rendezvous:
             connection.send(json.dumps({"refused": sentence, "missing": False}))
             raise ConfigError(sentence)
         connection.info, self.infos[info.rank], self.connections[info.rank] = info, info, connection
+        self.door.forget(connection)
         connection.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
         return True
 
@@ -280,33 +277,17 @@ class _Rendezvous:
             return
         if connection.info is not None and self.connections.get(connection.info.rank) is connection:
             del self.connections[connection.info.rank]
+        self.door.forget(connection)
         self.selector.unregister(connection.socket)
         connection.socket.close()
 
 
-class _Connection:
+class _Connection(Connection):
     """A connection to process 0."""
 
-    def __init__(self, connection: socket.socket):
-        self.socket, self.reader = connection, Reader(MAX_INFO_BYTES, MAGIC)
-        self.info: ProcessInfo | None = None
-        self.ready = False
-        """The process has confirmed that it is still there."""
-
-    def hung_up(self) -> bool:
-        try:
-            return self.socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def send(self, text: str) -> None:
-        # A process that is gone or frozen is detected when its next message does not come.
-        with suppress(OSError):
-            self.socket.settimeout(SEND_S)
-            self.socket.sendall(f"{MAGIC}{text}\n".encode())
-            self.socket.setblocking(False)
+    info: ProcessInfo | None = None
+    ready = False
+    """The process has confirmed that it is still there."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- the others
@@ -325,11 +306,16 @@ def join(own: ProcessInfo, launch: Launch) -> Answer:
     while True:
         try:
             with connect(launch.host, launch.port, TRY_S) as connection:
-                return _exchange(connection, own, until_s)
+                return _exchange(connection, own, launch.secret, until_s)
         except OSError as error:
             why = error.strerror or str(error)
         except _NotReady as reason:
             why = str(reason)
+        except Unproven:
+            raise ConfigError(
+                f"Process 0 at {launch.address} has another secret than {own}, or one of the two has none: set the same "
+                f"{SECRET} or {SECRET_FILE} for all processes."
+            ) from None
         if time.monotonic() + pause_s >= until_s:
             # If process 0 runs on another host, each process has looked for it at home.
             hint = f"; {launch.host} is {own.host} itself" if is_loopback(launch.host) else ""
@@ -342,44 +328,53 @@ def join(own: ProcessInfo, launch: Launch) -> Answer:
         pause_s = min(1.5 * pause_s, SLOWEST_RETRY_S)
 
 
-def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> Answer:
-    connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
-    answer, reader = None, Reader(MAX_ANSWER_BYTES, MAGIC)
-    replies = _next(connection, reader, min(until_s, time.monotonic() + FIRST_REPLY_S))
+def _exchange(connection: socket.socket, own: ProcessInfo, secret: bytes | None, until_s: float) -> Answer:
+    """Raises Unproven if process 0 has another secret, or one of the two has none."""
+    try:
+        return _talk(connection, Channel(secret, MAGIC, is_server=False), own, until_s)
+    except (ConfigError, Unproven):
+        raise
+    except TimeoutError:
+        raise _NotReady("it does not answer") from None
+    except ValueError:
+        raise _NotReady("something else answers there") from None
+
+
+def _talk(connection: socket.socket, channel: Channel, own: ProcessInfo, until_s: float) -> Answer:
+    answer, reader, first_by_s = None, Reader(MAX_ANSWER_BYTES, channel), min(until_s, time.monotonic() + FIRST_REPLY_S)
+    greet(connection, channel, first_by_s - time.monotonic())
+    connection.sendall(channel.line(json.dumps(asdict(own))))
+    replies = _next(connection, reader, first_by_s)
     while True:
         reply = replies.pop(0)
         if reply.wait_s is not None:
             # Process 0 may have been started later, and then waits longer.
             until_s = max(until_s, time.monotonic() + reply.wait_s + 2 * GRACE_S)
+        elif reply.unproven:
+            raise Unproven
         elif reply.other is not None:
             raise _AnotherLaunch(reply.other)
         elif reply.refused is not None:
             raise (RendezvousError if reply.missing else ConfigError)(reply.refused)
         elif reply.all is not None:
             if len(reply.all.members) != own.count:
-                raise _NotReady("something else answers there")
+                raise ValueError("not a reply")
             answer = Answer(reply.all.members, reply.all.monitor_port, reply.devices, connection.getpeername()[0])
-            connection.sendall(f'{MAGIC}{{"ready": true}}\n'.encode())
+            connection.sendall(channel.line('{"ready": true}'))
         elif reply.start and answer is not None:
             return answer
         replies = replies or _next(connection, reader, until_s)
 
 
 def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[_Reply]:
-    """The next reply, and those that came with it; raises OSError or _NotReady if there is none."""
+    """The next reply, and those that came with it; raises OSError or ValueError if there is none."""
     replies: list[_Reply] = []
     while not replies:
         connection.settimeout(min(max(until_s - time.monotonic(), 0.1), LONGEST_WAIT_S))
-        try:
-            received = connection.recv(65536)
-        except TimeoutError:
-            raise _NotReady("it does not answer") from None
+        received = connection.recv(65536)
         if not received:
-            raise _NotReady("it closed the connection")
-        try:
-            replies = [checked(message, _Reply) for message in reader.read(received)]
-        except ValueError:
-            raise _NotReady("something else answers there") from None
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        replies = [checked(message, _Reply) for message in reader.read(received)]
     return replies
 
 
@@ -392,9 +387,11 @@ def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:
     """
     try:
         with connect(address, launch.port, PROBE_S) as connection:
-            _exchange(connection, own, time.monotonic() + PROBE_S)
+            _exchange(connection, own, launch.secret, time.monotonic() + PROBE_S)
     except _AnotherLaunch as reason:
         return f" ({reason})"
+    except Unproven:
+        return " (process 0 of a run with another secret, or with none, is there)"
     except (OSError, _NotReady):
         pass
     return ""
