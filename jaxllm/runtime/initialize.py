@@ -87,7 +87,7 @@ def initialize(
 def _warn_if_open(launch: Launch, answer: Answer) -> None:
     if launch.secret is None and len({host for host, _ in answer.members}) > 1:
         log.warning(
-            "The processes of this run share no secret: anyone who reaches port %d of %s can stop it. Set %s or %s on all hosts.",
+            "The processes of this run share no secret: anyone who reaches port %d of %s can stop it; set %s or %s for all.",
             launch.port,
             launch.host,
             SECRET,
