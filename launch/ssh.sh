@@ -36,6 +36,7 @@ can_resume "$@" || supervisor=(--restarts 0 ${supervisor[@]+"${supervisor[@]}"})
 prepare_environment
 [[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"
 cd "$caller_folder"
+share_secret
 JAXLLM_LAUNCH_ID="$(launch_id)"
 export JAXLLM_LAUNCH_ID PYTHONUNBUFFERED=1
 exec "$python" "$checkout/launch/over_ssh.py" "$hosts" "$(forwarded_variables)" ${supervisor[@]+"${supervisor[@]}"} -- "$@"

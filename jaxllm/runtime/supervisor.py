@@ -90,6 +90,9 @@ def environment(outer: Mapping[str, str], limits: Limits) -> dict[str, str]:
     if not any(outer.get(name) for name in ("JAXLLM_LAUNCH_ID", *ONE_OF_SEVERAL)):
         # Each of several supervisors would choose another name, and processes of two launches do not meet.
         inner["JAXLLM_LAUNCH_ID"] = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns() // 10**6}"
+        # The same over all restarts. Not by the module `secrets`: its imports take time and memory.
+        if not any(name in outer for name in ("JAXLLM_SECRET", "JAXLLM_SECRET_FILE")):
+            inner["JAXLLM_SECRET"] = os.urandom(32).hex()
     return inner
 
 

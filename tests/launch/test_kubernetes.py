@@ -31,12 +31,19 @@ LABELS = {"jobset.sigs.k8s.io/jobset-uid": "5f0c", "jobset.sigs.k8s.io/restart-a
 """Labels of a pod, as the JobSet controller sets them."""
 
 
+SECRET = "0123456789abcdef\n"
+"""What the command in the manifest's head puts into the Secret, shorter."""
+
+
 def environment_of(index: int, labels: dict[str, str] = LABELS) -> dict[str, str]:
     """Environment that Kubernetes gives to the container of a pod."""
 
     def value(variable: dict) -> str:
         if "value" in variable:
             return variable["value"]
+        if "secretKeyRef" in variable["valueFrom"]:
+            assert variable["valueFrom"]["secretKeyRef"] == {"name": "llm", "key": "secret"}
+            return SECRET
         key = re.fullmatch(r"metadata\.labels\['(.+)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])[1]
         # A missing label is an empty text.
         return labels.get(key, "")
@@ -57,6 +64,7 @@ def test_each_pod_finds_its_rank():
         found = launchers.find(environment_of(index))
         assert (found.launcher, found.process_id, found.num_processes) == ("kubernetes", index, JOB["completions"])
         assert found.address == environment_of(0)["JAXLLM_COORDINATOR"]
+        assert found.secret == SECRET.strip().encode()
         info = launchers.launch_info(environment_of(index))
         assert (info.launch_id, info.attempt) == ("5f0c", 3)
     assert launchers.launch_info(environment_of(0, labels={})).launch_id is None

@@ -269,3 +269,15 @@ def test_gpu_check_goes_through_its_motions_on_a_cpu(tmp_path):
     assert "tests/gpu/test_cudnn_attention.py" in log
     results = re.findall(r"^  (\S.*?) +\d+ s  (.*)$", log, re.MULTILINE)
     assert results == [(part, "ok") for part in ("benchmarks/gpu.py", "memory in use", "gpu tests, collected")]
+
+
+def test_a_launch_makes_a_secret_unless_one_is_given():
+    words = "share_secret; env | grep ^JAXLLM_SECRET"
+    made = [in_environment(words).stdout for _ in range(2)]
+    assert all(re.fullmatch("JAXLLM_SECRET=[0-9a-f]{64}\n", one) for one in made)
+    assert made[0] != made[1]
+    for given in ({"JAXLLM_SECRET": "mine"}, {"JAXLLM_SECRET_FILE": "/mine"}):
+        ((name, value),) = given.items()
+        assert in_environment(words, **given).stdout == f"{name}={value}\n"
+    for script in ("local_cluster.sh", "mpi.sh", "ssh.sh"):
+        assert "\nshare_secret\n" in (CHECKOUT / "launch" / script).read_text()

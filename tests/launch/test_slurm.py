@@ -18,6 +18,8 @@ from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
 
+from jaxllm.runtime.authentication import read_secret
+
 CHECKOUT = Path(__file__).parents[2]
 SCRIPT = CHECKOUT / "launch" / "slurm.sbatch"
 
@@ -44,6 +46,9 @@ def script(*arguments: str, cwd: Path, path: Path = SCRIPT, **variables: str) ->
     return subprocess.run(command, cwd=cwd, env=plain(**variables), capture_output=True, text=True, timeout=60)
 
 
+KEEP = '[[ -z "${JAXLLM_SECRET_FILE:-}" ]] || cp -p "$JAXLLM_SECRET_FILE" "$LOG/kept"'
+
+
 @pytest.fixture
 def slurm(tmp_path):
     """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=...) -> (the script's exit code, its lines, srun's
@@ -52,7 +57,7 @@ def slurm(tmp_path):
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, body in (
-        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; exit "$CODE"'),
+        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; ' + KEEP + '; exit "$CODE"'),
         ("scontrol", '[[ $1 == show ]] && { [[ $SHOWN ]] || exit 1; echo "$SHOWN"; exit; }; echo "$*" >>"$LOG/scontrol"'),
     ):
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -155,6 +160,33 @@ def test_each_host_runs_the_command_under_a_supervisor(slurm):
     assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
     # It would end a process that is saving when another is done.
     assert "--kill-on-bad-exit=0" in found.srun
+
+
+def secrets_of(environment: list[str]) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in environment if line.startswith("JAXLLM_SECRET"))
+
+
+def test_each_turn_has_a_secret_in_a_file_of_its_own(slurm, tmp_path):
+    made = []
+    for turn in range(2):
+        found = slurm(76, shown(restarts=turn), SLURM_RESTART_COUNT=str(turn))
+        assert secrets_of(found.environment) == {"JAXLLM_SECRET_FILE": f"{tmp_path}/.jaxllm-secret-7-{turn}"}
+        kept = tmp_path / "kept"
+        assert kept.stat().st_mode & 0o777 == 0o600
+        made.append(read_secret({"JAXLLM_SECRET_FILE": str(kept)}))
+        assert not list(tmp_path.glob(".jaxllm-secret-*"))
+    assert [len(one) for one in made] == [64, 64]
+    assert made[0] != made[1]
+
+
+def test_a_folder_that_cannot_keep_a_secret_and_a_secret_that_is_given(slurm, tmp_path):
+    taken = tmp_path / ".jaxllm-secret-7-0"
+    taken.write_text("another user's")
+    taken.chmod(0o644)
+    ((name, secret),) = secrets_of(slurm(0, shown()).environment).items()
+    assert (name, len(secret), taken.read_text()) == ("JAXLLM_SECRET", 64, "another user's")
+    given = {"JAXLLM_SECRET_FILE": "/mine"}
+    assert secrets_of(slurm(0, shown(), **given).environment) == given
 
 
 PREPARE = ("jaxllm", "data", "prepare", "x", "--out", "y", "--tokenizer", "bytes")

@@ -192,6 +192,9 @@ def test_the_list_of_processes_shows_no_secret(ssh, hosts, tmp_path):
         found = list(processes_of_launch())
         assert "hunter2" in {variables.get("WANDB_API_KEY") for *_, variables in found}
         assert not [command for _, command, _ in found if any("hunter2" in word for word in command)]
+        (made,) = {variables["JAXLLM_SECRET"] for *_, variables in found if "JAXLLM_SECRET" in variables}
+        assert len(made) == 64
+        assert not [command for _, command, _ in found if any(made in word for word in command)]
 
 
 def test_nothing_outlives_a_killed_launcher(ssh, hosts, tmp_path):

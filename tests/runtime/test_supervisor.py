@@ -138,6 +138,16 @@ def test_a_supervisor_of_one_of_several_makes_no_name_for_the_launch(name):
     assert environment({}, Limits())["JAXLLM_LAUNCH_ID"]
 
 
+@pytest.mark.parametrize("name", ONE_OF_SEVERAL)
+def test_a_supervisor_of_a_complete_launch_makes_its_secret(name):
+    assert "JAXLLM_SECRET" not in environment({name: "1"}, Limits())
+    made = [environment({}, Limits())["JAXLLM_SECRET"] for _ in range(2)]
+    assert ([len(one) for one in made], made[0] != made[1]) == ([64, 64], True)
+    for given in ({"JAXLLM_SECRET": "mine"}, {"JAXLLM_SECRET_FILE": "/mine"}):
+        found = environment(given, Limits())
+        assert {name: value for name, value in found.items() if name.startswith("JAXLLM_SECRET")} == given
+
+
 def test_exit_codes_are_described():
     assert (describe_exit(128 + 15), describe_exit(255), describe_exit(1)) == ("ended by SIGTERM", "an error", "an error")
 
