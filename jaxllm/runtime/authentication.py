@@ -37,6 +37,7 @@ NONCE_BYTES = 32
 MAC_DIGITS = 64
 _HELLO = re.compile(rb"hello ([0-9a-f]{64})")
 LONGEST_HELLO = 256
+"""Limit for process 0's answer to a hello."""
 REFUSAL = '{"unproven": true}'
 """What process 0 sends, unsigned, to a client that has another secret or none. The latter reads it as a reply."""
 
@@ -51,6 +52,7 @@ class Channel:
 
     Args:
       prefix: of each line, so that other programs on the port are told apart. The key depends on it too.
+      is_server: this end is process 0's.
     """
 
     def __init__(self, secret: bytes | None, prefix: str = "", *, is_server: bool):
@@ -166,9 +168,6 @@ def read_secret(environ: Mapping[str, str]) -> bytes | None:
             mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MOST_BYTES + 1)
     except (OSError, RefusedInput) as error:
         raise ConfigError(f"{name} cannot be read ({reason_of(error)}): name a file with the secret, or unset it.") from None
-    except ValueError:
-        # A null byte in the path.
-        raise ConfigError(f"{name} is no path: name a file with the secret, or unset it.") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{name} is open to other users (mode {mode:o}): make a new secret in a file of mode 600.")
     return _long_enough(content, name)

@@ -135,8 +135,8 @@ def connect(own: Member, address: tuple[str, int], limit_s: float, secret: bytes
             return _connect(own, address, max(until_s - time.monotonic(), 1), secret)
         except (OSError, ValueError) as error:
             if time.monotonic() > until_s:
-                # Process 0's port was open when the processes met, and is closed now: process 0 has ended.
-                gone = isinstance(error, ConnectionRefusedError)
+                # Process 0's port was open when the processes met. Closed, or without an answer: process 0 has ended or hangs.
+                gone = isinstance(error, ConnectionError | ValueError)
                 remedy = "open all ports between the hosts, as collectives need them too"
                 why = error.strerror or error if isinstance(error, OSError) else "something else answers there"
                 refused = ConfigError(
@@ -162,10 +162,13 @@ def _connect(own: Member, address: tuple[str, int], limit_s: float, secret: byte
             if not connection.recv(1, socket.MSG_PEEK):
                 raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
             connection.setblocking(False)
+        return link
+    except TimeoutError:
+        connection.close()
+        raise ConnectionResetError(errno.ECONNRESET, "it does not answer") from None
     except BaseException:
         connection.close()
         raise
-    return link
 
 
 def listed(words: Iterable[str]) -> str:

@@ -13,16 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from test_peer_monitor import LIMIT_S, until
 from test_rendezvous import VERSIONS, call
 
 from jaxllm.config import ConfigError
-from jaxllm.runtime import peer_link, peer_monitor, rendezvous_checks, socket_messages, xla_flags
+from jaxllm.runtime import exit_codes, initialize, peer_link, peer_monitor, rendezvous_checks, socket_messages, xla_flags
 from jaxllm.runtime.authentication import REFUSAL, Channel, Unproven, read_secret
-from jaxllm.runtime.launchers import Launch, find
+from jaxllm.runtime.launchers import Launch, LaunchInfo, find
 from jaxllm.runtime.peer_monitor import PeerMonitor
-from jaxllm.runtime.rendezvous import MAGIC, join, open_port, serve
+from jaxllm.runtime.rendezvous import MAGIC, Answer, join, open_port, serve
 from jaxllm.runtime.rendezvous_checks import listening_address, missing
 from jaxllm.runtime.socket_messages import listen
 
@@ -481,6 +482,44 @@ def test_jaxllm_bind_chooses_an_address():
     for bind in ("192.0.2.1", "no such host", "eth\x1b0", "h" * 300):
         with pytest.raises(ConfigError, match=r"^JAXLLM_BIND=.* is not one address of this host: give an address or a name of"):
             at(bind)
+
+
+def test_jax_and_the_heartbeat_listen_there_too(place, monkeypatch):
+    started = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: started.update(options))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    info = LaunchInfo("variables", 0, None, False, None)
+    for environ, bind in (({}, f"127.0.0.1:{place(0).port}"), ({"JAX_COORDINATOR_BIND_ADDRESS": "[::]:1"}, None)):
+        one = initialize._process_info(place(1, 2), info, {}, True, "", None)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(join, one, place(1, 2))
+            answer, listener = initialize.initialize(place(0, 2), info, environ, cpu=True, flags="", peer_timeout_s=60)
+            assert joined.result(timeout=30).members == answer.members
+        with listener:
+            assert listener.getsockname() == ("127.0.0.1", answer.monitor_port)
+        assert started["coordinator_bind_address"] == bind
+
+
+@pytest.mark.parametrize(
+    ("secret", "hosts", "warned"), [(None, ["h0", "h1"], 1), (None, ["h0", "h0"], 0), (SECRET, ["h0", "h1"], 0)]
+)
+def test_a_run_on_several_hosts_without_a_secret_is_a_warning(caplog, secret, hosts, warned):
+    launch = Launch("variables", "h0", 29500, 2, 0, secret=secret)
+    initialize._warn_if_open(launch, Answer([(host, 7) for host in hosts], 1, None))
+    sentence = (
+        "The processes of this run share no secret: anyone who reaches port 29500 of h0 can stop it; set JAXLLM_SECRET or "
+    )
+    assert [record.getMessage() for record in caplog.records] == warned * [f"{sentence}JAXLLM_SECRET_FILE for all."]
+
+
+def test_a_process_0_that_takes_connections_and_says_nothing_is_lost(monitors, monkeypatch):
+    """A restart may help: the port is open, so no firewall is between."""
+    monkeypatch.setattr(peer_monitor, "CONNECT_S", 0.2)
+    with listen(0, "127.0.0.1") as silent:
+        monitors.address = silent.getsockname()
+        with pytest.raises(ConfigError, match=r"\(it does not answer\): look at its own output") as error:
+            monitors(1)
+        assert error.value.exit_code == exit_codes.LOST
 
 
 def test_no_other_address_is_open(place):
