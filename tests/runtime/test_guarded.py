@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import selectors
 import socket
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from jaxllm.runtime.launchers import Launch, LaunchInfo, find
 from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.runtime.rendezvous import MAGIC, Answer, join, open_port, serve
 from jaxllm.runtime.rendezvous_checks import listening_address, missing
-from jaxllm.runtime.socket_messages import listen
+from jaxllm.runtime.socket_messages import Connection, Door, listen
 
 SECRET, OTHER = b"the secret of this run", b"the secret of another"
 CONNECTIONS = 10_000
@@ -429,23 +431,71 @@ def test_ten_thousand_strangers_do_not_disturb_heartbeats(monitors, caplog):
     assert "A process at 127.0.0.1 was turned away" in warning.getMessage()
 
 
-def test_a_process_crowded_out_tries_again(monitors, monkeypatch):
+@pytest.mark.parametrize("greets", [False, True], ids=["at once", "behind its hello"])
+def test_a_process_crowded_out_tries_again(monitors, monkeypatch, greets):
     """Until process 0 has answered with a signed message, a closed connection is no loss."""
-    real, closed = socket.create_connection, []
+    real, closed = peer_link.greet, []
 
-    def crowded_out(address, timeout):
-        connection = real(address, timeout=timeout)
+    def crowded_out(connection, channel, limit_s):
+        if greets or closed:
+            real(connection, channel, limit_s)
         if not closed:
             closed.append(connection)
             connection.shutdown(socket.SHUT_RDWR)
-        return connection
 
     zero = monitors(0)
-    monkeypatch.setattr(socket, "create_connection", crowded_out)
+    monkeypatch.setattr(peer_link, "greet", crowded_out)
     monitors(1)
     until(lambda: 1 in zero._seen, "process 1 is heard")
     assert closed
     assert not monitors.ended
+
+
+def test_a_process_0_that_takes_connections_and_says_nothing_is_lost(monitors, monkeypatch):
+    """A restart may help: the port is open, so no firewall is between."""
+    monkeypatch.setattr(peer_monitor, "CONNECT_S", 0.2)
+    with listen(0, "127.0.0.1") as silent:
+        monitors.address = silent.getsockname()
+        with pytest.raises(ConfigError, match=r"\(it does not answer\): look at its own output") as error:
+            monitors(1)
+        assert error.value.exit_code == exit_codes.LOST
+
+
+def test_strangers_crowd_out_those_of_their_own_address(monkeypatch):
+    """First those that have not answered, the oldest first."""
+    monkeypatch.setattr(socket_messages, "STRANGERS", 3)
+    dropped: list[Connection] = []
+
+    def drop(stranger: Connection) -> None:
+        dropped.append(stranger)
+        selector.unregister(stranger.socket)
+        stranger.socket.close()
+        door.forget(stranger)
+
+    def make(connection: socket.socket, address: str) -> Connection:
+        return Connection(connection, Channel(SECRET, is_server=True), 100, address)
+
+    with selectors.DefaultSelector() as selector, listen(0, "127.0.0.1") as listener, ExitStack() as stack:
+        door = Door(listener, selector, 1, make, drop)
+        ports = []
+        for address in ("127.0.0.2", *6 * ("127.0.0.3",)):
+            source = (address, 0)
+            client = stack.enter_context(
+                socket.create_connection(listener.getsockname(), timeout=LIMIT_S, source_address=source)
+            )
+            ports.append(client.getsockname()[1])
+            if len(ports) == 3:
+                client.sendall(Channel(SECRET, is_server=False).hello())
+            door.open()
+            if len(ports) == 3:
+                greeted = list(door._strangers)[-1]
+                until(lambda: greeted.receive() == [] and greeted.channel.greeted, "its hello comes")  # noqa: B023
+        left = list(door._strangers)
+        assert [stranger.address for stranger in left] == ["127.0.0.2", "127.0.0.3", "127.0.0.3"]
+        assert [ports.index(stranger.socket.getpeername()[1]) for stranger in left] == [0, 2, 6]
+        assert {stranger.address for stranger in dropped} == {"127.0.0.3"}
+        for stranger in left:
+            drop(stranger)
 
 
 # -------------------------------------------------------------------------------------------------------- where it listens
@@ -510,16 +560,6 @@ def test_a_run_on_several_hosts_without_a_secret_is_a_warning(caplog, secret, ho
         "The processes of this run share no secret: anyone who reaches port 29500 of h0 can stop it; set JAXLLM_SECRET or "
     )
     assert [record.getMessage() for record in caplog.records] == warned * [f"{sentence}JAXLLM_SECRET_FILE for all."]
-
-
-def test_a_process_0_that_takes_connections_and_says_nothing_is_lost(monitors, monkeypatch):
-    """A restart may help: the port is open, so no firewall is between."""
-    monkeypatch.setattr(peer_monitor, "CONNECT_S", 0.2)
-    with listen(0, "127.0.0.1") as silent:
-        monitors.address = silent.getsockname()
-        with pytest.raises(ConfigError, match=r"\(it does not answer\): look at its own output") as error:
-            monitors(1)
-        assert error.value.exit_code == exit_codes.LOST
 
 
 def test_no_other_address_is_open(place):
