@@ -107,7 +107,6 @@ class Link(Connection):
 
     def __init__(self, connection: socket.socket, rank: int | None, channel: Channel, address: str = ""):
         super().__init__(connection, channel, MAX_MESSAGE_BYTES, address)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank, self.heard_s = rank, self.since_s
         self.excused = False
         """The other end said goodbye or announced its failure: its silence is no loss."""
