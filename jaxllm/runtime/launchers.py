@@ -6,7 +6,7 @@ jaxllm's own variables work with any launcher, and take precedence over the laun
     JAXLLM_NUM_PROCESSES    number of processes; 1: this process is a run of its own, whatever the launcher sets
     JAXLLM_PROCESS_ID       rank of this process, from 0
     JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
-    JAXLLM_SECRET           optional: the same on all processes; without it no process is taken (authentication.py)
+    JAXLLM_SECRET           optional: the same on all processes; those that lack it are turned away (authentication.py)
     JAXLLM_SECRET_FILE      instead: a file of mode 600 with it
     JAXLLM_BIND             optional: the address or name of its host at which process 0 listens; 0.0.0.0: all addresses
 
