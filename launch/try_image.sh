@@ -9,7 +9,7 @@
 # It needs root, Linux, debootstrap and buildah (Debian: apt-get install debootstrap buildah), and 15 GB in FOLDER, where the next
 # try finds its base. Minutes: five.
 #
-# SSL_CERT_FILE  a file of certificates that the steps trust, for networks with one of their own; it does not enter the image
+# SSL_CERT_FILE  a file of certificates that pip trusts in the steps, for networks with one of their own
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -26,7 +26,12 @@ base="$(sed -n 's/^ARG BASE=//p' launch/Dockerfile)"
 image=jaxllm:tried
 tool=(buildah --root "$folder/storage" --runroot "$folder/runroot")
 trust=()
-[[ -z "${SSL_CERT_FILE:-}" ]] || trust=(--volume "$(realpath "$SSL_CERT_FILE"):/trusted.pem:ro" --env SSL_CERT_FILE=/trusted.pem)
+if [[ -n "${SSL_CERT_FILE:-}" ]]; then
+  # Pip reads the file where it installs, and the setting where it builds a wheel.
+  printf '[global]\ncert = /trusted.pem\n' >"$folder/pip.conf"
+  trust=(--volume "$(realpath "$SSL_CERT_FILE"):/trusted.pem:ro" --volume "$folder/pip.conf:/etc/pip.conf:ro")
+  trust+=(--env SSL_CERT_FILE=/trusted.pem)
+fi
 
 if ! "${tool[@]}" inspect --type image "$base" >/dev/null 2>&1; then
   say "making $base with debootstrap"
@@ -69,6 +74,7 @@ for user in 1000:0 1000680000:0; do
   say "trying it as $user"
   as_user "$user" "ME=$user; $tries" || refuse "the image fails as user $user"
 done
+# shellcheck disable=SC2016
 frozen="$(as_user 1000:0 'cat "$HOME/frozen"' | sed 's/_/-/g; s/\./-/g' | tr '[:upper:]' '[:lower:]')"
 pinned="$(sed 's/_/-/g; s/\./-/g' constraints/image.txt)"
 loose="$(grep -vxF -f <(printf '%s\n' "$pinned") <<<"$frozen" || true)"
