@@ -68,14 +68,17 @@ assert \"libibverbs1\\t\" in (sbom / \"debian.tsv\").read_text()
   JAX_PLATFORMS=cpu jaxllm train configs/quickstart.yaml run.cpu_devices=2 train.steps=2 model.num_layers=1 \
     train.eval_every_steps=null log.baselines=false log.sample_tokens=0 run.dir="$HOME/run-$(id -u)"
 '
-container="$("${tool[@]}" from --pull-never "$image" 2>/dev/null)"
-trap '"${tool[@]}" rm "$container" >/dev/null' EXIT
+container=""
+remove() { [[ -z "$container" ]] || "${tool[@]}" rm "$container" >/dev/null; }
+trap remove EXIT
 for user in 1000:0 1000680000:0; do
   say "trying it as $user"
+  remove
+  container="$("${tool[@]}" from --pull-never "$image" 2>/dev/null)"
   as_user "$user" "ME=$user; $tries" || refuse "the image fails as user $user"
 done
 # shellcheck disable=SC2016
-frozen="$(as_user 1000:0 'cat "$HOME/frozen"' | sed 's/_/-/g; s/\./-/g' | tr '[:upper:]' '[:lower:]')"
+frozen="$(as_user "$user" 'cat "$HOME/frozen"' | sed 's/_/-/g; s/\./-/g' | tr '[:upper:]' '[:lower:]')"
 pinned="$(sed 's/_/-/g; s/\./-/g' constraints/image.txt)"
 loose="$(grep -vxF -f <(printf '%s\n' "$pinned") <<<"$frozen" || true)"
 [[ -z "$loose" ]] || refuse "constraints/image.txt does not have: $loose"
