@@ -29,8 +29,8 @@ from jaxllm.runtime import xla_flags
 ADAPTERS, DEVICE_FILES, STATUS = Path("/sys/class/infiniband"), Path("/dev/infiniband"), Path("/proc/self/status")
 VERBS = "libibverbs.so.1"
 """The library that NCCL opens for InfiniBand and RoCE (NCCL, src/misc/ibvsymbols.cc)."""
-PLUGINS = ("libnccl-net.so", "libnccl-net-ofi.so")
-"""Names of AWS's plugin, without which NCCL cannot use EFA (aws-ofi-nccl, README)."""
+PLUGIN = "libnccl-net.so"
+"""The name by which NCCL opens a plugin for its network (src/plugin/net.cc). It needs AWS's for EFA (aws-ofi-nccl, README)."""
 EFA = "efa"
 """The kernel's driver of EFA."""
 LOCKED_BYTES = 2**30
@@ -120,10 +120,10 @@ def adapters() -> Fabric:
         return Fabric()
     opens = any(os.access(path, os.R_OK | os.W_OK) for path in _entries(DEVICE_FILES) if path.name.startswith("uverbs"))
     drivers = {(ADAPTERS / name / "device" / "driver").resolve().name for name in names}
-    wanted = PLUGINS if drivers == {EFA} else (VERBS,)
+    wanted = PLUGIN if drivers == {EFA} else VERBS
     # The user named another plugin of NCCL.
-    loads = "NCCL_NET_PLUGIN" in xla_flags.environment() or any(map(_loads, wanted))
-    return Fabric(names, opens, "" if loads else wanted[0])
+    loads = "NCCL_NET_PLUGIN" in xla_flags.environment() or _loads(wanted)
+    return Fabric(names, opens, "" if loads else wanted)
 
 
 def locked_limit() -> int | None:

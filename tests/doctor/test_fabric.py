@@ -11,7 +11,7 @@ from test_doctor import ONE, alike
 
 from jaxllm.doctor import fabric
 from jaxllm.doctor.checks import FAIL, OK, WARN
-from jaxllm.doctor.fabric import PLUGINS, VERBS, Fabric
+from jaxllm.doctor.fabric import PLUGIN, VERBS, Fabric
 
 MIB = 2**20
 SOUND = Fabric(adapters=("mlx5_0", "mlx5_1"))
@@ -117,10 +117,9 @@ def kernel(monkeypatch, tmp_path):
         ("mlx5_core", True, (VERBS,), ""),
         ("mlx5_core", True, (), VERBS),
         ("mlx5_core", False, (VERBS,), ""),
-        # EFA needs AWS's plugin, by either of its names; libibverbs alone does not help.
-        ("efa", True, (VERBS,), PLUGINS[0]),
-        ("efa", True, PLUGINS[:1], ""),
-        ("efa", True, PLUGINS[1:], ""),
+        # EFA needs AWS's plugin; libibverbs alone does not help.
+        ("efa", True, (VERBS,), PLUGIN),
+        ("efa", True, (PLUGIN,), ""),
     ],
 )
 def test_adapters_and_their_library(kernel, driver, devices, libraries, missing):
@@ -229,7 +228,7 @@ def test_sound_hosts_pass(view):
             *("network adapters", WARN, "mlx5_0, mlx5_1, but libibverbs.so.1 cannot be loaded on h1: NCCL would send by TCP"),
             "install libibverbs1",
         ),
-        ({"missing_library": PLUGINS[0]}, "network adapters", WARN, "but libnccl-net.so cannot be loaded on h1", "AWS's EFA"),
+        ({"missing_library": PLUGIN}, "network adapters", WARN, "but libnccl-net.so cannot be loaded on h1", "AWS's EFA"),
         ({"opens": False}, "network adapters", WARN, "but /dev/infiniband cannot be opened on h1", "an rdma/ resource"),
         ({"adapters": ()}, "network adapters", WARN, "mlx5_0, mlx5_1, but none on h1", "hosts of one kind"),
         ({"locked_bytes": 8 * MIB}, "locked memory", WARN, "at most 8.0 MiB may be locked on h1", "--ulimit memlock=-1"),
