@@ -7,7 +7,7 @@
 # comes from AWS.
 #
 # It needs root, Linux, debootstrap and buildah (Debian: apt-get install debootstrap buildah), and 15 GB in FOLDER, where the next
-# try finds its base. Minutes: five.
+# try finds its base, and five to ten minutes.
 #
 # SSL_CERT_FILE  a file of certificates that pip trusts in the steps, for networks with one of their own
 

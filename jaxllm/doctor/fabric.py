@@ -256,10 +256,8 @@ def _network(views: _Views) -> Row:
     if blind:
         library = blind[0][1].missing_library
         found = f"{text}, but {library} cannot be loaded {_on(one for one, _ in blind)}: NCCL would send by TCP"
-        verbs = "install libibverbs1 and ibverbs-providers, as launch/Dockerfile does"
-        return Row(
-            name, WARN, found, verbs if library == VERBS else "install AWS's EFA software, as launch/Dockerfile's efa does"
-        )
+        verbs, efa = "install libibverbs1 and ibverbs-providers", "install AWS's EFA software (launch/Dockerfile, --target efa)"
+        return Row(name, WARN, found, verbs if library == VERBS else efa)
     if without:
         found = f"{text}, but none {_on(without)}: with them all would wait for the slower network"
         return Row(name, WARN, found, "start the run on hosts of one kind")
@@ -273,7 +271,7 @@ def _locked(views: _Views) -> Row:
         return Row("locked memory", OK, "no limit that RDMA would meet")
     least = readable(min(limit for _, limit in tight))
     found = f"at most {least} may be locked {_on(one for one, _ in tight)}, and RDMA locks what it sends"
-    todo = "set it to unlimited: Docker by --ulimit memlock=-1, Kubernetes by IPC_LOCK, SLURM by LimitMEMLOCK of slurmd"
+    todo = "set it to unlimited: Docker by --ulimit memlock=-1, others by LimitMEMLOCK=infinity of containerd or slurmd"
     return Row("locked memory", WARN, found, todo)
 
 
@@ -296,7 +294,7 @@ def _health(views: _Views) -> Row:
 def _clocks(views: _Views) -> Row:
     if found := _first((one, view.slowed) for one, view in views):
         return Row("gpu clocks", WARN, f"held down: {found}", "check cooling and power: one slow GPU slows every step")
-    return Row("gpu clocks", OK, "not held down by heat or power")
+    return Row("gpu clocks", OK, "nvidia-smi names none that heat or power holds down")
 
 
 def _dcgm(views: _Views) -> Iterator[Row]:
