@@ -5,7 +5,6 @@ Nothing outlives this process: a supervisor ends with it, and its training proce
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -17,10 +16,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jaxllm.rehearsal.network import Network
-from jaxllm.runtime.supervisor import PR_SET_PDEATHSIG
+from jaxllm.runtime.supervisor import die_with_parent
 
 SILENT_AFTER = 1.5
 """Times the peers' patience until a supervisor kills a frozen process: they must give it up first, or they would see a kill."""
@@ -70,7 +70,7 @@ class Hosts:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         self._supervisors[rank] = supervisor
         threading.Thread(target=self._read, args=(rank, supervisor), daemon=True).start()
@@ -133,7 +133,3 @@ def _children(pid: int) -> Sequence[int]:
 def _signal_group(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(pid, number)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -36,7 +36,7 @@ from jaxllm.train.json_lines import read_lines
 LOOK_S = 0.01
 STALL_S = 600.0
 """Without a step, a checkpoint or a line for so long, the run has stopped."""
-PROCESS_BYTES, DEVICE_BYTES = 480 * 2**20, 8 * 2**20
+PROCESS_BYTES, DEVICE_BYTES = 800 * 2**20, 8 * 2**20
 START_CPU_S = 9.0
 """A training process and its supervisor; imports, tracing and reading the compiled program from the cache."""
 HEADER = re.compile(r"\d+ .* devices?; mesh ")

@@ -6,6 +6,7 @@ that was complete is lost, and each fault is named, with its host and cause, wit
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,10 +144,11 @@ class Report:
         if differing:
             step, key, found, wanted = differing[0]
             steps = len({one[0] for one in differing})
-            apart = max(abs(found - wanted) / abs(wanted) for _, _, found, wanted in differing if found and wanted)
+            # null is a number that is not finite.
+            apart = max(math.inf if None in (a, b) else abs(a - b) / abs(b or a) for _, _, a, b in differing)
             yield (
-                f"{steps} steps differ from the run without faults, at most by {apart:.1e} of the value; the first is step "
-                f"{step}, with {key} {found!r} instead of {wanted!r}"
+                f"{steps} step{'s differ' if steps > 1 else ' differs'} from the run without faults, at most by {apart:.1e} of "
+                f"the value; the first is step {step}, with {key} {found!r} instead of {wanted!r}"
             )
 
     def _lost(self) -> Iterator[str]:

@@ -253,6 +253,18 @@ def test_what_a_failed_attempt_leaves_behind_is_killed(start):
 
 @pytest.mark.launcher
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process end with its parent")
+def test_a_command_whose_supervisor_was_killed_before_it_began_does_not_begin():
+    lives = "import os; from jaxllm.runtime.supervisor import die_with_parent; die_with_parent(os.getppid()); print('lives', flush=True)"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{lives}; die_with_parent({2**22 + 1}); print('outlives it')"],
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (result.returncode, result.stdout) == (-signal.SIGKILL, "lives\n")
+
+
 def test_nothing_outlives_a_killed_supervisor(start):
     process = start('trap "" TERM; echo $$; sleep 60 >/dev/null 2>&1')
     child = int(process.stdout.readline())
