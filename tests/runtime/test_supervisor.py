@@ -254,9 +254,11 @@ def test_what_a_failed_attempt_leaves_behind_is_killed(start):
 @pytest.mark.launcher
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process end with its parent")
 def test_a_command_whose_supervisor_was_killed_before_it_began_does_not_begin():
-    lives = "import os; from jaxllm.runtime.supervisor import die_with_parent; die_with_parent(os.getppid()); print('lives', flush=True)"
+    lives = "import os; from jaxllm.runtime.supervisor import die_with_parent; die_with_parent(os.getppid())"
+    # No process can have this number (proc(5), pid_max).
+    dies = f"print('lives', flush=True); die_with_parent({2**22 + 1}); print('outlives it')"
     result = subprocess.run(
-        [sys.executable, "-c", f"{lives}; die_with_parent({2**22 + 1}); print('outlives it')"],
+        [sys.executable, "-c", f"{lives}; {dies}"],
         env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,
@@ -265,6 +267,7 @@ def test_a_command_whose_supervisor_was_killed_before_it_began_does_not_begin():
     assert (result.returncode, result.stdout) == (-signal.SIGKILL, "lives\n")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process end with its parent")
 def test_nothing_outlives_a_killed_supervisor(start):
     process = start('trap "" TERM; echo $$; sleep 60 >/dev/null 2>&1')
     child = int(process.stdout.readline())
