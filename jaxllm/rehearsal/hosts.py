@@ -61,7 +61,7 @@ class Hosts:
         self._command = [*supervisor, "--", sys.executable, "-m", "jaxllm.cli", "train", str(recipe)]
 
     def power_on(self, rank: int) -> None:
-        at_home = self._network.on(rank) if self._network else []
+        at_home = self._network.on(f"h{rank}") if self._network else []
         supervisor = subprocess.Popen(
             [*self._environment, f"JAXLLM_PROCESS_ID={rank}", *at_home, *self._command],
             stdin=subprocess.DEVNULL,
@@ -79,7 +79,7 @@ class Hosts:
         """Ends all processes of a host at once. In a network of its own nothing is heard of them any more; without one, the
         system closes their connections."""
         if self._network:
-            self._network.unplug(rank)
+            self._network.unplug(f"h{rank}")
         supervisor = self._supervisors.pop(rank)
         training = _children(supervisor.pid)
         for pid in (supervisor.pid, *training):
@@ -88,7 +88,7 @@ class Hosts:
 
     def power_on_again(self, rank: int) -> None:
         if self._network:
-            self._network.plug(rank)
+            self._network.plug(f"h{rank}")
         self.power_on(rank)
 
     def freeze(self, rank: int) -> None:

@@ -91,7 +91,7 @@ def rehearse(
         say(f"data    {'as in the config' if reads_own_text(config) else 'made-up words, as bytes'}; nothing is evaluated")
         say(f"hosts   {'network namespaces' if networks else 'processes of this machine, on loopback'}")
         say(f"seed    {seed}: {'; '.join(map(str, faults)) or 'no fault'}")
-        with network.Network(hosts, folder) if networks else nullcontext() as cables:
+        with network.Network([f"h{rank}" for rank in range(hosts)], folder) if networks else nullcontext() as cables:
             reference = _Watched(small, folder / "undisturbed", hosts, cables).run((), say)
             if reference.unfinished:
                 raise ConfigError(f"The shrunk config does not train here: {reference.unfinished}.")
@@ -187,7 +187,7 @@ class _Watched:
         elif fault.kind == "freeze":
             self._hosts.freeze(fault.host)
         elif self._cables:
-            self._cables.unplug(fault.host)
+            self._cables.unplug(f"h{fault.host}")
         return strike
 
     def _repair(self, fault: Fault) -> None:
@@ -195,7 +195,7 @@ class _Watched:
         if fault.kind == "kill":
             self._hosts.power_on_again(fault.host)
         elif fault.kind == "cut" and self._cables:
-            self._cables.plug(fault.host)
+            self._cables.plug(f"h{fault.host}")
 
     def _wait_until_named(self, strike: Strike) -> None:
         limit_s = time.monotonic() + NAMED_WITHIN_S

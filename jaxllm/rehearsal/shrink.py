@@ -20,7 +20,7 @@ from jaxllm.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.untrusted import MIB, RefusedInput
 
 MOST_DEVICES = 64
-"""Of all hosts together: each CPU device of a process is a thread or two."""
+"""The sum over all hosts. Each CPU device of a process is a thread or two."""
 MOST_VOCABULARY = 8192
 MOST_TEXT_BYTES = 16 * MIB
 """Every process reads the text; a larger one would take most of each start."""
