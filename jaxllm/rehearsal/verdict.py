@@ -60,26 +60,31 @@ class History:
 
 def naming(strike: Strike, lines: Sequence[Line]) -> Line | None:
     """The first sentence of another host that names a fault's host and cause, in time."""
-    fault = strike.fault
+    for line in _sentences(strike, lines):
+        # "process 3 on h3 is lost", "processes 1, 2 and 3 on h1 are lost"
+        found = re.match(r"jaxllm: process(?:es)? ([\d, and]+) on .* (?:is|are) lost", line.text)
+        names_host = found and str(strike.fault.host) in re.findall(r"\d+", found[1])
+        if names_host and any(cause in line.text for cause in EXPECTED[strike.fault.kind]):
+            return line
+    return None
+
+
+def _sentences(strike: Strike, lines: Sequence[Line]) -> Iterator[Line]:
+    """What jaxllm said on other hosts in the time to name a fault."""
     for line in lines:
         in_time = 0 <= line.unix_s - strike.unix_s <= NAMED_WITHIN_S
-        if in_time and line.host != fault.host and any(cause in line.text for cause in EXPECTED[fault.kind]):
-            # "process 3 on h3 is lost", "processes 1, 2 and 3 on h1 are lost"
-            found = re.match(r"jaxllm: process(?:es)? ([\d, and]+) on .* (?:is|are) lost", line.text)
-            if found and str(fault.host) in re.findall(r"\d+", found[1]):
-                return line
-    return None
+        if in_time and line.host != strike.fault.host and line.text.startswith("jaxllm: "):
+            yield line
 
 
 @dataclass(frozen=True)
 class Report:
-    """Attributes:
-    steps: of the whole run.
-    reference: metrics of the run without faults.
-    """
+    """The verdict on a history."""
 
     steps: int
+    """Number of steps of the whole run."""
     reference: Sequence[Metrics]
+    """Metrics of the run without faults."""
     history: History
 
     @cached_property
@@ -103,7 +108,8 @@ class Report:
         for number, strike in enumerate(self.history.strikes, start=1):
             line, lost_s = naming(strike, self.history.lines), self.lost_s(strike)
             named = f"{line.unix_s - strike.unix_s:.1f} s" if line else "not named"
-            text = line.text.removeprefix("jaxllm: ") if line else f"no other host named host {strike.fault.host} and the cause"
+            line = line or next(_sentences(strike, self.history.lines), None)
+            text = line.text.removeprefix("jaxllm: ") if line else "the other hosts said nothing"
             grid.add_row(str(number), str(strike.fault), strike.during, named, "-" if lost_s is None else f"{lost_s:.0f} s")
             said.append(Text(f"{number}  {text}"))
         lines = [f"not held: {problem}" for problem in self.problems] or [

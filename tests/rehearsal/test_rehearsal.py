@@ -254,6 +254,12 @@ def test_a_broken_promise_is_named(change):
     assert [problem for problem in one.problems if sentence in problem]
 
 
+def test_an_insufficient_sentence_is_shown():
+    assert "not named" in shown(report(lines=(Line(1028.5, 0, LOST),)))
+    assert f"1  {LOST.removeprefix('jaxllm: ')}\n" in shown(report(lines=(Line(1028.5, 0, LOST),)))
+    assert "1  the other hosts said nothing\n" in shown(report(lines=()))
+
+
 # ------------------------------------------------------------------------------------------------------- real processes
 
 # As a user without root.
