@@ -335,6 +335,27 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command(**example("rehearse quickstart --hosts 4 --kill 2 --freeze 1"))
+def rehearse(
+    recipe: Recipe,
+    hosts: Annotated[int, typer.Option(metavar="N", min=2, max=64, help="Hosts, with one process each.")] = 4,
+    kill: Annotated[int, typer.Option(metavar="N", min=0, help="Hosts that lose their power, and come back.")] = 1,
+    freeze: Annotated[int, typer.Option(metavar="N", min=0, help="Processes that freeze.")] = 1,
+    cut: Annotated[int, typer.Option(metavar="N", min=0, help="Cables that are cut, and plugged again; needs root.")] = 0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of the faults; default: a random one, which is shown.")] = None,
+) -> None:
+    """Rehearses faults. The config, shrunk, on this machine as many hosts; exit code 1 if anything is lost or not named."""
+    loaded = load(recipe)
+    from jaxllm.rehearsal.rehearse import rehearse as run
+
+    # So that the processes end and their networks are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = run(loaded, hosts, {"kill": kill, "freeze": freeze, "cut": cut}, seed)
+    print_report(report, False, lambda one: one.render())
+    if not report.held:
+        raise typer.Exit(1)
+
+
 data_app.command("prepare", **example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))(data_prepare)
 convert_app.command("from-hf", **example("convert from-hf smollm2 models/smollm2"))(convert_from_hf)
 convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))(convert_to_hf)

@@ -10,6 +10,7 @@
 #   supervisor_option WORD          whether it is an option of jaxllm/runtime/supervisor.py that launch scripts accept
 #   can_resume COMMAND...           whether this command resumes its work when it is restarted
 #   launch_id                       prints a name for this launch of a job, the given one if there is one
+#   share_secret                    exports a secret for the processes of this launch, unless one is given
 #   forwarded_variables             prints the names of variables set here that processes on other hosts need too
 #
 # PYTHON       the interpreter to build the environment from; default: the first of python3, python3.12 and python3.11
@@ -179,10 +180,17 @@ can_resume() {
 # The name stays the same if a supervisor restarts the launch script itself.
 launch_id() { echo "${JAXLLM_LAUNCH_ID:-$HOSTNAME-$$-$(date +%s)}"; }
 
+# Like the name, it stays the same if a supervisor restarts the launch script.
+share_secret() {
+  [[ -z "${JAXLLM_SECRET+given}${JAXLLM_SECRET_FILE+given}" ]] || return 0
+  JAXLLM_SECRET="$(od -A n -t x1 -N 32 /dev/urandom | tr -d ' \n')"
+  export JAXLLM_SECRET
+}
+
 # Variables of a single process stay here, and so do those for this machine's environment only.
 forwarded_variables() {
   compgen -e | grep -E '^(JAXLLM|JAX|XLA|TF|NCCL|HF|WANDB|OMP)_|^(PYTHONPATH|PYTHONUNBUFFERED|LD_LIBRARY_PATH)$' |
-    grep -vxE 'JAXLLM_(VENV|BEAT_FD|PROCESS_ID)' || true
+    grep -vxE 'JAXLLM_(VENV|BEAT_FD|PROCESS_ID)|JAX_(NUM_PROCESSES|PROCESS_ID)' || true
 }
 
 # -------------------------------------------------------------------------------------------------------------- checks

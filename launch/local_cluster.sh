@@ -35,6 +35,7 @@ cd "$caller_folder"
 
 meeting_point="$("$python" "$checkout/launch/meeting_point.py")"
 export JAXLLM_COORDINATOR="127.0.0.1:${meeting_point##*:}" JAXLLM_NUM_PROCESSES="$count" PYTHONUNBUFFERED=1
+share_secret
 JAXLLM_LAUNCH_ID="$(launch_id)"
 export JAXLLM_LAUNCH_ID
 

@@ -50,6 +50,7 @@ prepare_environment
 PATH="$(dirname "$python"):$PATH"
 cd "$caller_folder"
 
+share_secret
 JAXLLM_LAUNCH_ID="$(launch_id)"
 export JAXLLM_LAUNCH_ID PYTHONUNBUFFERED=1
 if [[ -z "${JAXLLM_COORDINATOR:-}" ]]; then

@@ -1,9 +1,12 @@
-"""The work of launch/ssh.sh: python over_ssh.py HOSTS "VARIABLE ..." [SUPERVISOR OPTION...] -- COMMAND...
+"""The work of launch/ssh.sh: python over_ssh.py HOSTS LEAST_HOSTS "VARIABLE ..." [SUPERVISOR OPTION...] -- COMMAND...
 
 For each line of HOSTS one ssh sends a script to a bash there, on standard input so that values of variables do not show in a
 list of processes. The script becomes the supervisor (jaxllm/runtime/supervisor.py), which reads the rest of standard input as
 orders: TERM, INT or KILL, one per line. ssh forwards no signals, and when it is killed it leaves the other end running; but the
 supervisor reacts to a closed standard input.
+
+With LEAST_HOSTS above 0, a host that ssh loses, or does not reach, does not end the run while so many others are left: they
+train on (launch.least_hosts), and ssh tries that host again until the run ends.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ CUT_S = 5
 """Time between the order to kill and the end of ssh itself: without it a host that lost power would keep ssh waiting."""
 CONTACT_S = 60
 LOOK_S = 0.1
+RETRY_S = 5.0
+"""Between two tries to start the process of a lost host."""
 ORDERS = {signal.SIGTERM: b"TERM\n", signal.SIGHUP: b"TERM\n", signal.SIGINT: b"INT\n"}
 SSH_FAILED = 255
 WORDS = {SSH_FAILED: "ssh cannot reach it, or the connection broke", 75: "stopped by a signal"}
@@ -122,9 +127,16 @@ class Process:
     """One process of the run, on its host."""
 
     def __init__(self, rank: int, host: str, text: str):
-        self.rank, self.host = rank, host
+        self.rank, self.host, self.text = rank, host, text
+        self.lost_s: float | None = None
+        """Time of the last loss; None while ssh runs."""
+        self.was_lost = False
+        self.start()
+
+    def start(self) -> None:
+        self.lost_s = None
         self.ssh = subprocess.Popen(
-            ssh("-T", host, "exec bash -s"),
+            ssh("-T", self.host, "exec bash -s"),
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -136,7 +148,7 @@ class Process:
         self._threads = [threading.Thread(target=self._mark, args=ends, daemon=True) for ends in outputs]
         for thread in self._threads:
             thread.start()
-        self.order(text.encode())
+        self.order(self.text.encode())
 
     def order(self, text: bytes) -> None:
         try:
@@ -148,6 +160,11 @@ class Process:
     def ended(self) -> int | None:
         code = self.ssh.poll()
         return 128 - code if code is not None and code < 0 else code
+
+    def lose(self) -> None:
+        if not self.was_lost:
+            say(f"process {self.rank} on {self.host}: {WORDS[SSH_FAILED]}; the others train on, and ssh tries it again")
+        self.was_lost, self.lost_s = True, time.monotonic()
 
     def finish(self) -> None:
         for thread in self._threads:
@@ -164,25 +181,41 @@ class Process:
                     pass
 
 
-def conduct(processes: list[Process], signals: list[int]) -> int:
+def conduct(processes: list[Process], signals: list[int], least_hosts: int) -> int:
     """Runs until all have ended; returns the exit code of the first failure, or 0. `signals` grows as they arrive."""
     running, first_code, kill_at_s = list(processes), 0, None
-    while running:
+    tries_again = bool(least_hosts)
+    while any(process.lost_s is None for process in running):
         while signals:
+            tries_again = False
             for process in running:
                 process.order(ORDERS[signals[0]])
             signals.pop(0)
         left = []
         for process in running:
+            if process.lost_s is not None:
+                if tries_again and time.monotonic() > process.lost_s + RETRY_S:
+                    process.start()
+                left.append(process)
+                continue
             if (code := process.ended()) is None:
                 left.append(process)
                 continue
             process.finish()
+            others = {other.host for other in running if other is not process and other.lost_s is None}
+            # ssh says 255 too if a signal ended the supervisor.
+            if tries_again and code == SSH_FAILED and len(others) >= least_hosts:
+                process.lose()
+                left.append(process)
+                continue
             if code and not first_code:
                 first_code, kill_at_s = code, time.monotonic() + GRACE_S
                 what = WORDS.get(code, "failed")
                 say(f"process {process.rank} on {process.host}: {what}, exit code {code}; ending the others")
                 signals.append(signal.SIGTERM)
+            elif tries_again and kill_at_s is None:
+                # The run has ended. A host that was about to return would wait for the others.
+                tries_again, kill_at_s = False, time.monotonic() + GRACE_S
         running = left
         if kill_at_s is not None and time.monotonic() > kill_at_s:
             for process in running:
@@ -194,7 +227,7 @@ def conduct(processes: list[Process], signals: list[int]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    path, names, *rest = arguments
+    path, least_hosts, names, *rest = arguments
     at = rest.index("--")
     options, command = rest[:at], rest[at + 1 :]
     hosts = read_hosts(Path(path))
@@ -209,11 +242,13 @@ def main(arguments: list[str]) -> int:
     if not variables.get("JAXLLM_COORDINATOR"):
         variables["JAXLLM_COORDINATOR"] = coordinator(hosts)
     variables["JAXLLM_NUM_PROCESSES"] = str(len(hosts))
+    if int(least_hosts):
+        variables["JAXLLM_HOSTS"] = ",".join(map(address_of, hosts))
     supervised = [sys.executable, "-m", "jaxllm.runtime.supervisor", *options, "--follow", "stdin", "--", *command]
     processes = [
         Process(rank, host, script(variables | {"JAXLLM_PROCESS_ID": str(rank)}, supervised)) for rank, host in enumerate(hosts)
     ]
-    return conduct(processes, signals)
+    return conduct(processes, signals, int(least_hosts))
 
 
 if __name__ == "__main__":

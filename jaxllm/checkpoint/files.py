@@ -21,6 +21,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import PositiveInt, Switch, Tokens
 from jaxllm.pretrained.folder import versions
 from jaxllm.runtime import distributed
+from jaxllm.runtime.error_causes import causes
 from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, read_json
 
 FORMAT = 2
@@ -196,7 +197,7 @@ NOT_DAMAGE = (
 
 def is_not_damage(error: BaseException) -> bool:
     """Whether reading failed for a reason of this machine: memory, permissions, descriptors, its network."""
-    links = distributed.causes(error, suppressed=True)
+    links = causes(error, suppressed=True)
     return any(isinstance(link, MemoryError | PermissionError) for link in links) or any(
         word in str(link) for link in links for word in NOT_DAMAGE
     )
@@ -220,7 +221,7 @@ KNOWN_CAUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 def why(error: BaseException) -> str:
     """Describes an error of Orbax, TensorStore or the file system in a few words."""
-    links = distributed.causes(error, suppressed=True)
+    links = causes(error, suppressed=True)
     for link in links:
         if isinstance(link, RefusedInput):
             return str(link)

@@ -40,6 +40,7 @@ from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes
+from jaxllm.runtime.error_causes import causes, is_of_jax
 from jaxllm.untrusted import parse_json
 
 State = Any
@@ -238,7 +239,7 @@ class Checkpoints:
             f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
             f"rerun the same command to resume."
         )
-        if distributed.is_of_jax(distributed.causes(error, suppressed=True)[-1]):
+        if is_of_jax(causes(error, suppressed=True)[-1]):
             # The cause is a device or a lost peer, not the disk.
             found.exit_code = exit_codes.LOST
         return found

@@ -34,6 +34,7 @@ from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import (
     CheckpointConfig,
     DataConfig,
+    LaunchConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -55,6 +56,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")
     def _check(self):

@@ -302,6 +302,14 @@ class LogConfig(Section):
     """[first, last]: write a profiler trace of these steps into run.dir/profile."""
 
 
+class LaunchConfig(Section):
+    least_hosts: Annotated[int, Field(ge=1, strict=True)] | None = None
+    """If a host is lost and not back within launch.wait_s, train on with the others, in the fastest layout for them, as long as
+    so many are left, and with all again when it returns (docs/launch.md). null: wait for all."""
+    wait_s: Seconds = 120
+    """Seconds to wait for missing hosts before the others train without them."""
+
+
 class RunConfig(Section):
     dir: str = "runs/default"
     """Folder for checkpoints, metrics.jsonl and the config; a second start with the same directory resumes."""

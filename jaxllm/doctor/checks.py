@@ -174,7 +174,7 @@ def memory(processes: Sequence[Facts]) -> Iterator[Row]:
             yield Row("gpu memory", OK, found)
     tight = [one for one in processes if one.host_available_bytes is not None and one.host_available_bytes < 2 * 2**30]
     least = min((one.host_available_bytes for one in processes if one.host_available_bytes is not None), default=None)
-    cores = min(one.cpus for one in processes)
+    cores = min(one.binding.cpus for one in processes)
     found = (
         f"{'unknown' if least is None else readable(least)} free and {count_text(cores, 'core')}, the least of all processes"
     )
@@ -189,6 +189,33 @@ def memory(processes: Sequence[Facts]) -> Iterator[Row]:
         yield Row("host memory", WARN, found, "give containers more (Docker: --shm-size=8g), or NCCL may not start")
     else:
         yield Row("host memory", OK, found)
+
+
+def cpus(processes: Sequence[Facts]) -> Iterator[Row]:
+    first = processes[0].binding
+    found = f"{first.cpus} of {count_text(first.host_cpus, 'CPU')}"
+    if first.nodes:
+        found += f", NUMA node{'s' if len(first.nodes) > 1 else ''} {_ranges(first.nodes)} of {first.host_nodes}"
+    for node in sorted(set(first.gpu_nodes.values())):
+        gpus = [int(gpu) for gpu, there in first.gpu_nodes.items() if there == node]
+        found += f", GPU{'s' if len(gpus) > 1 else ''} {_ranges(gpus)} on node {node}"
+    if len(processes) > 1:
+        found += " (process 0)"
+    single = [one for one in processes if one.binding.cpus == 1 < one.binding.host_cpus]
+    far = [one for one in processes if one.binding.far_gpus]
+    if single:
+        # JAX, the data and the checkpoints have dozens of threads.
+        found = f"a single CPU of {single[0].binding.host_cpus}: {_processes(single)}"
+        todo = "give each process its share: srun --cpus-per-task=N, mpirun --bind-to none"
+        yield Row("cpus", WARN, found, todo)
+    if far:
+        one = far[0].binding
+        gpu = one.far_gpus[0]
+        found = f"GPU {gpu} is on NUMA node {one.gpu_nodes[gpu]}, the CPUs only on {_ranges(one.nodes)}: {_processes(far)}"
+        todo = "bind each process to its GPUs' node, or not at all: srun --cpu-bind=none, mpirun --bind-to none"
+        yield Row("cpus", WARN, found, todo)
+    if not single and not far:
+        yield Row("cpus", OK, found)
 
 
 def clocks(processes: Sequence[Facts], ahead: Sequence[tuple[float, float]]) -> Iterator[Row]:

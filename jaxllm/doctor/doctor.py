@@ -4,10 +4,11 @@
     report = examine(run, parallel, config)      every process of a launch calls it, and all get the same report
     report.failed
 
-It checks versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, clocks, the run directory and its
-disk. Along each mesh axis it measures all-reduce, all-gather and permute, and copies between all devices of a host and its
+It checks versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, CPUs, clocks, the run directory and
+its disk. Along each mesh axis it measures all-reduce, all-gather and permute, and copies between all devices of a host and its
 memory, and compares them with the speeds that cost_model/network.py and hardware.py expect of this kind of GPU. CPU devices are
-measured without an expectation. probes.py and host_link.py measure, checks.py judges.
+measured without an expectation. probes.py and host_link.py measure, checks.py judges. fabric.py looks for what would make NCCL
+take a slow way: adapters without their library, locked memory, GPUs that do not reach each other, damaged or slowed GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.doctor import checks, host_link, probes
+from jaxllm.doctor import checks, fabric, host_link, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.host_link import HostCopy
 from jaxllm.doctor.probes import Collective, Facts
@@ -138,6 +139,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
         *checks.launcher(processes, hosts, distributed.launch_info()),
         *checks.devices(processes, forced=run.cpu_devices is not None),
         *checks.memory(processes),
+        *checks.cpus(processes),
         *checks.clocks(processes, probes.gather_json(probes.clock_ahead())),
     ]
     first_of_host = here.rank == min(rank for rank in hosts if hosts[rank] == hosts[here.rank])
@@ -167,6 +169,8 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
                 rows.append(checks.collective(one, group, expected_s.get(check_name(one)), known))
         if mesh.devices.size == 1:
             rows.append(Row("collectives", OK, "one device: nothing to measure"))
+    # After the collectives: clocks are held down where there is work.
+    rows += fabric.rows(processes, fabric.gather(asks=first_of_host))
     return Report(tuple(rows), tuple(processes), tuple(measured), expected_s, copies, known, distributed.is_main_process())
 
 

@@ -34,9 +34,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.doctor.numa import Binding, binding
 from jaxllm.mesh import axis_index
 from jaxllm.runtime import distributed, xla_flags
-from jaxllm.runtime.cpus import available_cpus
+from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.host_memory import host_memory
 from jaxllm.untrusted import MIB, parse_json
 
@@ -66,6 +67,9 @@ class Card:
     memory_bytes: int
     used_bytes: int
     """By all programs; before JAX has taken its share, by others."""
+    pci: str = ""
+    """PCI address."""
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Facts:
     """The minimum of what the machine and the job's own limit leave."""
     shared_memory_bytes: int | None
     """Free in /dev/shm."""
-    cpus: int
+    binding: Binding
     environment: dict[str, str]
 
 
@@ -114,15 +118,26 @@ def facts(driver: str | None, cards: list[Card]) -> Facts:
         host_bytes=total,
         host_available_bytes=available,
         shared_memory_bytes=_free_bytes(Path("/dev/shm")),
-        cpus=available_cpus(),
+        binding=binding({card.uuid: card.pci for card in cards}, _driven_gpus()),
         environment=xla_flags.environment(),
     )
+
+
+def _driven_gpus() -> set[str]:
+    """UUIDs of the GPUs that this process drives."""
+    devices = jax.local_devices()
+    # A device's own number counts the GPUs that the driver shows to this process.
+    numbers = {device.local_hardware_id for device in devices if device.platform != "cpu"}
+    return {uuid for number, uuid in enumerate((visible_gpus() or []) if numbers else []) if number in numbers}
 
 
 def gather(here: Facts) -> list[Facts]:
     """Facts of all processes, by rank; every process must call it."""
     found = gather_json(asdict(here))
-    return [Facts(**{**values, "cards": [Card(**card) for card in values["cards"]]}) for values in found]
+    return [
+        Facts(**{**values, "cards": [Card(**card) for card in values["cards"]], "binding": Binding(**values["binding"])})
+        for values in found
+    ]
 
 
 def gather_json(here: Any) -> list[Any]:
@@ -143,7 +158,11 @@ def versions() -> dict[str, str]:
 
 def gpu_cards() -> tuple[str | None, list[Card]]:
     """(the driver's version, the GPUs of this machine), by nvidia-smi; (None, []) if it is missing or does not answer."""
-    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,name,memory.total,memory.used,pci.bus_id,uuid",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -152,14 +171,16 @@ def gpu_cards() -> tuple[str | None, list[Card]]:
 
 
 def parse_cards(text: str) -> tuple[str | None, list[Card]]:
-    """Parses lines such as `580.95.05, NVIDIA H200, 143771, 4`, sizes in MiB. A missing value ([N/A]) counts as 0."""
+    """Parses lines such as `580.95.05, NVIDIA H200, 143771, 4, 00000000:19:00.0, GPU-5c9f...`, sizes in MiB. A missing value
+    ([N/A]) counts as 0.
+    """
     driver, cards = None, []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4:
+        if len(fields) == 6:
             driver = fields[0]
-            total, used = (int(field) * 2**20 if field.isdecimal() else 0 for field in fields[2:])
-            cards.append(Card(fields[1], total, used))
+            total, used = (int(field) * 2**20 if field.isdecimal() else 0 for field in fields[2:4])
+            cards.append(Card(fields[1], total, used, *fields[4:]))
     return driver, cards
 
 

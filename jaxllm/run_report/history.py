@@ -9,6 +9,7 @@ A start that repeats steps leaves metrics-1.jsonl and so on behind. They contain
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,19 @@ _START = {
     **{"start_other_s": "other"},
 }
 """Key of the first line of a start -> the part of the start, in the order of the parts."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The steps of one start that were not done again."""
+
+    first_step: int
+    last_step: int
+    devices: int
+    absent_hosts: int
+    """Hosts of the launch that it trained without (launch.least_hosts)."""
+    step_s: float
+    """Median time between two lines; not-a-number for a single line."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,18 @@ class History:
     def restarts(self) -> list[int]:
         """Steps after which a later start resumed."""
         return [int(line["step"]) - 1 for line in self.lines[1:] if "start_unix_s" in line]
+
+    @cached_property
+    def starts(self) -> tuple[Start, ...]:
+        """Starts that have lines left, in order."""
+        firsts = [number for number, line in enumerate(self.lines) if "start_unix_s" in line]
+        found = []
+        for first, end in itertools.pairwise([*firsts, len(self.lines)]):
+            line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
+            step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
+            absent = int(line.get("absent_hosts", 0))
+            found.append(Start(int(line["step"]), int(last["step"]), int(line.get("devices", 0)), absent, step_s))
+        return tuple(found)
 
     def last(self, key: str) -> float | None:
         """The last finite value of a key."""

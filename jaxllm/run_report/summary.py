@@ -197,6 +197,7 @@ class RunReport:
         if restarts := history.restarts:
             again = f"; {_count(len(history.lost), 'step')} had to be done again" if history.lost else ""
             yield f"{_count(len(restarts), 'restart')}, after step {', '.join(map(str, restarts[:8]))}{again}."
+        yield from shrunk(history)
         if skipped := skipped_steps(history):
             yield f"{_count(skipped, 'step')} skipped: {'its' if skipped == 1 else 'their'} gradients were not used."
         if (spikes := int(np.nansum(history.column("loss_spike")))) > 0:
@@ -233,6 +234,21 @@ class RunReport:
                 f"predicted time in this run."
             )
         return sentences
+
+
+def shrunk(history: History) -> Iterator[str]:
+    """Yields one sentence for each start that trained without some hosts."""
+    whole = [start for start in history.starts if not start.absent_hosts]
+    for start in history.starts:
+        if not start.absent_hosts:
+            continue
+        sentence = f"Steps {start.first_step} to {start.last_step}: without {_count(start.absent_hosts, 'host')}"
+        usual = max(whole, key=lambda other: other.last_step - other.first_step, default=None)
+        if usual is not None:
+            sentence += f", on {start.devices} of {usual.devices} devices"
+            if start.step_s > 0 and usual.step_s > 0:
+                sentence += f", {start.step_s / usual.step_s:.2f} times as long a step"
+        yield f"{sentence}."
 
 
 def report_on(

@@ -14,7 +14,12 @@ THREADS, FILES = 64, 64
 
 def available_cpus() -> int:
     """Cores of this machine that this process may use: a job often has fewer than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(allowed_cpus())
+
+
+def allowed_cpus() -> set[int]:
+    """Numbers of these cores."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def require_threads_and_files(count: int = THREADS) -> None:

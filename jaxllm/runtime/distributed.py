@@ -1,7 +1,7 @@
 """Process start-up: the devices of this process, alone or as one of many, and communication between processes.
 
-The rank and world size come from the launcher (launchers.py): srun, mpirun, an indexed Kubernetes Job, or jaxllm's own
-variables. All processes meet (rendezvous.py) before JAX starts, and watch each other (peer_monitor.py) until the run ends.
+The rank and world size come from the launcher, or from jaxllm's own variables (launchers.py). All processes meet
+(rendezvous.py) before JAX starts, and watch each other (peer_monitor.py) until the run ends.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import atexit
 import itertools
 import logging
 import os
-import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,11 +28,12 @@ from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.runtime import exit_codes, launchers, program_cache, xla_flags
 from jaxllm.runtime.cpus import require_threads_and_files
 from jaxllm.runtime.cuda_driver import visible_gpus
-from jaxllm.runtime.initialize import initialize
+from jaxllm.runtime.elastic_rendezvous import Elastic, WaitingRoom
+from jaxllm.runtime.error_causes import as_sentence, causes, is_of_jax
+from jaxllm.runtime.initialize import Meeting, initialize
 from jaxllm.runtime.launchers import Launch, LaunchInfo
 from jaxllm.runtime.peer_link import Member
 from jaxllm.runtime.peer_monitor import PeerMonitor
-from jaxllm.runtime.rendezvous import Answer
 from jaxllm.runtime.rendezvous_checks import too_few_gpus
 from jaxllm.stderr import flush, print_sentence
 from jaxllm.untrusted import parse_json
@@ -50,20 +51,25 @@ EXCHANGE_LIMIT_MS = 3_600_000
 """Process 0 may have to read a checkpoint of terabytes while the others wait."""
 
 _exchanges, _boards = itertools.count(), itertools.count()
-_answer: Answer | None = None
+_meeting: Meeting | None = None
 _monitor: PeerMonitor | None = None
 
 
-def start(run: RunConfig) -> None:
+def start(run: RunConfig, elastic: Elastic | None = None) -> None:
     """Sets JAX up for a run. Call it before anything touches a device; a second call in one process must ask for the same. With
     several processes it returns once all have met.
+
+    Args:
+      elastic: how far the run may shrink when hosts are missing; None: not at all. `absent_hosts` and `layout` tell what came.
 
     Raises:
       ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; XLA_FLAGS or the variables of the
         launcher or JAXLLM_* are not valid; the processes do not fit together, or not all of them come in time.
     """
-    global _answer
-    launch = launchers.find(os.environ)
+    global _meeting
+    # A caller that started JAX's processes itself, as Ray's JaxTrainer does, needs no launcher.
+    by_caller = _meeting is None and jax.distributed.is_initialized()
+    launch = None if by_caller else launchers.find(os.environ)
     if not has_backends():
         xla_flags.require_known()
     late_flags = xla_flags.apply(run)
@@ -74,9 +80,8 @@ def start(run: RunConfig) -> None:
                 f"{jax.default_backend()} devices in this process: start a new one (in a notebook, restart the kernel)."
             )
         if launch and not jax.distributed.is_initialized():
-            by = launchers.LAUNCHERS[launch.launcher]
-            who = f"{launchers.COORDINATOR} is set" if launch.launcher == "variables" else f"{by} started several"
-            raise ConfigError(f"{who}, but JAX already runs alone in this process: start a new one.")
+            given = f"{launch.count_from}={launch.num_processes}"
+            raise ConfigError(f"{given}, but JAX already runs alone in this process: start a new one.")
         if late_flags and run.deterministic:
             raise ConfigError(
                 "run.deterministic=true comes too late, JAX already runs: start a new process (restart the kernel)."
@@ -87,7 +92,7 @@ def start(run: RunConfig) -> None:
         return
     require_threads_and_files()
     on_cpu = run.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
-    if launch is None:
+    if launch is None and not by_caller:
         _check_single_process(on_cpu)
     # If the CUDA plugin is installed only to compile for GPUs elsewhere, initializing it here fails with a page of errors.
     no_gpu = not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()
@@ -97,8 +102,11 @@ def start(run: RunConfig) -> None:
         jax.config.update("jax_num_cpu_devices", run.cpu_devices)
     if launch and not jax.distributed.is_initialized():
         flags, limit_s = xla_flags.given_flags(), run.peer_timeout_s
-        _answer, listener = initialize(launch, launch_info(), os.environ, cpu=on_cpu, flags=flags, peer_timeout_s=limit_s)
-        _start_monitor(listener or (_answer.address, _answer.monitor_port), launch.process_id, limit_s)
+        _meeting = initialize(
+            *(launch, launch_info(), os.environ), cpu=on_cpu, flags=flags, peer_timeout_s=limit_s, elastic=elastic
+        )
+        launch, answer = _meeting.launch, _meeting.answer
+        _start_monitor(launch, _meeting.monitor or (answer.address, answer.monitor_port), limit_s)
     _start_program_cache(run.compilation_cache, launch, on_cpu=on_cpu or no_gpu)
 
 
@@ -108,11 +116,11 @@ def _start_program_cache(wanted: str, launch: Launch | None, on_cpu: bool) -> No
     """
     if on_cpu or not jax.distributed.is_initialized():
         program_cache.start(wanted, _programs_folder, os.environ)
-    elif launch is None or _answer is None:
+    elif launch is None or _meeting is None:
         # The caller started JAX's processes, and we do not know who shares a host.
         program_cache.start("off", _programs_folder, os.environ)
     else:
-        hosts = [host for host, _ in _answer.members]
+        hosts = [host for host, _ in _meeting.answer.members]
         is_first = launch.process_id == hosts.index(hosts[launch.process_id])
         program_cache.start(wanted, _programs_folder, os.environ, is_writer=is_first, agree=_seen_by_all)
 
@@ -161,13 +169,44 @@ def is_main_process() -> bool:
 
 def launch_info() -> LaunchInfo:
     """The launch that this process belongs to. It works before `start` too, and without a device."""
-    return launchers.launch_info(os.environ)
+    info = launchers.launch_info(os.environ)
+    # A host that returns counts its own attempts from 0.
+    return info if _meeting is None or (led := _meeting.answer.led) is None else replace(info, attempt=led.attempt)
+
+
+def absent_hosts() -> list[str]:
+    """Hosts of the launch that this run trains without."""
+    return [] if _meeting is None or _meeting.answer.led is None else _meeting.answer.led.absent
+
+
+def layout() -> str:
+    """Keys of the config for the hosts that are there, as JSON; "": those of the config."""
+    return "" if _meeting is None or _meeting.answer.led is None else _meeting.answer.led.layout
+
+
+@contextmanager
+def waiting_room(elastic: Elastic, grow: Callable[[str], None]) -> Iterator[None]:
+    """Inside, hosts that return wait at the leader of this run; nothing on other processes, and if no host is absent.
+
+    Args:
+      grow: called in a thread, with their names, when the run can train on more hosts with them.
+    """
+    room = None
+    if _meeting is not None and _meeting.door is not None and absent_hosts():
+        launched = launchers.find(os.environ)
+        assert launched is not None, "it was there at the start"
+        room = WaitingRoom(_meeting.door, _meeting.own, launched, elastic, absent_hosts(), grow)
+    try:
+        yield
+    finally:
+        if room is not None:
+            room.leave()
 
 
 def members() -> list[Member]:
     """All processes of this run by rank, as they met in `start`; only this process in a run of one."""
-    if _answer is not None:
-        return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_answer.members)]
+    if _meeting is not None:
+        return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_meeting.answer.members)]
     return [Member(0, socket.gethostname(), os.getpid())]
 
 
@@ -269,7 +308,7 @@ def leaving_on_errors():
         if jax.distributed.is_initialized():
             code = exit_codes.exit_code_for(error)
             if _monitor is not None:
-                _monitor.announce_failure(_as_sentence(error), code, perhaps_a_peer=any(map(is_of_jax, causes(error))))
+                _monitor.announce_failure(as_sentence(error), code, perhaps_a_peer=any(map(is_of_jax, causes(error))))
             # Runs before JAX's own shutdown (last registered, first called), after the error was printed.
             atexit.register(_leave, code)
             # Python first waits for threads, and one of Orbax's may wait for a process that never comes.
@@ -292,42 +331,12 @@ def leave_at_once(reason: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def causes(error: BaseException | None, *, suppressed: bool = False) -> list[BaseException]:
-    """An error and the errors that it was raised from, in that order: a save wraps errors in one of its own.
-
-    Args:
-      suppressed: follow causes hidden by `from None` too.
-    """
-    links: list[BaseException] = []
-    # An error may be raised from itself. A StopIteration is how json says to itself that a text ends too early.
-    while error is not None and error not in links and not isinstance(error, StopIteration):
-        links.append(error)
-        error = error.__cause__ or (error.__context__ if suppressed or not error.__suppress_context__ else None)
-    return links
-
-
-def is_of_jax(error: BaseException) -> bool:
-    """Whether a device, a collective or a barrier may have raised this error. Such an error does not tell which peer was lost.
-    In a step it is a JaxRuntimeError; where a step's result is copied to the host, as in a save, it is a ValueError.
-    """
-    return isinstance(error, jax.errors.JaxRuntimeError) or (
-        isinstance(error, ValueError) and re.search(r"\b(Gloo|NCCL)\b", str(error)) is not None
-    )
-
-
-def _as_sentence(error: BaseException) -> str:
-    if isinstance(error, ConfigError):
-        return str(error)
-    first, *_ = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
-
-
-def _start_monitor(to: tuple[str, int] | socket.socket, rank: int, silence_s: float) -> None:
+def _start_monitor(launch: Launch, to: tuple[str, int] | socket.socket, silence_s: float) -> None:
     """Watches the other processes (peer_monitor.py) from now until this process ends."""
     global _monitor
-    # `rank` is an argument: JAX would start its devices to find it, which waits for all others, and these must be watched by
-    # then.
-    _monitor = PeerMonitor(rank, members(), to, silence_s)
+    # The launch gives the rank: JAX would start its devices to find it, which waits for all others, and these must be watched
+    # by then.
+    _monitor = PeerMonitor(launch.process_id, members(), to, silence_s, secret=launch.secret)
     atexit.register(_close_monitor, _monitor)
 
 
@@ -335,7 +344,7 @@ def _close_monitor(monitor: PeerMonitor) -> None:
     """Runs at exit, before JAX waits for the others."""
     # Python printed it, so nothing caught it: the others would wait for this process in vain.
     if (error := getattr(sys, "last_value", None)) is not None and not hasattr(sys, "ps1"):
-        monitor.announce_failure(_as_sentence(error), 1)
+        monitor.announce_failure(as_sentence(error), 1)
         _leave(1)
     monitor.close_gracefully()
 

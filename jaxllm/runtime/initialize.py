@@ -8,23 +8,29 @@ import os
 import resource
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import jaxlib
 
 import jaxllm
-from jaxllm.runtime import exit_codes, rendezvous
+from jaxllm.config import ConfigError
+from jaxllm.runtime import elastic_rendezvous, exit_codes, rendezvous
+from jaxllm.runtime.authentication import SECRET, SECRET_FILE
 from jaxllm.runtime.cuda_driver import visible_gpus
-from jaxllm.runtime.launchers import Launch, LaunchInfo, gpus_asked
-from jaxllm.runtime.rendezvous import Answer, RendezvousError
-from jaxllm.runtime.rendezvous_checks import ProcessInfo
+from jaxllm.runtime.elastic_rendezvous import LEADERS, Elastic, at_home
+from jaxllm.runtime.launchers import HOSTS, Launch, LaunchInfo, gpus_asked, join_address
+from jaxllm.runtime.rendezvous_checks import ProcessInfo, listening_address
+from jaxllm.runtime.rendezvous_client import TRY_S, Answer, RendezvousError, join
 from jaxllm.runtime.socket_messages import connect, listen
 from jaxllm.runtime.time_limit import time_limit
 from jaxllm.stderr import print_sentence
 from jaxllm.untrusted import RefusedInput, whole_number
+
+log = logging.getLogger(__name__)
 
 JAX_START_S = 60
 """Limit for JAX to start on all processes once they have met: it takes about a second."""
@@ -35,36 +41,76 @@ SPARE_FILES = 512
 """File descriptors of a process besides its connections to the others."""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Result of `initialize` for this process."""
+
+    launch: Launch
+    """With the rank and the number of processes that the run has."""
+    answer: Answer
+    own: ProcessInfo
+    """With the launcher's rank."""
+    monitor: socket.socket | None
+    """On process 0, it listens on answer.monitor_port."""
+    door: socket.socket | None = None
+    """On the leader of an elastic run, the port of the rendezvous."""
+
+
 def initialize(
-    launch: Launch, launch_info: LaunchInfo, environ: MutableMapping[str, str], *, cpu: bool, flags: str, peer_timeout_s: float
-) -> tuple[Answer, socket.socket | None]:
-    """Runs the rendezvous and starts `jax.distributed`. Returns its answer and, on process 0, the socket that listens on
-    answer.monitor_port.
+    launch: Launch,
+    launch_info: LaunchInfo,
+    environ: MutableMapping[str, str],
+    *,
+    cpu: bool,
+    flags: str,
+    peer_timeout_s: float,
+    elastic: Elastic | None = None,
+) -> Meeting:
+    """Runs the rendezvous and starts `jax.distributed`.
 
     Args:
       environ: of this process. Its proxy variables are changed to let JAX through.
       cpu: this process shall run on the CPU.
       flags: XLA's.
       peer_timeout_s: silence in seconds after which a process counts as lost; JAX's own timeout is three times that.
+      elastic: how far the run may shrink; None: not at all.
 
     Raises:
       ConfigError: the processes do not fit together, or process 0's port is taken at the first start.
       RendezvousError: not all processes come in time, or the port is still taken after a restart.
     """
-    _bypass_proxies(environ, launch.host)
+    if elastic is not None and not launch.hosts:
+        raise ConfigError(
+            f"launch.least_hosts={elastic.least_hosts} needs the hosts of all processes, and the launcher does not tell them: "
+            f"set {HOSTS} to the host of each process, as h0,h1,h2, or remove launch.least_hosts."
+        )
+    _bypass_proxies(environ, {launch.host, *launch.hosts[:LEADERS]})
     chosen = _device_choice(environ)
     own = _process_info(launch, launch_info, environ, cpu, flags, chosen)
-    listener = None
+    if launch.process_id == 0 or elastic is not None:
+        _raise_file_limit(2 * launch.num_processes + SPARE_FILES)
+    monitor = door = None
     try:
-        if launch.process_id == 0:
-            _raise_file_limit(2 * launch.num_processes + SPARE_FILES)
+        if elastic is not None:
+            monitor = listen(0, listening_address(at_home(launch, launch.process_id)))
+            answer, door = elastic_rendezvous.meet(own, launch, elastic, monitor.getsockname()[1])
+            assert answer.led is not None, "the leader sends it"
+            assert answer.rank is not None, "it comes with the rest"
+            count = len(answer.members)
+            launch = replace(launch, host=answer.address, port=answer.led.port, process_id=answer.rank, num_processes=count)
+        elif launch.process_id == 0:
             port = rendezvous.open_port(launch, own, PORT_WAIT_S if launch_info.attempt else 0.0)
-            listener = listen(0)
-            answer = rendezvous.serve(port, own, launch, listener.getsockname()[1])
+            monitor = listen(0, listening_address(launch))
+            answer = rendezvous.serve(port, own, launch, monitor.getsockname()[1])
+            _warn_if_open(launch, answer)
         else:
+            answer = join(own, launch)
+        if launch.process_id > 0:
             # Process 0 logs for all.
             logging.getLogger("jaxllm").setLevel(logging.ERROR)
-            answer = rendezvous.join(own, launch)
+            if monitor is not None:
+                monitor.close()
+                monitor = None
             _wait_for_coordinator(launch, answer)
     except RendezvousError as error:
         # If a supervisor restarts the run, the others may come then.
@@ -72,11 +118,28 @@ def initialize(
             error.exit_code = exit_codes.LOST
         raise
     devices = answer.devices if answer.devices is None or chosen is None else [chosen[index] for index in answer.devices]
-    _start_jax(launch, answer, devices, peer_timeout_s, exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT)
-    return answer, listener
+    # A user's own JAX_COORDINATOR_BIND_ADDRESS is JAX's to read.
+    address = "" if monitor is None or environ.get("JAX_COORDINATOR_BIND_ADDRESS") else listening_address(launch)
+    bind = join_address(address, launch.port) if address else None
+    exit_code = exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT
+    _start_jax(launch, answer, devices, bind, peer_timeout_s, exit_code)
+    return Meeting(launch, answer, own, monitor, door)
 
 
-def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_timeout_s: float, exit_code: int) -> None:
+def _warn_if_open(launch: Launch, answer: Answer) -> None:
+    if launch.secret is None and len({host for host, _ in answer.members}) > 1:
+        log.warning(
+            "The processes of this run share no secret: anyone who reaches port %d of %s can stop it; set %s or %s for all.",
+            launch.port,
+            launch.host,
+            SECRET,
+            SECRET_FILE,
+        )
+
+
+def _start_jax(
+    launch: Launch, answer: Answer, devices: list[int] | None, bind: str | None, peer_timeout_s: float, exit_code: int
+) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler would swallow SIGTERM, and nothing here asks JAX for signals.
     jax.config.update("jax_enable_preemption_service", False)
@@ -89,6 +152,7 @@ def _start_jax(launch: Launch, answer: Answer, devices: list[int] | None, peer_t
             launch.process_id,
             local_device_ids=devices,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=bind,
             initialization_timeout=limit_s + 60,
             # JAX sends a heartbeat in each half of its limit, so that it may count a process as lost after half of it: the
             # peer monitor, which says which process that was, has to be first.
@@ -111,7 +175,7 @@ def _wait_for_coordinator(launch: Launch, answer: Answer) -> None:
     until_s = time.monotonic() + min(launch.start_timeout_s, JAX_START_S)
     while True:
         try:
-            connect(launch.host, launch.port, rendezvous.TRY_S).close()
+            connect(launch.host, launch.port, TRY_S).close()
             return
         except OSError as error:
             if time.monotonic() >= until_s:
@@ -176,13 +240,13 @@ def _device_choice(environ: MutableMapping[str, str]) -> list[int] | None:
         return None
 
 
-def _bypass_proxies(environ: MutableMapping[str, str], host: str) -> None:
+def _bypass_proxies(environ: MutableMapping[str, str], hosts: Collection[str]) -> None:
     """gRPC, which JAX uses, would ask a proxy for a host of the cluster, and may hang."""
     if not any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy") for name in environ):
         return
     # gRPC's own list takes precedence over the common one.
     given = environ.get("no_grpc_proxy") or environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-    environ["no_grpc_proxy"] = ",".join(filter(None, [given, host]))
+    environ["no_grpc_proxy"] = ",".join(filter(None, [given, *sorted(hosts)]))
     # Without this, JAX warns of each variable.
     with suppress(AttributeError):
         jax.config.update("jax_check_proxy_envs", False)

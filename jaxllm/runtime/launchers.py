@@ -5,11 +5,19 @@ jaxllm's own variables work with any launcher, and take precedence over the laun
     JAXLLM_COORDINATOR      host:port of process 0, the same everywhere
     JAXLLM_NUM_PROCESSES    number of processes; 1: this process is a run of its own, whatever the launcher sets
     JAXLLM_PROCESS_ID       rank of this process, from 0
+    JAXLLM_HOSTS            optional: host of each process by rank, divided by commas, for launch.least_hosts
     JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
+    JAXLLM_SECRET           optional: the same on all processes; those that lack it are turned away (authentication.py)
+    JAXLLM_SECRET_FILE      instead: a file of mode 600 with it
+    JAXLLM_BIND             optional: the address or name of its host at which process 0 listens; 0.0.0.0: all addresses
 
-    SLURM       srun gives everything; the coordinator is the step's first host, its port is derived from the job's number
-    Open MPI    mpirun (4 and 5) gives rank and size; JAXLLM_COORDINATOR must be set
-    Kubernetes  an indexed Job gives the rank; JAXLLM_COORDINATOR and JAXLLM_NUM_PROCESSES must be set
+Launchers set variables of their own (launcher_table.py): rank and number of processes, and some the host of process 0. If
+several launchers started this process, one inside the other, the nearest counts: the first in the table. Variables that are
+meant for JAX come first; JAX_COORDINATOR_ADDRESS serves with any launcher, as it does for jax.distributed.initialize. If the
+nearest does not give the host of process 0, another that gives the same rank and number may: SLURM's plugins set MPI's
+variables too. A port that is not given is derived from a text that all processes of the run have.
+
+A process that no launcher claims is alone, unless any other variable says that it is one of several: that is refused.
 
 A process may drive all GPUs of its host or some of them: the rendezvous finds out how many processes each host has.
 """
@@ -17,18 +25,19 @@ A process may drive all GPUs of its host or some of them: the rendezvous finds o
 from __future__ import annotations
 
 import ipaddress
-import itertools
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.runtime.authentication import read_secret
+from jaxllm.runtime.launcher_table import COORDINATOR, LAUNCHERS, NUM_PROCESSES, PROCESS_ID, REQUIRED, first_sign, host_in_files
+from jaxllm.runtime.slurm_nodes import expand_node_list
 from jaxllm.runtime.socket_messages import MOST_PROCESSES
 from jaxllm.runtime.supervisor import MOST_ATTEMPTS, NESTED
 from jaxllm.untrusted import INT32, INT64, LONGEST_TEXT, RefusedInput, shown, whole_number
 
-COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
-START_TIMEOUT_S = "JAXLLM_START_TIMEOUT_S"
+HOSTS, START_TIMEOUT_S, BIND = "JAXLLM_HOSTS", "JAXLLM_START_TIMEOUT_S", "JAXLLM_BIND"
 DEFAULT_START_TIMEOUT_S = 300
 RESTARTS, ATTEMPT, LAUNCH_ID, BEAT_FD = ("JAXLLM_RESTARTS", "JAXLLM_ATTEMPT", "JAXLLM_LAUNCH_ID", "JAXLLM_BEAT_FD")
 
@@ -37,20 +46,13 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 PORTS_APART = 509
 """Distance between the ports of two steps of one job. A prime, so that a step and a neighbour job's step rarely collide."""
 
-"""Limit for the name of a launch."""
-MOST_BRACKETS = 8
-"""Limit for one name in a node list; SLURM's own limit is five dims."""
-
-LAUNCHERS = {"variables": "JAXLLM_*", "slurm": "SLURM", "open mpi": "Open MPI", "kubernetes": "Kubernetes"}
-"""Names for users."""
-
 
 @dataclass(frozen=True)
 class Launch:
     """Rank, world size and coordinator of this process, one of several."""
 
     launcher: str
-    """A key of LAUNCHERS."""
+    """A key of LAUNCHERS, or "variables": JAXLLM_* alone."""
     host: str
     """Host of process 0, by a name that all processes can reach."""
     port: int
@@ -62,11 +64,20 @@ class Launch:
     id_from: str = PROCESS_ID
     count_from: str = NUM_PROCESSES
     hosts: tuple[str, ...] = ()
-    """Host of each rank, where the launcher gives them and each host has one process."""
+    """Host of each rank; empty where the launcher does not give them, or gives hosts of several processes."""
+    bind: str = ""
+    """Where process 0 shall listen; empty: not said."""
+    secret: bytes | None = field(default=None, repr=False)
+    """What proves that a process belongs to this run; None: nothing does."""
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
+
+    def address_of(self, rank: int) -> tuple[str, int]:
+        """Host and port at which a process would lead the rendezvous in place of process 0. Needs `hosts`."""
+        # Each process of a host has a port of its own.
+        return self.hosts[rank], self.port - self.hosts[:rank].count(self.hosts[rank])
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class LaunchInfo:
     """The launch that this process belongs to."""
 
     launcher: str
-    """"alone", or a key of LAUNCHERS."""
+    """"alone", "variables", or a key of LAUNCHERS."""
     attempt: int
     """Number of restarts of this run; it grows with each restart."""
     launch_id: str | None
@@ -86,51 +97,57 @@ class LaunchInfo:
 
 
 @dataclass(frozen=True)
-class _LauncherVariables:
-    """Values of a launcher's own variables, and the names of those to read."""
+class _Coordinator:
+    """Address of process 0, and where it comes from."""
 
-    launcher: str
-    count: str = NUM_PROCESSES
-    rank: str = PROCESS_ID
-    coordinator: str = ""
-    hosts: tuple[str, ...] = ()
-    several_hosts: bool = False
+    text: str = ""
+    """host:port; '' if nothing gives it."""
+    name: str = COORDINATOR
+    """A variable, for messages."""
+    port_from: str = COORDINATOR
 
 
 def find(environ: Mapping[str, str]) -> Launch | None:
     """Rank, world size and coordinator of this process; None for a run of one process.
 
     Raises:
-      ConfigError: a variable is missing or not valid.
+      ConfigError: a variable or the file of the secret is missing or not valid, or a variable says that this process is one of
+        several and no launcher is known.
     """
-    # mpirun starts its daemons by srun inside a SLURM job: the launcher nearer to this process comes first.
-    found = _open_mpi(environ) or _slurm(environ) or _kubernetes(environ) or _LauncherVariables("variables")
-    count_from = NUM_PROCESSES if environ.get(NUM_PROCESSES) else found.count
-    id_from = PROCESS_ID if environ.get(PROCESS_ID) else found.rank
-    coordinator = environ.get(COORDINATOR) or found.coordinator
-    if environ.get(count_from) == "1" and (found.launcher != "variables" or not coordinator):
-        return None
-    values = {COORDINATOR: coordinator, NUM_PROCESSES: environ.get(count_from), PROCESS_ID: environ.get(id_from)}
+    key = _nearest(environ)
+    launcher = LAUNCHERS.get(key)
+    count_from = NUM_PROCESSES if environ.get(NUM_PROCESSES) or not launcher else launcher.count_name(environ)
+    id_from = PROCESS_ID if environ.get(PROCESS_ID) or not launcher else launcher.rank
+    # A run of one process needs no coordinator, and may be where its hosts cannot be read.
+    if environ.get(count_from) == "1" and (launcher or not environ.get(COORDINATOR)):
+        return _alone(environ, key)
+    coordinator = _coordinator(environ, key)
+    values = {COORDINATOR: coordinator.text, NUM_PROCESSES: environ.get(count_from), PROCESS_ID: environ.get(id_from)}
     missing = [name for name in REQUIRED if not values[name]]
-    if found.launcher == "variables" and len(missing) == len(REQUIRED):
-        return None
+    if not launcher and not any(environ.get(name) for name in REQUIRED):
+        return _alone(environ, key)
     if missing:
-        raise ConfigError(_missing_sentence(found.launcher, missing))
+        raise ConfigError(_missing_sentence(key, missing))
     host, port = _address(coordinator)
     count, rank = _whole_number(environ, count_from, 1, MOST_PROCESSES), _whole_number(environ, id_from, 0)
     if rank >= count:
         raise ConfigError(f"{id_from}={rank} is not below {count_from}={count}: processes are numbered from 0 to {count - 1}.")
-    if found.several_hosts and is_loopback(host):
+    hosts = _hosts(environ, key)
+    here = environ.get(launcher.here) if launcher else None
+    if launcher and is_loopback(host) and (len(hosts) > 1 or (here and here != environ.get(launcher.count_name(environ)))):
         raise ConfigError(
-            f"{COORDINATOR}={shown(coordinator)} means a different machine on each host, and {LAUNCHERS[found.launcher]} "
+            f"{coordinator.name}={shown(coordinator.text)} means a different machine on each host, and {launcher.name} "
             f"started this run on several: give the host of process 0 by a name that all can reach."
         )
     limit_s = _whole_number(environ, START_TIMEOUT_S, 1) if environ.get(START_TIMEOUT_S) else DEFAULT_START_TIMEOUT_S
-    port_from = COORDINATOR if environ.get(COORDINATOR) else "the SLURM job's number"
-    hosts = found.hosts if len(found.hosts) == count else ()
     if count == 1:
         return None
-    return Launch(found.launcher, host, port, count, rank, limit_s, port_from, id_from, count_from, hosts)
+    by_rank = _given_hosts(environ, count) or (hosts if len(hosts) == count else ())
+    bind, secret = environ.get(BIND, ""), read_secret(environ)
+    if bind and not _is_name(bind):
+        raise not_an_address(bind)
+    place = (host, port, count, rank, limit_s, coordinator.port_from, id_from, count_from)
+    return Launch(key, *place, by_rank, bind, secret)
 
 
 def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
@@ -140,7 +157,7 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
       ConfigError: JAXLLM_ATTEMPT or JAXLLM_BEAT_FD is not a number, JAXLLM_RESTARTS is neither yes nor no, or JAXLLM_LAUNCH_ID
         is too long.
     """
-    found = _open_mpi(environ) or _slurm(environ) or _kubernetes(environ)
+    key = _nearest(environ)
     given = any(environ.get(name) for name in REQUIRED)
     attempt = _whole_number(environ, ATTEMPT, 0, MOST_ATTEMPTS) if environ.get(ATTEMPT) else 0
     attempt += (_number_or_none(environ, "SLURM_RESTART_COUNT") or 0) * (NESTED if environ.get(ATTEMPT) else 1)
@@ -153,7 +170,7 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     if launch_id and len(launch_id) > LONGEST_TEXT:
         raise ConfigError(f"{LAUNCH_ID}={shown(launch_id)} is not valid: give a name of at most {LONGEST_TEXT:,} characters.")
     return LaunchInfo(
-        found.launcher if found else "variables" if given else "alone",
+        "alone" if key == "variables" and not given else key,
         attempt,
         launch_id,
         restarts == "yes",
@@ -174,27 +191,8 @@ def idle_hosts(environ: Mapping[str, str]) -> int:
     return 0 if hosts is None else hosts - 1
 
 
-def expand_node_list(node_list: str) -> list[str]:
-    """Hosts of SLURM's short form, in its order: h[1-3,7],gpu-[001-004]x are h1 h2 h3 h7 gpu-001x and so on.
-
-    Raises:
-      ConfigError: the text is not a node list, or has more than MOST_PROCESSES hosts.
-    """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list)
-    try:
-        if not parts or ",".join(parts) != node_list or any(part.count("[") > MOST_BRACKETS for part in parts):
-            raise ValueError
-        hosts = list(itertools.islice((host for part in parts for host in _expand(part)), MOST_PROCESSES + 1))
-    except ValueError:
-        raise ConfigError(
-            f"The SLURM node list {shown(node_list)} cannot be read: set {COORDINATOR}=host:port instead."
-        ) from None
-    if len(hosts) > MOST_PROCESSES:
-        raise ConfigError(
-            f"The SLURM node list {shown(node_list)} has more than {MOST_PROCESSES:,} hosts: correct it, or set "
-            f"{COORDINATOR}=host:port instead."
-        )
-    return hosts
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -208,71 +206,112 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def _expand(part: str) -> Iterator[str]:
-    """Yields each number in the brackets in turn; the last bracket varies fastest."""
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
+def _nearest(environ: Mapping[str, str]) -> str:
+    """Key of the launcher that started this process, "variables" if none is known."""
+    return next((key for key, launcher in LAUNCHERS.items() if launcher.started(environ)), "variables")
+
+
+def _alone(environ: Mapping[str, str], key: str) -> None:
+    """Raises ConfigError if a variable says that this process is one of several, and the user does not say that it is alone."""
+    launcher = LAUNCHERS.get(key)
+    sign = None if environ.get(NUM_PROCESSES) else first_sign(environ, key if launcher else "")
+    if sign is None:
         return
-    numbers, _, after = rest.partition("]")
-    for span in numbers.split(","):
-        first, dash, last = span.partition("-")
-        least = whole_number(first, 0, INT64)
-        # Leading zeros are part of the name. A span without a number would take time and give no host to count.
-        for number in range(least, whole_number(last if dash else first, least, INT64) + 1):
-            for end in _expand(after):
-                yield f"{before}{number:0{len(first)}d}{end}"
+    name, by = sign
+    unclear = (
+        f"{launcher.count_name(environ)}=1 that it is alone"
+        if launcher
+        else "its rank, their number or the host of process 0 is unknown"
+    )
+    raise ConfigError(
+        f"{name}={shown(environ[name])} ({by}) says that this process is one of several, but {unclear}: set "
+        f"{', '.join(REQUIRED)} for each process, or {NUM_PROCESSES}=1 for a run of its own."
+    )
 
 
-def _open_mpi(environ: Mapping[str, str]) -> _LauncherVariables | None:
-    size, here = environ.get("OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if not size or not environ.get("OMPI_COMM_WORLD_RANK"):
+def _coordinator(environ: Mapping[str, str], key: str) -> _Coordinator:
+    """By the user, by JAX's variable, by the launcher, or by another that gives the same rank and number."""
+    if given := environ.get(COORDINATOR):
+        return _Coordinator(given)
+    seen = _rank_and_count(environ, key)
+    same = [other for other in LAUNCHERS if other != key and seen and _rank_and_count(environ, other) == seen]
+    return next(filter(None, (_own_coordinator(environ, one) for one in ("jax", key, *same))), _Coordinator())
+
+
+def _rank_and_count(environ: Mapping[str, str], key: str) -> tuple[str, str] | None:
+    launcher = LAUNCHERS.get(key)
+    if launcher is None or not launcher.started(environ):
         return None
-    several_hosts = bool(here) and here != size
-    return _LauncherVariables("open mpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", several_hosts=several_hosts)
+    rank, count = environ.get(launcher.rank), environ.get(launcher.count_name(environ))
+    return (rank, count) if rank and count else None
 
 
-def _slurm(environ: Mapping[str, str]) -> _LauncherVariables | None:
-    """Variables of a step that srun started. A batch script has SLURM_PROCID too, but no step."""
-    if not environ.get("SLURM_STEP_ID") or not environ.get("SLURM_PROCID"):
+def _own_coordinator(environ: Mapping[str, str], key: str) -> _Coordinator | None:
+    launcher = LAUNCHERS.get(key)
+    if launcher is None:
         return None
-    count = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if environ.get(name)), NUM_PROCESSES)
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    job, step = _number_or_none(environ, "SLURM_JOB_ID", INT64), _number_or_none(environ, "SLURM_STEP_ID", INT64)
-    # A step of one process needs no coordinator, and may run where its hosts cannot be read.
-    if environ.get(count) == "1" or environ.get(NUM_PROCESSES) == "1":
-        return _LauncherVariables("slurm", count, "SLURM_PROCID")
+    if address := environ.get(launcher.address):
+        port = environ.get(launcher.port)
+        has_port = "]:" in address or address.count(":") == 1
+        return _Coordinator(address if has_port or not port else _joined(address, port), launcher.address, launcher.address)
+    # Most texts of a job are no numbers, and a port that is taken (MASTER_PORT) must not be met again.
+    text = environ.get(launcher.job, "")
+    number = (
+        (_number_or_none(environ, launcher.job) or zlib.crc32(text.encode(errors="surrogateescape"))) + PORTS_APART
+        if text
+        else None
+    )
+    port_from = f"{launcher.job}, from which it is derived,"
+    if key == "slurm":
+        job, step = _number_or_none(environ, "SLURM_JOB_ID", INT64), _number_or_none(environ, "SLURM_STEP_ID", INT64)
+        # Steps without a number, such as srun --pty's, have no small integer.
+        number, port_from = None if job is None else job + (step or 0) * PORTS_APART, "the SLURM job's number"
+    hosts = _hosts(environ, key)
+    if not hosts or number is None:
+        return None
+    return _Coordinator(_joined(hosts[0], FIRST_PORT + number % NUM_PORTS), launcher.hosts, port_from)
+
+
+def _hosts(environ: Mapping[str, str], key: str) -> tuple[str, ...]:
+    """Hosts that the launcher gives, that of process 0 first.
+
+    Raises:
+      ConfigError: a SLURM node list cannot be read, and no coordinator is given.
+    """
+    launcher = LAUNCHERS.get(key)
+    if launcher is None:
+        return ()
+    names = environ.get(launcher.hosts) or environ.get(launcher.hosts_else) or ""
+    if key != "slurm":
+        first = host_in_files(environ, launcher.host_files)
+        return tuple(names.replace(",", " ").split()) or ((first,) if first else ())
     try:
-        hosts = tuple(expand_node_list(nodes)) if nodes else ()
+        return tuple(expand_node_list(names)) if names else ()
     except ConfigError:
-        if not environ.get(COORDINATOR):
-            raise
-        hosts = ()
-    # Steps without a number, such as srun --pty's, have no small integer.
-    offset = None if job is None else job + (step or 0) * PORTS_APART
-    coordinator = f"{hosts[0]}:{FIRST_PORT + offset % NUM_PORTS}" if hosts and offset is not None else ""
-    return _LauncherVariables("slurm", count, "SLURM_PROCID", coordinator, hosts, len(hosts) > 1)
+        if environ.get(COORDINATOR) or environ.get(LAUNCHERS["jax"].address):
+            return ()
+        raise
 
 
-def _kubernetes(environ: Mapping[str, str]) -> _LauncherVariables | None:
-    return _LauncherVariables("kubernetes", rank="JOB_COMPLETION_INDEX") if environ.get("JOB_COMPLETION_INDEX") else None
+def _joined(host: str, port: int | str) -> str:
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _missing_sentence(launcher: str, missing: list[str]) -> str:
+def _missing_sentence(key: str, missing: list[str]) -> str:
     names, one = " and ".join(missing), len(missing) == 1
-    if launcher == "open mpi":
-        return (
-            f"Open MPI does not tell where process 0 is: start with launch/mpi.sh, or give mpirun "
-            f"-x {COORDINATOR}=host:port with the first host and a free port of it."
-        )
-    if launcher == "kubernetes":
+    if key == "kubernetes":
         return (
             f"Kubernetes numbers this pod (JOB_COMPLETION_INDEX is set), but {names} {'is' if one else 'are'} not set: give "
             f"{'it' if one else 'them'} in the manifest as launch/k8s-jobset.yaml does, or {NUM_PROCESSES}=1 for a run of its "
             f"own in each pod."
         )
-    if launcher == "slurm":
-        return f"SLURM's variables of this step are incomplete: set {names} for each process."
+    if key == "slurm" or (key in LAUNCHERS and missing != [COORDINATOR]):
+        return f"{LAUNCHERS[key].name}'s variables of this process are incomplete: set {names} for each process."
+    if launcher := LAUNCHERS.get(key):
+        return (
+            f"{launcher.name} does not tell where process 0 is: {launcher.advice} with the first host and a free port of it, "
+            f"or {NUM_PROCESSES}=1 for a run of its own in each process."
+        )
     given = [name for name in REQUIRED if name not in missing]
     return (
         f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, but not {names}: "
@@ -280,9 +319,9 @@ def _missing_sentence(launcher: str, missing: list[str]) -> str:
     )
 
 
-def _address(coordinator: str) -> tuple[str, int]:
+def _address(coordinator: _Coordinator) -> tuple[str, int]:
     """Host and port."""
-    host, _, port = coordinator.rpartition(":")
+    host, _, port = coordinator.text.rpartition(":")
     host = host.strip("[]")
     try:
         number = whole_number(port, 1, 2**16 - 1)
@@ -290,17 +329,37 @@ def _address(coordinator: str) -> tuple[str, int]:
         number = 0
     if not host or not number:
         raise ConfigError(
-            f"{COORDINATOR}={shown(coordinator)} has no port: write host:port, such as host-0:29500, with the host of "
-            f"process 0."
+            f"{coordinator.name}={shown(coordinator.text)} has no port: write host:port, such as host-0:29500, with the host "
+            f"of process 0."
         )
+    if not _is_name(host):
+        raise ConfigError(f"{coordinator.name}={shown(coordinator.text)} names no host: write host:port, such as host-0:29500.")
+    return host, number
+
+
+def not_an_address(bind: str) -> ConfigError:
+    return ConfigError(
+        f"{BIND}={shown(bind)} is not one address of this host: give an address or a name of process 0's host, or 0.0.0.0 for "
+        f"all of its addresses."
+    )
+
+
+def _given_hosts(environ: Mapping[str, str], count: int) -> tuple[str, ...]:
+    given = environ.get(HOSTS)
+    if not given:
+        return ()
+    hosts = tuple(host.strip() for host in given.split(",", count))
+    if len(hosts) != count or not all(map(_is_name, hosts)):
+        raise ConfigError(f"{HOSTS}={shown(given)} is not valid: give {count} hosts, that of each process, as h0,h1,h2.")
+    return hosts
+
+
+def _is_name(host: str) -> bool:
     try:
         # As the resolver does it: a part of a name has up to 63 characters.
-        is_name = len(host) < 256 and host.isprintable() and bool(host.encode("idna"))
+        return len(host) < 256 and host.isprintable() and bool(host.encode("idna"))
     except UnicodeError:
-        is_name = False
-    if not is_name:
-        raise ConfigError(f"{COORDINATOR}={shown(coordinator)} names no host: write host:port, such as host-0:29500.")
-    return host, number
+        return False
 
 
 def _whole_number(environ: Mapping[str, str], name: str, at_least: int, at_most: int = INT32) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
@@ -15,7 +16,8 @@ from pydantic import Field
 from jaxllm.config import ConfigError
 from jaxllm.config.types import Switch
 from jaxllm.runtime import exit_codes, progress
-from jaxllm.runtime.socket_messages import Name, Pid, Rank, Reader, Sentence
+from jaxllm.runtime.authentication import Channel, greet
+from jaxllm.runtime.socket_messages import Connection, Name, Pid, Rank, Sentence
 from jaxllm.untrusted import checked
 
 MOST_NAMED = 16
@@ -96,46 +98,76 @@ def parse(message: dict[str, Any]) -> Message | None:
     return None if kind is None else checked(message, kind)
 
 
-@dataclass
-class Link:
-    """One end of a connection, and the state of the other end."""
+class Link(Connection):
+    """One end of a connection, and the state of the other end.
 
-    socket: socket.socket
-    rank: int | None
-    """None until the other end has sent its rank."""
-    heard_s: float
-    reader: Reader = field(default_factory=lambda: Reader(MAX_MESSAGE_BYTES))
-    excused: bool = False
-    """The other end said goodbye or announced its failure: its silence is no loss."""
+    Args:
+      rank: None until the other end has sent its rank.
+    """
 
-    def send(self, **message: Any) -> None:
+    def __init__(self, connection: socket.socket, rank: int | None, channel: Channel, address: str = ""):
+        super().__init__(connection, channel, MAX_MESSAGE_BYTES, address)
+        self.rank, self.heard_s = rank, self.since_s
+        self.excused = False
+        """The other end said goodbye or announced its failure: its silence is no loss."""
+        self._sending = threading.Lock()
+
+    def send_now(self, **message: Any) -> None:
+        """Sends a message if that does not block."""
         if self.rank is None:
             # A stranger is told nothing.
             return
-        # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
-        with suppress(OSError):
-            self.socket.send(json.dumps(message).encode() + b"\n")
+        # Two threads send, and lines are numbered.
+        with self._sending:
+            try:
+                self.socket.send(self.channel.line(json.dumps(message)))
+            except OSError:
+                # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
+                self.channel.withdraw()
 
 
-def connect(rank: int, address: tuple[str, int], limit_s: float) -> socket.socket:
-    """A connection to process 0, tried for so many seconds. Raises ConfigError if it cannot be reached."""
+def connect(own: Member, address: tuple[str, int], limit_s: float, secret: bytes | None = None) -> Link:
+    """A link to process 0, tried for so many seconds. Raises ConfigError if it cannot be reached."""
     until_s = time.monotonic() + limit_s
     while True:
         try:
-            return socket.create_connection(address, timeout=max(limit_s, 1))
-        except OSError as error:
+            return _connect(own, address, max(until_s - time.monotonic(), 1), secret)
+        except (OSError, ValueError) as error:
             if time.monotonic() > until_s:
-                # Process 0's port was open when the processes met, and is closed now: process 0 has ended.
-                gone = isinstance(error, ConnectionRefusedError)
+                # Process 0's port was open when the processes met. Closed, or without an answer: process 0 has ended or hangs.
+                gone = isinstance(error, ConnectionError | ValueError)
                 remedy = "open all ports between the hosts, as collectives need them too"
+                why = error.strerror or error if isinstance(error, OSError) else "something else answers there"
                 refused = ConfigError(
-                    f"Process {rank} cannot reach process 0 at {address[0]}:{address[1]} ({error.strerror or error}): "
+                    f"Process {own.rank} cannot reach process 0 at {address[0]}:{address[1]} ({why}): "
                     f"{'look at its own output' if gone else remedy}."
                 )
                 if gone:
                     refused.exit_code = exit_codes.LOST
                 raise refused from None
         time.sleep(0.5)
+
+
+def _connect(own: Member, address: tuple[str, int], limit_s: float, secret: bytes | None) -> Link:
+    until_s = time.monotonic() + limit_s
+    connection, channel = socket.create_connection(address, timeout=limit_s), Channel(secret, is_server=False)
+    try:
+        greet(connection, channel, limit_s)
+        link = Link(connection, 0, channel)
+        link.send_now(hello=own.rank, host=own.host, pid=own.pid)
+        if secret is not None:
+            # Strangers may have crowded it out until then.
+            connection.settimeout(max(until_s - time.monotonic(), 0.001))
+            if not connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+            connection.setblocking(False)
+        return link
+    except TimeoutError:
+        connection.close()
+        raise ConnectionResetError(errno.ECONNRESET, "it does not answer") from None
+    except BaseException:
+        connection.close()
+        raise
 
 
 def listed(words: Iterable[str]) -> str:

@@ -23,8 +23,9 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxllm.runtime import exit_codes, peer_link, progress
+from jaxllm.runtime.authentication import Channel
 from jaxllm.runtime.peer_link import GRACE_S, Bye, Hello, Link, Member, PeerStatus, Slowest, StopNotice, connect, listed
-from jaxllm.runtime.socket_messages import STRANGERS
+from jaxllm.runtime.socket_messages import Door
 from jaxllm.stderr import flush, print_sentence
 
 BEAT_S = 1.0
@@ -54,6 +55,7 @@ class PeerMonitor:
       members: all processes, by rank.
       to: process 0's address, or on process 0 the listening socket, which the monitor then owns.
       silence_s: silence in seconds after which a peer counts as lost.
+      secret: the run's; messages are signed with it.
       end, printer: for tests. They end this process with a code, and print a sentence.
 
     Raises:
@@ -67,11 +69,12 @@ class PeerMonitor:
         to: tuple[str, int] | socket.socket,
         silence_s: float,
         *,
+        secret: bytes | None = None,
         end: Callable[[int], Any] = os._exit,
         printer: Callable[[str], None] | None = None,
     ):
         self.rank, self._members, self._silence_s = rank, members, silence_s
-        self._end, self._print = end, printer or print_sentence
+        self._secret, self._end, self._print = secret, end, printer or print_sentence
         self._beat_s = min(BEAT_S, silence_s / 4)
         self._links: list[Link] = []
         self._seen: dict[int, progress.Snapshot] = {}
@@ -79,6 +82,7 @@ class PeerMonitor:
         self._connected: set[int] = set()
         self._listener: socket.socket | None = None
         """On process 0. It is closed when all processes have connected."""
+        self._door: Door[Link] | None = None
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._notice: StopNotice | None = None
@@ -95,11 +99,10 @@ class PeerMonitor:
         if isinstance(to, socket.socket):
             self._listener = to
             self._connect_by_s = time.monotonic() + CONNECT_S + silence_s
-            to.setblocking(False)
-            self._selector.register(to, selectors.EVENT_READ, None)
+            self._door = Door(to, self._selector, len(members), self._stranger, self._drop)
         else:
-            self._add(connect(rank, to, CONNECT_S), 0)
-            self._links[0].send(hello=rank, host=members[rank].host, pid=members[rank].pid)
+            self._links = [connect(members[rank], to, CONNECT_S, secret)]
+            self._selector.register(self._links[0].socket, selectors.EVENT_READ, self._links[0])
         self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
         self._thread.start()
 
@@ -131,7 +134,7 @@ class PeerMonitor:
         """Tells the others that this process is done, so that its closed connection does not count as a loss."""
         with self._lock:
             for link in list(self._links):
-                link.send(bye=True)
+                link.send_now(bye=True)
 
     def name(self, rank: int | None = None) -> str:
         """Name such as "process 3 on h3"; of this process by default."""
@@ -186,11 +189,12 @@ class PeerMonitor:
                 ready = self._selector.select(0)
             until_s = time.monotonic() + self._beat_s
             while ready:
-                for key, _ in ready:
-                    if key.data is None:
-                        self._accept()
-                    else:
+                # Peers are heard before strangers take time.
+                for key, _ in sorted(ready, key=lambda one: one[0].data is None):
+                    if key.data is not None:
                         self._read(key.data)
+                    elif self._door is not None:
+                        self._door.open()
                 ready = self._selector.select(0) if stopped and time.monotonic() < until_s else []
             now = time.monotonic()
             # The peers count from its last heartbeat, a little before it stopped: if a peer is gone, that little does not
@@ -199,6 +203,8 @@ class PeerMonitor:
                 sentence = f"{self.name()} stood still for {still_s:.0f} s (stopped, or frozen): the others count it as lost"
                 self._receive_notice(StopNotice(sentence, exit_codes.LOST))
             last_s = now
+            if self._door is not None:
+                self._door.tidy()
             self._check_timeouts(now)
             if self._notice is not None:
                 return self._stop(self._notice)
@@ -242,13 +248,13 @@ class PeerMonitor:
             # Kept: when an error came from process 0's loss, this process has left its step by the time the loss is detected.
             self._seen[0] = seen = progress.now()
             for link in list(self._links):
-                link.send(phase=seen.phase, step=seen.step, seconds=round(seen.seconds, 1))
+                link.send_now(phase=seen.phase, step=seen.step, seconds=round(seen.seconds, 1))
             return
         others = [one for one in self._statuses() if one.seen.phase != "step"]
         self._slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
         status = None if slowest is None else [slowest.rank, slowest.host, asdict(slowest.seen)]
         for link in list(self._links):
-            link.send(slowest=status)
+            link.send_now(slowest=status)
 
     def _statuses(self) -> list[PeerStatus]:
         with self._lock:
@@ -256,15 +262,11 @@ class PeerMonitor:
         seen[self.rank] = progress.now()
         return [PeerStatus(rank, self._members[rank].host, seen[rank]) for rank in sorted(seen)]
 
-    def _accept(self) -> None:
-        assert self._listener is not None, "called when a connection waits"
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        self._add(connection, None)
-        if len(self._links) > len(self._members) + STRANGERS:
-            self._drop(next(link for link in self._links if link.rank is None))
+    def _stranger(self, connection: socket.socket, address: str) -> Link:
+        link = Link(connection, None, Channel(self._secret, is_server=True), address)
+        with self._lock:
+            self._links.append(link)
+        return link
 
     def _stop_listening(self) -> None:
         if self._listener is not None and self._listener.fileno() >= 0:
@@ -272,7 +274,7 @@ class PeerMonitor:
             self._listener.close()
 
     def _read(self, link: Link) -> None:
-        messages = link.reader.receive(link.socket)
+        messages = link.receive()
         if messages is None:
             return self._closed(link)
         link.heard_s = time.monotonic()
@@ -292,6 +294,11 @@ class PeerMonitor:
             if (member.host, member.pid) != (message.host, message.pid):
                 raise ValueError("another run's")
             link.rank = member.rank
+            if self._door is not None:
+                self._door.forget(link)
+            if link.channel.is_guarded:
+                # It waits for a signed message.
+                link.send_now(slowest=None)
             self._connected.add(member.rank)
             if len(self._connected) == len(self._members) - 1:
                 self._stop_listening()
@@ -311,6 +318,8 @@ class PeerMonitor:
     def _closed(self, link: Link) -> None:
         if link.rank is not None and not link.excused:
             self._mark_lost(link.rank, CLOSED)
+        if self._door is not None:
+            self._door.report(link)
         self._drop(link)
 
     def _check_timeouts(self, now: float) -> None:
@@ -372,15 +381,7 @@ class PeerMonitor:
     def _broadcast(self, notice: StopNotice, but: Link | None = None) -> None:
         for link in list(self._links):
             if link is not but:
-                link.send(notice=asdict(notice))
-
-    def _add(self, connection: socket.socket, rank: int | None) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(connection, rank, time.monotonic())
-        with self._lock:
-            self._links.append(link)
-        self._selector.register(connection, selectors.EVENT_READ, link)
+                link.send_now(notice=asdict(notice))
 
     def _drop(self, link: Link) -> None:
         if link not in self._links:
@@ -388,6 +389,8 @@ class PeerMonitor:
             return
         with self._lock:
             self._links.remove(link)
+        if self._door is not None:
+            self._door.forget(link)
         self._selector.unregister(link.socket)
         link.socket.close()
         if not self._links:

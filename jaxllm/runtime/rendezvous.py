@@ -7,10 +7,10 @@ sends its description and stays connected. Once all have arrived and fit togethe
 frees the port for JAX and releases them. Every process that came learns of any problem and reports the same sentence.
 
     process 0      serve(open_port(launch, info), info, launch, monitor_port)  -> Answer
-    the others     join(info, launch)                                          -> Answer
+    the others     join(info, launch)  (rendezvous_client.py)                 -> Answer
 
-A message is one line: MAGIC and a JSON object, typed by ProcessInfo on the way to process 0 and by _Reply on the way back. This
-module uses no JAX.
+A message is one line: MAGIC and a JSON object, typed by ProcessInfo on the way to process 0 and by Reply on the way back, and
+signed if the run has a secret (authentication.py). These modules use no JAX.
 """
 
 from __future__ import annotations
@@ -21,97 +21,29 @@ import os
 import selectors
 import socket
 import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Annotated
-
-from pydantic import Field
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.types import Switch
-from jaxllm.runtime.launchers import COORDINATOR, Launch, is_loopback
+from jaxllm.runtime.authentication import Channel
+from jaxllm.runtime.launchers import COORDINATOR, Launch
 from jaxllm.runtime.rendezvous_checks import (
     ProcessInfo,
     assign_gpus,
     is_local,
+    listening_address,
     missing,
     parse_process_info,
     why_incompatible,
     why_rejected,
 )
-from jaxllm.runtime.socket_messages import STRANGERS, Elapsed, Name, Pid, Rank, Reader, Sentence, connect, listen
-from jaxllm.untrusted import checked
-
-MAGIC = "jaxllm roll call "
-MAX_INFO_BYTES, MAX_ANSWER_BYTES = 2**16, 2**24
-"""Length limits of a message. An answer names all processes."""
-GRACE_S = 10.0
-"""Extra time that process 0 may take beyond its own limit to send its verdict; also its wait for a process to confirm that it
-is still there."""
-SEND_S = 10.0
-PROBE_S = 2.0
-TRY_S = 5.0
-"""Limit of one connection attempt: a host that boots meanwhile does not see earlier attempts for a long time."""
-FIRST_REPLY_S = 15.0
-"""Limit for process 0's first reply. Another holder of its port, such as an earlier run about to end, may accept a connection
-and send nothing."""
-SLOWEST_RETRY_S = 1.0
-LONGEST_WAIT_S = 10**6
-"""Limit for one wait on a socket: Python takes no more than 2**31 milliseconds."""
-
-
-class RendezvousError(ConfigError):
-    """The processes did not meet in time. A restart may help without any other change."""
-
-
-class _NotReady(Exception):
-    """The listener at process 0's port is not process 0, or closed the connection. Process 0 may come later."""
-
-
-class _AnotherLaunch(_NotReady):
-    """The listener is process 0 of another run."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Result of the rendezvous for one process."""
-
-    members: list[tuple[str, int]]
-    """(host, process ID of the system) by rank."""
-    monitor_port: int
-    """Port on which process 0's peer monitor listens."""
-    devices: list[int] | None
-    """Indices of the visible GPUs that this process shall drive; None: all."""
-    address: str = ""
-    """Process 0's address, as this process reached it. Not sent."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What is the same for all processes."""
-
-    members: list[tuple[Name, Pid]]
-    monitor_port: Annotated[int, Field(strict=True, gt=0, lt=2**16)]
-
-
-@dataclass(frozen=True)
-class _Reply:
-    """What process 0 sends: one of these at a time."""
-
-    wait_s: Elapsed | None = None
-    """Time until its own limit."""
-    other: Sentence | None = None
-    """It belongs to another launch."""
-    refused: Sentence | None = None
-    missing: Switch = False
-    """With `refused`: a restart may help."""
-    all: _Run | None = None
-    devices: list[Rank] | None = None
-    """With `all`: Answer.devices."""
-    start: Switch = False
-
-
-# ----------------------------------------------------------------------------------------------------------------- process 0
+from jaxllm.runtime.rendezvous_client import GRACE_S, MAGIC, MAX_INFO_BYTES, Answer, Led, RendezvousError, probe
+from jaxllm.runtime.socket_messages import (
+    Connection,
+    Door,
+    keep_alive,
+    listen,
+)
 
 
 def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> socket.socket:
@@ -126,11 +58,11 @@ def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> sock
     """
     if not is_local(launch.host):
         # Process 0 may have been started here and on its own host: each should then learn of the other.
-        _probe(launch.host, launch, own)
-    until_s = time.monotonic() + patience_s
+        probe(launch.host, launch, own)
+    until_s, address = time.monotonic() + patience_s, listening_address(launch)
     while True:
         try:
-            return listen(launch.port)
+            return listen(launch.port, address)
         except OSError as error:
             kind = ConfigError
             if error.errno != errno.EADDRINUSE:
@@ -141,7 +73,7 @@ def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> sock
                 continue
             else:
                 kind = RendezvousError if patience_s else ConfigError
-                why = f"is taken on this host{_probe('127.0.0.1', launch, own)}"
+                why = f"is taken on this host{probe(address or '127.0.0.1', launch, own)}"
             raise kind(
                 f"Port {launch.port} of {launch.port_from} {why}: choose another for all, with {COORDINATOR}=host:port."
             ) from None
@@ -158,24 +90,14 @@ def serve(listener: socket.socket, own: ProcessInfo, launch: Launch, monitor_por
       RendezvousError: not all came within the limit, or a process that came disconnected or does not answer.
       ConfigError: the processes do not fit together. All that came raise the same error.
     """
-    rendezvous = _Rendezvous(listener, own, launch)
+    rendezvous = Rendezvous(listener, own, launch)
     try:
         rendezvous.await_all()
-        infos = [rendezvous.infos[rank] for rank in range(own.count)]
-        if sentence := why_incompatible(infos):
-            raise ConfigError(sentence)
-        devices = assign_gpus(infos)
-        members = [(info.host, info.pid) for info in infos]
-        # Everything but the devices is the same for all, and long for many processes.
-        same = json.dumps({"members": members, "monitor_port": monitor_port})
-        for rank, connection in rendezvous.connections.items():
-            connection.send(f'{{"devices": {json.dumps(devices[rank])}, "all": {same}}}')
-        rendezvous.await_ready()
+        answer = rendezvous.release(range(own.count), monitor_port)
         # Only now: a process that tries JAX's port too early waits a second for its next try.
         listener.close()
-        for connection in rendezvous.connections.values():
-            connection.send('{"start": true}')
-        return Answer(members, monitor_port, devices[0])
+        rendezvous.let_start()
+        return answer
     except ConfigError as error:
         rendezvous.refuse(str(error), isinstance(error, RendezvousError))
         raise
@@ -184,7 +106,7 @@ def serve(listener: socket.socket, own: ProcessInfo, launch: Launch, monitor_por
         listener.close()
 
 
-class _Rendezvous:
+class Rendezvous:
     """Processes that have arrived at process 0."""
 
     def __init__(self, listener: socket.socket, own: ProcessInfo, launch: Launch):
@@ -192,25 +114,44 @@ class _Rendezvous:
         self.infos: dict[int, ProcessInfo] = {own.rank: own}
         """By rank, disconnected processes included."""
         self.connections: dict[int, _Connection] = {}
-        """By rank, connected processes without process 0."""
+        """By rank, connected processes without this one."""
         self.until_s = time.monotonic() + launch.start_timeout_s
         self.selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self.selector.register(listener, selectors.EVENT_READ, None)
+        self.door = Door(listener, self.selector, own.count, self._stranger, self._drop)
 
     def await_all(self) -> None:
         while len(self.connections) < self.own.count - 1:
             left_s = self.until_s - time.monotonic()
             if left_s <= 0:
                 raise RendezvousError(missing(self.launch, self.infos, {0, *self.connections}))
-            self._look(min(left_s, 1.0))
+            self.look(min(left_s, 1.0))
 
-    def await_ready(self) -> None:
+    def release(self, ranks: Sequence[int], monitor_port: int, led: Led | None = None) -> Answer:
+        """Tells these processes, own rank first, that they are a run, and waits for their confirmation.
+
+        Raises:
+          RendezvousError: one is gone, or does not answer.
+          ConfigError: they do not fit together.
+        """
+        infos = [replace(self.infos[rank], rank=number) for number, rank in enumerate(ranks)]
+        if sentence := why_incompatible(infos):
+            raise ConfigError(sentence)
+        devices, members = assign_gpus(infos), [(info.host, info.pid) for info in infos]
+        # Everything but rank and devices is the same for all, and long for many processes.
+        same = json.dumps({"members": members, "monitor_port": monitor_port, "led": led and asdict(led)})
+        for number, rank in enumerate(ranks[1:], start=1):
+            self.connections[rank].send(f'{{"devices": {json.dumps(devices[number])}, "rank": {number}, "all": {same}}}')
+        self._await_ready(ranks[1:])
+        return Answer(members, monitor_port, devices[0], rank=0, led=led)
+
+    def let_start(self) -> None:
+        for connection in self.connections.values():
+            connection.send('{"start": true}')
+
+    def _await_ready(self, ranks: Sequence[int]) -> None:
         """Waits until each process has confirmed that it is still there."""
         until_s = time.monotonic() + GRACE_S
-        while silent := [
-            rank for rank in range(1, self.own.count) if rank not in self.connections or not self.connections[rank].ready
-        ]:
+        while silent := [rank for rank in ranks if rank not in self.connections or not self.connections[rank].ready]:
             gone = [rank for rank in silent if rank not in self.connections]
             if gone or time.monotonic() >= until_s:
                 who, what = (gone[0], "was gone") if gone else (silent[0], f"did not answer for {GRACE_S:.0f} s")
@@ -218,7 +159,7 @@ class _Rendezvous:
                     f"{self.infos[who].title} joined, but {what} when all were there: look for the cause in "
                     f"its own output, and restart all processes."
                 )
-            self._look(0.2)
+            self.look(0.2)
 
     def refuse(self, sentence: str, missing: bool) -> None:
         for connection in self.connections.values():
@@ -230,33 +171,29 @@ class _Rendezvous:
                 key.data.socket.close()
         self.selector.close()
 
-    def _look(self, limit_s: float) -> None:
-        for key, _ in self.selector.select(limit_s):
-            if key.data is not None:
-                self._read(key.data)
-                continue
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                continue
-            connection.setblocking(False)
-            self.selector.register(connection, selectors.EVENT_READ, _Connection(connection))
-            connections = self.selector.get_map()
-            if len(connections) > self.own.count + STRANGERS:
-                self._drop(next(key.data for key in connections.values() if key.data is not None and key.data.info is None))
+    def look(self, limit_s: float) -> None:
+        # Known ones are heard before strangers take time.
+        for key, _ in sorted(self.selector.select(limit_s), key=lambda one: one[0].data is None):
+            self.door.open() if key.data is None else self._read(key.data)
+        self.door.tidy()
+
+    def _stranger(self, connection: socket.socket, address: str) -> _Connection:
+        keep_alive(connection)
+        return _Connection(connection, Channel(self.launch.secret, MAGIC, is_server=True), MAX_INFO_BYTES, address)
 
     def _read(self, connection: _Connection) -> None:
-        messages = connection.reader.receive(connection.socket)
+        messages = connection.receive()
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
-            elif (info := parse_process_info(message, self.own.versions)) is None or not self._admit(connection, info):
+            elif (info := parse_process_info(message, self.own.versions)) is None or not self.admit(connection, info):
                 messages = None
                 break
         if messages is None:
+            self.door.report(connection)
             self._drop(connection)
 
-    def _admit(self, connection: _Connection, info: ProcessInfo) -> bool:
+    def admit(self, connection: _Connection, info: ProcessInfo) -> bool:
         """Registers a process. False if it belongs to another launch and has to be dropped."""
         if None not in (info.launch_id, self.own.launch_id) and info.launch_id != self.own.launch_id:
             connection.send(json.dumps({"other": f"process 0 of another launch, {self.own.launch_id}, is there"}))
@@ -266,11 +203,12 @@ class _Rendezvous:
             # The process was restarted.
             self._drop(before)
             before = None
-        twin = self.infos[info.rank] if before is not None or info.rank == 0 else None
+        twin = self.infos[info.rank] if before is not None or info.rank == self.own.rank else None
         if sentence := why_rejected(info, self.own, self.launch, twin):
             connection.send(json.dumps({"refused": sentence, "missing": False}))
             raise ConfigError(sentence)
         connection.info, self.infos[info.rank], self.connections[info.rank] = info, info, connection
+        self.door.forget(connection)
         connection.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
         return True
 
@@ -280,121 +218,14 @@ class _Rendezvous:
             return
         if connection.info is not None and self.connections.get(connection.info.rank) is connection:
             del self.connections[connection.info.rank]
+        self.door.forget(connection)
         self.selector.unregister(connection.socket)
         connection.socket.close()
 
 
-class _Connection:
+class _Connection(Connection):
     """A connection to process 0."""
 
-    def __init__(self, connection: socket.socket):
-        self.socket, self.reader = connection, Reader(MAX_INFO_BYTES, MAGIC)
-        self.info: ProcessInfo | None = None
-        self.ready = False
-        """The process has confirmed that it is still there."""
-
-    def hung_up(self) -> bool:
-        try:
-            return self.socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def send(self, text: str) -> None:
-        # A process that is gone or frozen is detected when its next message does not come.
-        with suppress(OSError):
-            self.socket.settimeout(SEND_S)
-            self.socket.sendall(f"{MAGIC}{text}\n".encode())
-            self.socket.setblocking(False)
-
-
-# ---------------------------------------------------------------------------------------------------------------- the others
-
-
-def join(own: ProcessInfo, launch: Launch) -> Answer:
-    """Takes part in the rendezvous; returns once process 0 releases all. Retries until the time limit while nothing, or
-    something else, answers at the address.
-
-    Raises:
-      RendezvousError: process 0 was not reached within the limit, did not report in time that all have arrived, or reported
-        which have not.
-      ConfigError: the processes do not fit together.
-    """
-    until_s, pause_s, why = time.monotonic() + launch.start_timeout_s, 0.1, ""
-    while True:
-        try:
-            with connect(launch.host, launch.port, TRY_S) as connection:
-                return _exchange(connection, own, until_s)
-        except OSError as error:
-            why = error.strerror or str(error)
-        except _NotReady as reason:
-            why = str(reason)
-        if time.monotonic() + pause_s >= until_s:
-            # If process 0 runs on another host, each process has looked for it at home.
-            hint = f"; {launch.host} is {own.host} itself" if is_loopback(launch.host) else ""
-            raise RendezvousError(
-                f"Process {own.rank} cannot reach process 0 at {launch.address} after {launch.start_timeout_s} s "
-                f"({why}{hint}): start it there, or correct {COORDINATOR}."
-            )
-        time.sleep(pause_s)
-        # Thousands that come before process 0 should not keep its host busy.
-        pause_s = min(1.5 * pause_s, SLOWEST_RETRY_S)
-
-
-def _exchange(connection: socket.socket, own: ProcessInfo, until_s: float) -> Answer:
-    connection.sendall(f"{MAGIC}{json.dumps(asdict(own))}\n".encode())
-    answer, reader = None, Reader(MAX_ANSWER_BYTES, MAGIC)
-    replies = _next(connection, reader, min(until_s, time.monotonic() + FIRST_REPLY_S))
-    while True:
-        reply = replies.pop(0)
-        if reply.wait_s is not None:
-            # Process 0 may have been started later, and then waits longer.
-            until_s = max(until_s, time.monotonic() + reply.wait_s + 2 * GRACE_S)
-        elif reply.other is not None:
-            raise _AnotherLaunch(reply.other)
-        elif reply.refused is not None:
-            raise (RendezvousError if reply.missing else ConfigError)(reply.refused)
-        elif reply.all is not None:
-            if len(reply.all.members) != own.count:
-                raise _NotReady("something else answers there")
-            answer = Answer(reply.all.members, reply.all.monitor_port, reply.devices, connection.getpeername()[0])
-            connection.sendall(f'{MAGIC}{{"ready": true}}\n'.encode())
-        elif reply.start and answer is not None:
-            return answer
-        replies = replies or _next(connection, reader, until_s)
-
-
-def _next(connection: socket.socket, reader: Reader, until_s: float) -> list[_Reply]:
-    """The next reply, and those that came with it; raises OSError or _NotReady if there is none."""
-    replies: list[_Reply] = []
-    while not replies:
-        connection.settimeout(min(max(until_s - time.monotonic(), 0.1), LONGEST_WAIT_S))
-        try:
-            received = connection.recv(65536)
-        except TimeoutError:
-            raise _NotReady("it does not answer") from None
-        if not received:
-            raise _NotReady("it closed the connection")
-        try:
-            replies = [checked(message, _Reply) for message in reader.read(received)]
-        except ValueError:
-            raise _NotReady("something else answers there") from None
-    return replies
-
-
-def _probe(address: str, launch: Launch, own: ProcessInfo) -> str:
-    """Description of the listener at process 0's port, in parentheses, for a process that also has rank 0; empty if it is not a
-    jaxllm process.
-
-    Raises:
-      ConfigError: it is another process 0 of this same launch. It raises the same error.
-    """
-    try:
-        with connect(address, launch.port, PROBE_S) as connection:
-            _exchange(connection, own, time.monotonic() + PROBE_S)
-    except _AnotherLaunch as reason:
-        return f" ({reason})"
-    except (OSError, _NotReady):
-        pass
-    return ""
+    info: ProcessInfo | None = None
+    ready = False
+    """The process has confirmed that it is still there."""

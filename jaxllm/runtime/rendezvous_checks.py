@@ -9,6 +9,7 @@ assign_gpus(infos)              GPUs for each process
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxllm.config.types import Switch
-from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch, is_loopback
+from jaxllm.runtime.launchers import BIND, START_TIMEOUT_S, Launch, is_loopback, not_an_address
 from jaxllm.runtime.socket_messages import MOST_PROCESSES, Name, Pid, Rank
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked, shown
 
@@ -185,6 +186,8 @@ def missing(launch: Launch, infos: Mapping[int, ProcessInfo], there: Collection[
         hint = f"; only processes of this host reach {launch.host}"
     elif not is_local(launch.host):
         hint = f"; {launch.host} is not an address of {infos[0].host}, where process 0 waits"
+    elif address := listening_address(launch):
+        hint = f"; process 0 listens at {address} alone, and at all addresses of its host with {BIND}=0.0.0.0"
     return (
         f"{names} of {launch.num_processes} did not come to {launch.address} within {launch.start_timeout_s} s{gone} "
         f"(there: {_some(came)}{hint}): start the missing ones, or set {START_TIMEOUT_S} to wait longer."
@@ -279,14 +282,43 @@ def _unreachable(infos: Sequence[ProcessInfo]) -> str:
 
 def is_local(host: str) -> bool:
     """Whether a name leads to this host: a socket can bind to its address. False for a name that does not resolve."""
+    return any(map(_is_own, _addresses(host)))
+
+
+def listening_address(launch: Launch) -> str:
+    """The address of this host, process 0's, at which it listens; empty: all of them.
+
+    It is the coordinator's, if the others find it there too. They may not if its name leads elsewhere (to a service or a
+    gateway that passes connections on), or has several addresses; or if it leads to loopback here alone, as Debian's
+    /etc/hosts maps a host's own name.
+
+    Raises:
+      ConfigError: JAXLLM_BIND is not an address of this host.
+    """
+    if launch.bind:
+        found = _addresses(launch.bind)
+        if len(found) != 1 or not _is_own(found[0]):
+            raise not_an_address(launch.bind)
+        return "" if ipaddress.ip_address(found[0]).is_unspecified else found[0]
+    found = _addresses(launch.host)
+    if is_loopback(launch.host):
+        # localhost is often both 127.0.0.1 and ::1. Clients try both.
+        return next((one for one in sorted(found) if _is_own(one) and not ipaddress.ip_address(one).is_unspecified), "")
+    return found[0] if len(found) == 1 and _is_own(found[0]) and not is_loopback(found[0]) else ""
+
+
+def _addresses(host: str) -> list[str]:
     try:
-        addresses = {info[4] for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    for address in addresses:
-        with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe, suppress(OSError):
-            probe.bind(address)
-            return True
+        return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+    except (OSError, UnicodeError):
+        return []
+
+
+def _is_own(address: str) -> bool:
+    """Whether it is an address of this host: a socket can bind to it."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, suppress(OSError):
+        probe.bind((address, 0))
+        return True
     return False
 
 

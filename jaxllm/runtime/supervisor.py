@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NoReturn
 
 from jaxllm.runtime import exit_codes
@@ -90,6 +91,9 @@ def environment(outer: Mapping[str, str], limits: Limits) -> dict[str, str]:
     if not any(outer.get(name) for name in ("JAXLLM_LAUNCH_ID", *ONE_OF_SEVERAL)):
         # Each of several supervisors would choose another name, and processes of two launches do not meet.
         inner["JAXLLM_LAUNCH_ID"] = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns() // 10**6}"
+        # The same over all restarts. Not by the module `secrets`: its imports take time and memory.
+        if not any(name in outer for name in ("JAXLLM_SECRET", "JAXLLM_SECRET_FILE")):
+            inner["JAXLLM_SECRET"] = os.urandom(32).hex()
     return inner
 
 
@@ -207,7 +211,7 @@ class Supervisor:
                     stderr=outputs[1],
                     pass_fds=[beat_fd],
                     process_group=0,
-                    preexec_fn=_die_with_supervisor if _prctl else None,
+                    preexec_fn=partial(die_with_parent, os.getpid()) if _prctl else None,
                 )
             except OSError as error:
                 self._print(f"{self._command[0]} cannot be started ({error.strerror}): correct the command")
@@ -308,10 +312,14 @@ class Supervisor:
                 os.write(2, line)
 
 
-def _die_with_supervisor() -> None:
-    """Runs in COMMAND's process: if the supervisor is killed, COMMAND must not continue alone."""
+def die_with_parent(parent: int) -> None:
+    """Runs in COMMAND's process before COMMAND: if the supervisor, process `parent`, is killed, COMMAND must not continue
+    alone. Linux only."""
     assert _prctl is not None, "used on Linux only"
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # It was killed before the call, which then sends nothing (prctl(2)).
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _signal_group(process: subprocess.Popen, number: int) -> None:

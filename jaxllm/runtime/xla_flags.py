@@ -37,6 +37,7 @@ from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.parameters import layer_parameters
 from jaxllm.private_jax import number_collectives
 from jaxllm.runtime import flag_names
+from jaxllm.runtime.authentication import SECRET
 from jaxllm.runtime.cpus import available_cpus
 from jaxllm.runtime.flag_names import is_known
 from jaxllm.untrusted import RefusedInput, whole_number
@@ -344,8 +345,8 @@ def gpu_kinds() -> tuple[str, ...]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of this process that control jaxllm, JAX, XLA, CUDA and NCCL."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
+    """The variables of this process that control jaxllm, JAX, XLA, CUDA and NCCL. Not the secret: they are sent and printed."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING) and name != SECRET}
 
 
 def environment_with(flags: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
 from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.runtime import distributed, exit_codes, progress, watchdog
+from jaxllm.train import fewer_hosts
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
 from jaxllm.train.memory_check import explain_out_of_memory
@@ -49,11 +50,13 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         stack.callback(trainer.close)
         require_shared(folder)
         require = stack.enter_context(hold_run_dir(folder))
-        config = trainer.config
+        given, config = config, trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint, require)
         stack.callback(checkpoints.close)
         print_header(console, trainer)
+        if missing := fewer_hosts.describe(given, config):
+            console.say(missing)
         if checkpoints.latest is not None:
             require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
             with progress.phase("restore"):
@@ -77,6 +80,8 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         if not launch.restarts:
             # Before this point a signal has its default effect.
             stack.enter_context(signals)
+        if launch.restarts and (elastic := fewer_hosts.rules(given)) is not None:
+            stack.enter_context(distributed.waiting_room(elastic, lambda hosts: signals.ask(f"the return of {hosts}")))
         with progress.phase("step"):
             stopped_by = train(trainer, checkpoints, signals, console, sinks, timer)
         with progress.phase("save"):

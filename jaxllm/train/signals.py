@@ -116,6 +116,13 @@ class SignalHandler:
         self._watcher.join()
         self._reader.close()
 
+    def ask(self, reason: str) -> None:
+        """Asks to stop, as a signal named `reason` does; from any thread of any process."""
+        with self._lock:
+            early, self._signal = not self._begun, self._signal or reason
+        if early and self._leave_early is not None:
+            self._leave_early(reason)
+
     def begin(self) -> str | None:
         """Every process must call it once, when it is ready for its first step. Returns the signal that any of them has
         received, or None: then all train.

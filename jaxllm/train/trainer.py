@@ -34,7 +34,7 @@ from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
-from jaxllm.train import diloco, run_programs
+from jaxllm.train import diloco, fewer_hosts, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
@@ -93,11 +93,11 @@ class Trainer:
         # A wrong path is reported before any device is used.
         self.weights = None if resumes else initial_weights(config)
         with progress.phase("meet"):
-            distributed.start(config.run)
+            distributed.start(config.run, fewer_hosts.rules(config))
         distributed.require_same_config(config)
         with progress.phase("devices"):
             jax.devices()
-        self.config = config = config.resolve(jax.device_count())
+        self.config = config = fewer_hosts.adapted(config).resolve(jax.device_count())
         require_device_runs(config.model, jax.local_devices()[0])
         self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
         with progress.phase("dataset"):

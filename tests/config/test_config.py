@@ -225,7 +225,8 @@ def test_configs_are_frozen():
 
 def test_schema_lists_every_section_and_describes_keys():
     schema = json_schema()
-    assert set(schema["properties"]) == {"model", "parallel", "data", "optimizer", "train", "checkpoint", "log", "run"}
+    sections = {"model", "parallel", "data", "optimizer", "train", "checkpoint", "log", "run", "launch"}
+    assert set(schema["properties"]) == sections
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert "optimizer step" in train["global_batch_sequences"]["description"]
     assert json.loads(json.dumps(schema)) == schema

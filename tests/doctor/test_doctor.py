@@ -22,6 +22,7 @@ from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
 from jaxllm.doctor import checks, doctor, host_link, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.host_link import BOTH_WAYS, FROM_HOST, TO_HOST, HostCopy
+from jaxllm.doctor.numa import Binding, binding
 from jaxllm.doctor.probes import Card, Collective, Facts, Folder
 from jaxllm.mesh import HOST
 from jaxllm.runtime import distributed
@@ -46,7 +47,7 @@ ONE = Facts(
     host_bytes=2**40,
     host_available_bytes=2**39,
     shared_memory_bytes=2**38,
-    cpus=96,
+    binding=Binding(96, 96, [0, 1], 2, {str(gpu): gpu // 4 for gpu in range(8)}),
     environment={"XLA_FLAGS": "--xla_gpu_deterministic_ops=true", "NCCL_DEBUG": "WARN"},
 )
 
@@ -74,6 +75,7 @@ def judged(processes: list[Facts], forced: bool = False) -> dict[str, Row]:
         *checks.launcher(processes, hosts, LaunchInfo("slurm", 0, "7", True, None)),
         *checks.devices(processes, forced),
         *checks.memory(processes),
+        *checks.cpus(processes),
     ]
     return {row.check: row for row in rows}
 
@@ -110,6 +112,14 @@ def test_a_launch_of_equal_processes_passes(count):
         (alike(1, device_limit_bytes=60 * GIB), "gpu memory", WARN, "less than 92% of the 79.6 GiB that a h100-80gb has"),
         (launch({"host_available_bytes": GIB}), "host memory", WARN, "little on process 1 on h1"),
         (launch({"shared_memory_bytes": 64 * 2**20}), "host memory", WARN, "/dev/shm has 64.0 MiB on process 1 on h1"),
+        (
+            launch({"binding": dataclasses.replace(ONE.binding, cpus=1, nodes=[0], gpu_nodes={"0": 0})}),
+            *("cpus", WARN, "a single CPU of 96: process 1 on h1"),
+        ),
+        (
+            launch({}, {"binding": dataclasses.replace(ONE.binding, cpus=48, nodes=[0])}),
+            *("cpus", WARN, "GPU 4 is on NUMA node 1, the CPUs only on 0: process 2 on h2"),
+        ),
     ],
 )
 def test_each_problem_is_named_with_its_process(processes, check, status, words):
@@ -227,10 +237,80 @@ def test_copies_are_timed_on_all_devices_at_once(monkeypatch):
 
 
 def test_what_nvidia_smi_prints():
-    text = "580.95.05, NVIDIA H200, 143771, 4\n580.95.05, NVIDIA H200, 143771, [N/A]\n"
-    cards = [Card("NVIDIA H200", 143771 * 2**20, 4 * 2**20), Card("NVIDIA H200", 143771 * 2**20, 0)]
+    text = (
+        "580.95.05, NVIDIA H200, 143771, 4, 00000000:19:00.0, GPU-a\n580.95.05, NVIDIA H200, 143771, [N/A], "
+        "00010000:DA:00.0, GPU-b\n"
+    )
+    cards = [
+        Card("NVIDIA H200", 143771 * 2**20, 4 * 2**20, "00000000:19:00.0", "GPU-a"),
+        Card("NVIDIA H200", 143771 * 2**20, 0, "00010000:DA:00.0", "GPU-b"),
+    ]
     assert probes.parse_cards(text) == ("580.95.05", cards)
     assert probes.parse_cards("No devices were found\n") == (None, [])
+
+
+# ------------------------------------------------------------------------------------------------------------------ NUMA
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    """A host of two sockets, each with half of the CPUs of this machine, and a third node of memory alone; a GPU on each."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    files = {
+        "devices/system/node/node0/cpulist": f"{first}\n",
+        "devices/system/node/node1/cpulist": ",".join(f"{cpu}-{cpu}" for cpu in others) + ",1000-1003\n",
+        "devices/system/node/node2/cpulist": "\n",
+        "bus/pci/devices/0000:19:00.0/numa_node": "0\n",
+        "bus/pci/devices/0000:da:00.0/numa_node": "1\n",
+        "bus/pci/devices/0000:3b:00.0/numa_node": "-1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+PCI = {"GPU-a": "00000000:19:00.0", "GPU-b": "00000000:DA:00.0", "GPU-c": "00000000:3B:00.0", "GPU-d": "[N/A]"}
+
+
+@pytest.fixture
+def one_cpu():
+    """The number of the only CPU that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    yield min(allowed)
+    os.sched_setaffinity(0, allowed)
+
+
+def test_a_process_of_one_cpu_is_far_from_the_other_nodes_gpu(sysfs, one_cpu):
+    found = binding(PCI, set(PCI), sysfs)
+    assert found == Binding(1, os.cpu_count(), [0], 2, {"0": 0, "1": 1})
+    assert found.far_gpus == ["1"]
+    assert binding(PCI, {"GPU-a", "GPU-c"}, sysfs).far_gpus == []
+    if os.cpu_count() > 1:
+        rows = list(checks.cpus([dataclasses.replace(ONE, binding=found)]))
+        assert [row.found for row in rows] == [
+            f"a single CPU of {os.cpu_count()}: process 0 on h0",
+            "GPU 1 is on NUMA node 1, the CPUs only on 0: process 0 on h0",
+        ]
+        assert rows[0].todo.startswith("give each process its share: srun --cpus-per-task=N, mpirun --bind-to none")
+
+
+def test_a_process_that_may_use_all_cpus(sysfs, tmp_path):
+    cpus = len(os.sched_getaffinity(0))
+    nodes = [0, 1][:cpus]
+    assert binding(PCI, {"GPU-b"}, sysfs) == Binding(cpus, os.cpu_count(), nodes, 2, {"1": 1})
+    # A container without these files.
+    assert binding(PCI, set(PCI), tmp_path / "none") == Binding(cpus, os.cpu_count(), [], 0, {})
+    (row,) = checks.cpus([ONE])
+    assert (row.status, row.found) == (OK, "96 of 96 CPUs, NUMA nodes 0-1 of 2, GPUs 0-3 on node 0, GPUs 4-7 on node 1")
+
+
+def test_the_kernel_tells_of_this_machine():
+    found = binding({}, set())
+    assert found.cpus == len(os.sched_getaffinity(0))
+    assert len(found.nodes) <= found.host_nodes
+    assert bool(found.nodes) == Path("/sys/devices/system/node/node0/cpulist").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- the command

@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import yaml
+from documented_launches import DOCUMENTED, environment_of
 from hf_folders import HUB, random_weights, write_folder
 from hypothesis import given, settings
 from tiny import TINY
@@ -369,13 +370,19 @@ def test_fuzz_messages(message, pick, value, seed):
 @pytest.mark.slow
 @fuzzed
 @given(
-    text=st.text("h-,[]0123456789x \x00", max_size=30), name=st.sampled_from(["SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_ID"])
+    text=st.text("h-,[]0123456789x \x00", max_size=30),
+    name=st.sampled_from(["SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_ID"]),
+    key=st.sampled_from(list(DOCUMENTED)),
 )
-def test_fuzz_launchers(text, name):
+def test_fuzz_launchers(text, name, key):
     slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_NODELIST": "h[1-2]"}
     refusal(ConfigError, launchers.find, {**slurm, name: text})
     refusal(ConfigError, launchers.find, {**slurm, "SLURM_NODELIST": text})
     refusal(ConfigError, launchers.find, {"JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": "1", "JAXLLM_COORDINATOR": text})
+    for one in DOCUMENTED[key]:
+        refusal(ConfigError, launchers.find, {**environment_of(key, 0, 2, 29500), one: text})
+    for one in ("TF_CONFIG", "SM_HOSTS", "VC_WORKER_NUM"):
+        refusal(ConfigError, launchers.find, {one: text})
 
 
 @pytest.mark.slow

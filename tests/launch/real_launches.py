@@ -150,8 +150,8 @@ def launch(script: str, *arguments, cwd: Path, **variables: str) -> tuple[int, s
 class Run:
     """A recipe, a slow program that trains it as `python FOLDER/slowly.py SECONDS ...`, and the results."""
 
-    def __init__(self, folder: Path, text_file: Path):
-        self.folder, self.dir = folder, folder / "run"
+    def __init__(self, folder: Path, text_file: Path, *more: str):
+        self.folder, self.dir, self.more = folder, folder / "run", more
         self.recipe, self.program = folder / "tiny.yaml", folder / "slowly.py"
         self.recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
         self.program.write_text(PROGRAM)
@@ -159,6 +159,7 @@ class Run:
     def command(self, step_s: float = STEP_S) -> tuple[str, ...]:
         """For two processes with one device each: they compile fastest."""
         overrides = ("run.cpu_devices=1", "parallel.data=2", f"run.dir={self.dir}", "run.peer_timeout_s=20", *COMMON)
+        overrides += self.more
         return ("python", str(self.program), str(step_s), str(self.recipe), *overrides)
 
     def wait_for(self, step: int, process: subprocess.Popen) -> None:
@@ -174,9 +175,14 @@ class Run:
         """Compares with a run without faults, on another mesh."""
         alone = self.folder / "alone"
         mesh = ("run.cpu_devices=8", "parallel.data=2", "parallel.tensor=4")
-        fit(jaxllm.load_config(self.recipe, [*mesh, f"run.dir={alone}", *COMMON]))
+        fit(jaxllm.load_config(self.recipe, [f"run.dir={alone}", *COMMON, *self.more, *mesh]))
         assert self._records(self.dir, "step") == self._records(alone, "step") == list(range(1, STEPS + 1))
         np.testing.assert_allclose(self._records(self.dir, "loss"), self._records(alone, "loss"), rtol=1e-5)
+
+    def starts(self) -> list[dict]:
+        """The first line of each start."""
+        lines = map(json.loads, (self.dir / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if "start_unix_s" in line]
 
     @staticmethod
     def _records(folder: Path, key: str) -> list:

@@ -14,19 +14,20 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import real_launches
 
+from jaxllm.rehearsal.network import ADDRESSES, SWITCH, Network, is_possible
+
 PACKAGES = {
     **{"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
     **{"ip": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"},
 }
 """By the program that needs each."""
-SWITCH, NETWORK = "hsw", "10.99.0"
 COMMAND_LIMIT_S, UP_LIMIT_S = 30, 60
 
 # cred_expire decides how long a requeued job waits (2 minutes if not set), SlurmdTimeout when a silent node counts as down: its
@@ -68,10 +69,6 @@ NodeName=h[1-{count}] CPUs=4 RealMemory=4000 Gres=gpu:fake:2 State=UNKNOWN
 PartitionName=main Nodes=h[1-{count}] Default=YES MaxTime=60 State=UP
 """
 
-# Runs "$@" with the host name $0 and the lab's own hosts file: a host's own name must resolve there to the address at which the
-# others reach it.
-AT_HOME = 'hostname "$0"; mount --bind "$HOSTS" /etc/hosts; exec "$@"'
-
 
 def require_slurm() -> None:
     """Installs missing packages; skips the test if that fails."""
@@ -110,8 +107,9 @@ class Lab:
     def __init__(self, folder: Path, count: int):
         self.folder, self.count = folder.resolve(), count
         self.nodes = [f"h{number}" for number in range(1, count + 1)]
-        self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "HOSTS": str(self.folder / "hosts")}
-        self._namespaces = {host: f"jaxllm-{os.getpid()}-{host}" for host in (SWITCH, *self.nodes)}
+        self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self._network = Network(self.nodes, self.folder)
+        self.plug, self.unplug = self._network.plug, self._network.unplug
         self._daemons: dict[str, subprocess.Popen] = {}
 
     # ------------------------------------------------------------------------------------------------------ the machines
@@ -122,8 +120,9 @@ class Lab:
         # Munge distrusts folders that others may write to.
         for part in (self.folder, self.folder / "munge"):
             part.chmod(0o755)
-        remove_forgotten_namespaces()
-        self._lay_cables()
+        if not is_possible():
+            pytest.skip("no network namespaces here")
+        self._network.__enter__()
         self._write_files()
         munge = self.folder / "munge"
         self._spawn(
@@ -140,14 +139,11 @@ class Lab:
     def close(self) -> None:
         for daemon in self._daemons.values():
             end(daemon)
-        for namespace in self._namespaces.values():
-            remove_namespace(namespace)
+        self._network.close()
 
     def on(self, host: str) -> list[str]:
         """Prefix of a command that shall run on a host; the command dies with this test."""
-        namespace = f"--net=/run/netns/{self._namespaces[host]}"
-        inside = ["nsenter", namespace, "unshare", "--mount", "--uts", "bash", "-c", AT_HOME, host]
-        return ["setpriv", "--pdeathsig", "KILL", *inside]
+        return ["setpriv", "--pdeathsig", "KILL", *self._network.on(host)]
 
     def power_on(self, node: str) -> None:
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
@@ -162,34 +158,9 @@ class Lab:
         self.unplug(node)
         end(self._daemons.pop(node))
 
-    def unplug(self, node: str) -> None:
-        """Cuts the node's network; its processes live on."""
-        self._ip("-n", self._namespaces[SWITCH], "link", "set", f"to-{node}", "down")
-
-    def plug(self, node: str) -> None:
-        self._ip("-n", self._namespaces[SWITCH], "link", "set", f"to-{node}", "up")
-
-    def _lay_cables(self) -> None:
-        switch = self._namespaces[SWITCH]
-        for namespace in self._namespaces.values():
-            self._ip("netns", "add", namespace)
-            self._ip("-n", namespace, "link", "set", "lo", "up")
-        self._ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        self._ip("-n", switch, "link", "set", "br0", "up")
-        self._ip("-n", switch, "addr", "add", f"{NETWORK}.254/24", "dev", "br0")
-        for number, node in enumerate(self.nodes, start=1):
-            name = self._namespaces[node]
-            self._ip("-n", switch, "link", "add", f"to-{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            self._ip("-n", switch, "link", "set", f"to-{node}", "master", "br0", "up")
-            self._ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
-            self._ip("-n", name, "link", "set", "eth0", "up")
-
     def _write_files(self) -> None:
         folder = self.folder
-        hosts = ["127.0.0.1 localhost", f"{NETWORK}.254 {SWITCH}"]
-        hosts += [f"{NETWORK}.{number} {node}" for number, node in enumerate(self.nodes, start=1)]
-        (folder / "hosts").write_text("\n".join(hosts) + "\n")
-        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, switch=SWITCH, network=NETWORK, count=self.count))
+        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, switch=SWITCH, network=ADDRESSES, count=self.count))
         for number in (0, 1):
             # SLURM refuses a GPU that is not a device node; these two are /dev/null.
             os.mknod(folder / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
@@ -210,12 +181,6 @@ class Lab:
                 env=self.environment,
                 start_new_session=True,
             )
-
-    def _ip(self, *arguments: str) -> None:
-        result = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
-        if result.returncode and arguments[:2] == ("netns", "add"):
-            pytest.skip(f"no network namespaces here: {result.stderr.strip()}")
-        assert result.returncode == 0, f"ip {' '.join(arguments)}: {result.stderr}"
 
     def _idle(self) -> int:
         # A node has a line for each partition.
@@ -296,24 +261,3 @@ def end(daemon: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass
     daemon.wait(timeout=COMMAND_LIMIT_S)
-
-
-def remove_namespace(name: str) -> None:
-    """Removes a namespace and kills its processes."""
-    for pid in _words("ip", "netns", "pids", name):
-        try:
-            os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=COMMAND_LIMIT_S)
-
-
-def remove_forgotten_namespaces() -> None:
-    """Removes the namespaces of a killed test run; its processes died with it."""
-    for name in _words("ip", "netns", "list"):
-        if (found := re.fullmatch(r"jaxllm-(\d+)-h\w+", name)) and not Path(f"/proc/{found[1]}").exists():
-            remove_namespace(name)
-
-
-def _words(*command: str) -> Iterable[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S).stdout.split()

@@ -1,5 +1,5 @@
-"""launch/k8s-jobset.yaml and launch/Dockerfile without a cluster: compared with the published schema and the rest of jaxllm;
-and the pods' commands, with the environments of pods, as processes of this machine.
+"""launch/k8s-jobset.yaml, launch/kubeflow-trainjob.yaml and launch/skypilot.yaml without a cluster: compared with the published
+schemas and the rest of jaxllm; and the pods' commands, with the environments of pods, as processes of this machine.
 """
 
 import importlib
@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,16 @@ from jaxllm.config import load_config
 from jaxllm.runtime import exit_codes, launchers
 
 CHECKOUT = Path(__file__).parents[2]
-DOCKERFILE = CHECKOUT / "launch" / "Dockerfile"
-JOBSET = yaml.safe_load((CHECKOUT / "launch" / "k8s-jobset.yaml").read_text())
+SCHEMAS = Path(__file__).parent / "schemas"
+
+
+def manifest(name: str, variants: bool = False) -> dict:
+    """A manifest; with `variants` also its lines behind `#:`, for what not every cluster has."""
+    text = (CHECKOUT / "launch" / name).read_text()
+    return yaml.safe_load(re.sub(r"^( *)#: ", r"\1", text, flags=re.MULTILINE) if variants else text)
+
+
+JOBSET, TRAIN_JOB, SKY = (manifest(name) for name in ("k8s-jobset.yaml", "kubeflow-trainjob.yaml", "skypilot.yaml"))
 (REPLICATED,) = JOBSET["spec"]["replicatedJobs"]
 JOB = REPLICATED["template"]["spec"]
 POD = JOB["template"]["spec"]
@@ -31,12 +38,19 @@ LABELS = {"jobset.sigs.k8s.io/jobset-uid": "5f0c", "jobset.sigs.k8s.io/restart-a
 """Labels of a pod, as the JobSet controller sets them."""
 
 
+SECRET = "0123456789abcdef\n"
+"""What the command in the manifest's head puts into the Secret, shorter."""
+
+
 def environment_of(index: int, labels: dict[str, str] = LABELS) -> dict[str, str]:
     """Environment that Kubernetes gives to the container of a pod."""
 
     def value(variable: dict) -> str:
         if "value" in variable:
             return variable["value"]
+        if "secretKeyRef" in variable["valueFrom"]:
+            assert variable["valueFrom"]["secretKeyRef"] == {"name": "llm", "key": "secret"}
+            return SECRET
         key = re.fullmatch(r"metadata\.labels\['(.+)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])[1]
         # A missing label is an empty text.
         return labels.get(key, "")
@@ -57,6 +71,7 @@ def test_each_pod_finds_its_rank():
         found = launchers.find(environment_of(index))
         assert (found.launcher, found.process_id, found.num_processes) == ("kubernetes", index, JOB["completions"])
         assert found.address == environment_of(0)["JAXLLM_COORDINATOR"]
+        assert found.secret == SECRET.strip().encode()
         info = launchers.launch_info(environment_of(index))
         assert (info.launch_id, info.attempt) == ("5f0c", 3)
     assert launchers.launch_info(environment_of(0, labels={})).launch_id is None
@@ -83,36 +98,104 @@ def test_bad_input_alone_ends_the_jobset():
     assert policy["maxRestarts"] > 0
 
 
-def test_the_command_is_a_supervised_run_of_a_recipe_in_the_image():
-    assert COMMAND[:3] == ["python", "-m", "jaxllm.runtime.supervisor"]
-    program, command, recipe, *overrides = COMMAND[COMMAND.index("--") + 1 :]
-    assert (program, command) == ("jaxllm", "train")
+def holds_a_supervised_recipe(command: list[str], gpus: int, mounts: list[str]) -> None:
+    assert command[:3] == ["python", "-m", "jaxllm.runtime.supervisor"]
+    program, verb, recipe, *overrides = command[command.index("--") + 1 :]
+    assert (program, verb) == ("jaxllm", "train")
     config = load_config(CHECKOUT / recipe, overrides)
-    gpus = JOB["completions"] * CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert config.train.global_batch_sequences % gpus == 0
+    assert any(Path(config.run.dir).is_relative_to(mount) for mount in mounts)
+
+
+def test_the_command_is_a_supervised_run_of_a_recipe_in_the_image():
+    gpus = JOB["completions"] * CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     (claim,) = (volume["name"] for volume in POD["volumes"] if "persistentVolumeClaim" in volume)
-    (mount,) = (mount["mountPath"] for mount in CONTAINER["volumeMounts"] if mount["name"] == claim)
-    assert Path(config.run.dir).is_relative_to(mount)
+    mounts = [mount["mountPath"] for mount in CONTAINER["volumeMounts"] if mount["name"] == claim]
+    holds_a_supervised_recipe(COMMAND, gpus, mounts)
 
 
-def test_the_image_has_what_the_package_and_the_manifest_need():
-    lines = re.sub(r"\\\n", " ", DOCKERFILE.read_text()).splitlines()
-    instructions = [shlex.split(line) for line in lines if line and not line.startswith("#")]
-    copied = {source.rstrip("/") for name, *words in instructions if name == "COPY" for source in words[:-1]}
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
-    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
-    assert needed | {*wheel["packages"], *wheel["force-include"]} == copied
-    assert all((CHECKOUT / source).exists() for source in copied)
-    # The folder and the user of the command.
-    folders = [words[0] for name, *words in instructions if name == "WORKDIR"]
-    after = instructions[[words[1:] for words in instructions].index([folders[-1]]) :]
-    assert ["COPY", "configs", "configs"] in after
-    (user,) = (words[0] for name, *words in instructions if name == "USER")
-    assert user.split(":")[1] == str(POD["securityContext"]["fsGroup"])
-    (cuda,) = (words[0].partition("=")[2] for name, *words in instructions if name == "ARG")
-    (extras,) = (re.search(r"\[(.+)\]", words[-1])[1] for name, *words in instructions if words[:2] == ["pip", "install"])
-    assert {*extras.replace("${CUDA}", cuda).split(",")} <= set(project["project"]["optional-dependencies"])
+def test_a_pod_has_what_nccl_needs():
+    """Shared memory always; adapters, locked memory, a queue and a topology where the cluster has them."""
+    (shared,) = (volume for volume in POD["volumes"] if "emptyDir" in volume)
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+    assert {"name": shared["name"], "mountPath": "/dev/shm"} in CONTAINER["volumeMounts"]
+    assert POD["securityContext"] == {"runAsNonRoot": True, "fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    variant = manifest("k8s-jobset.yaml", variants=True)
+    pod = variant["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "rdma/ib": 1}
+    assert variant["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert variant["metadata"]["annotations"]["alpha.jobset.sigs.k8s.io/exclusive-topology"]
+    assert pod["metadata"]["annotations"]["kueue.x-k8s.io/podset-preferred-topology"]
+
+
+# --------------------------------------------------------------------------------------------- Kubeflow Trainer and SkyPilot
+
+HELD = [("kubeflow-trainjob.yaml", "kubeflow-trainjob.yaml"), ("skypilot.yaml", "skypilot-task.yaml")]
+
+
+@pytest.mark.parametrize("variants", [False, True])
+@pytest.mark.parametrize(("name", "schema"), HELD)
+def test_a_manifest_follows_its_published_schema(name, schema, variants):
+    validate = pytest.importorskip("jsonschema").Draft202012Validator(yaml.safe_load((SCHEMAS / schema).read_text()))
+    validate.validate(manifest(name, variants))
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "place", "value"),
+    [
+        (*HELD[0], ("spec", "trainer", "num_nodes"), 2),
+        (*HELD[0], ("spec", "trainer", "numNodes"), "two"),
+        (*HELD[0], ("apiVersion",), "kubeflow.org/v1"),
+        (*HELD[0], ("spec", "trainer", "resourcesPerNode", "limits", "nvidia.com/gpu"), "four"),
+        (*HELD[1], ("numNodes",), 2),
+        (*HELD[1], ("resources", "job_recovery", "recover_on_exit_codes"), [75, 300]),
+        (*HELD[1], ("envs", "JAXLLM-LAUNCH"), "x"),
+    ],
+)
+def test_the_schema_refuses_what_a_server_would(name, schema, place, value):
+    jsonschema = pytest.importorskip("jsonschema")
+    changed = inner = manifest(name)
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(yaml.safe_load((SCHEMAS / schema).read_text())).validate(changed)
+
+
+def test_the_trainjob_is_the_jobset_as_kubeflow_writes_it():
+    trainer = TRAIN_JOB["spec"]["trainer"]
+    gpus = trainer["numNodes"] * trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    (patch,) = TRAIN_JOB["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    # Names in the runtime jax-distributed of kubeflow/trainer.
+    assert (TRAIN_JOB["spec"]["runtimeRef"], job["name"], container["name"]) == ({"name": "jax-distributed"}, "node", "node")
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "runs"]
+    holds_a_supervised_recipe([*trainer["command"], *trainer["args"]], gpus, mounts)
+    assert [*trainer["command"], *trainer["args"]] == COMMAND
+    for key in ("terminationGracePeriodSeconds", "securityContext", "volumes"):
+        assert pod[key] == POD[key]
+    for key in ("securityContext", "volumeMounts"):
+        assert container[key] == CONTAINER[key]
+    # Kubeflow sets the rank and the coordinator.
+    ours = {variable["name"] for variable in CONTAINER["env"]} - {launchers.NUM_PROCESSES, launchers.COORDINATOR}
+    assert {variable["name"] for variable in trainer["env"]} == ours
+
+
+def test_the_skypilot_task_runs_the_checkout():
+    gpus = SKY["num_nodes"] * int(SKY["resources"]["accelerators"].partition(":")[2])
+    activate, command = SKY["run"].replace("\\\n", "").splitlines()
+    assert activate == "source .venv/bin/activate"
+    holds_a_supervised_recipe(shlex.split(command), gpus, list(SKY["volumes"]))
+    assert SKY["resources"]["job_recovery"] == {"recover_on_exit_codes": [exit_codes.RESTART, exit_codes.LOST]}
+    for script in (SKY["setup"], SKY["run"]):
+        assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=20).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------- published by Kubernetes
 
 
 @pytest.mark.launcher
@@ -122,6 +205,8 @@ def test_the_job_follows_the_published_schema(version):
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": REPLICATED["name"]}, "spec": JOB}
     version = schema.latest_version() if version == "latest" else version
     schema.validate(job, version, strict=True)
+    variant = manifest("k8s-jobset.yaml", variants=True)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    schema.validate(job | {"spec": variant}, version, strict=True)
     with pytest.raises(schema.ValidationError, match="completionmode"):
         schema.validate(job | {"spec": JOB | {"completionmode": "Indexed"}}, version, strict=True)
 

@@ -240,10 +240,11 @@ def test_only_what_can_resume_is_started_again(command, verdict):
 
 
 def test_variables_for_other_hosts():
-    given = {"JAXLLM_ATTEMPT": "1", "XLA_FLAGS": "a b", "JAXLLM_PROCESS_ID": "0", "JAXLLM_BEAT_FD": "5", "HOME_OF_MINE": "1"}
-    names = in_environment("forwarded_variables", **given).stdout.split()
-    assert {"JAXLLM_ATTEMPT", "XLA_FLAGS"} <= set(names)
-    assert not {"JAXLLM_PROCESS_ID", "JAXLLM_BEAT_FD", "JAXLLM_VENV", "HOME_OF_MINE", "PATH"} & set(names)
+    given = {"JAXLLM_ATTEMPT": "1", "XLA_FLAGS": "a b", "JAX_COORDINATOR_ADDRESS": "h0:29500"}
+    of_one = dict.fromkeys(("JAXLLM_PROCESS_ID", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAXLLM_BEAT_FD", "HOME_OF_MINE"), "0")
+    names = in_environment("forwarded_variables", **given, **of_one).stdout.split()
+    assert given.keys() <= set(names)
+    assert not {*of_one, "JAXLLM_VENV", "PATH"} & set(names)
 
 
 def test_works_from_any_folder(tmp_path):
@@ -269,3 +270,15 @@ def test_gpu_check_goes_through_its_motions_on_a_cpu(tmp_path):
     assert "tests/gpu/test_cudnn_attention.py" in log
     results = re.findall(r"^  (\S.*?) +\d+ s  (.*)$", log, re.MULTILINE)
     assert results == [(part, "ok") for part in ("benchmarks/gpu.py", "memory in use", "gpu tests, collected")]
+
+
+def test_a_launch_makes_a_secret_unless_one_is_given():
+    words = "share_secret; env | grep ^JAXLLM_SECRET"
+    made = [in_environment(words).stdout for _ in range(2)]
+    assert all(re.fullmatch("JAXLLM_SECRET=[0-9a-f]{64}\n", one) for one in made)
+    assert made[0] != made[1]
+    for given in ({"JAXLLM_SECRET": "mine"}, {"JAXLLM_SECRET_FILE": "/mine"}):
+        ((name, value),) = given.items()
+        assert in_environment(words, **given).stdout == f"{name}={value}\n"
+    for script in ("local_cluster.sh", "mpi.sh", "ssh.sh"):
+        assert "\nshare_secret\n" in (CHECKOUT / "launch" / script).read_text()

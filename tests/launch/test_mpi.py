@@ -19,7 +19,8 @@ TWO = ("--oversubscribe", "-np", "2")
 
 @pytest.fixture(scope="module", autouse=True)
 def open_mpi():
-    real_launches.require(mpirun="openmpi-bin")
+    # MPICH has an mpirun too.
+    real_launches.require(ompi_info="openmpi-bin")
 
 
 @pytest.mark.parametrize(
@@ -51,16 +52,17 @@ def test_other_programs_of_that_name_are_refused(tmp_path):
 
 def test_processes_find_each_other_in_the_callers_folder(tmp_path):
     """And may use all of the host's cores."""
-    words = 'echo "$OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE in $PWD, $XLA_FLAGS"; echo "$JAXLLM_COORDINATOR" >&2; nproc'
+    words = 'echo "$OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE in $PWD, $XLA_FLAGS"; nproc'
+    words += '; echo "$JAXLLM_COORDINATOR $JAXLLM_SECRET" >&2'
     variables = AS_ROOT | {"XLA_FLAGS": "--first=1 --second=a,b"}
     code, out, err = launch("mpi.sh", *TWO, "--", "bash", "-c", words, cwd=tmp_path, **variables)
     assert code == 0, err
     cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
     expected = [line for n in range(2) for line in (f"[{n}] {n} of 2 in {tmp_path}, --first=1 --second=a,b", f"[{n}] {cores}")]
     assert sorted(out.splitlines()) == sorted(expected)
-    coordinators = {line.split()[1] for line in err.splitlines() if line.startswith("[")}
-    assert len(coordinators) == 1
-    assert coordinators.pop().startswith("127.0.0.1:")
+    ((coordinator, secret),) = {tuple(line.split()[1:]) for line in err.splitlines() if line.startswith("[")}
+    assert coordinator.startswith("127.0.0.1:")
+    assert len(secret) == 64
 
 
 def test_a_given_coordinator_and_the_first_failure_that_is_final(tmp_path):

@@ -18,6 +18,8 @@ from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
 
+from jaxllm.runtime.authentication import read_secret
+
 CHECKOUT = Path(__file__).parents[2]
 SCRIPT = CHECKOUT / "launch" / "slurm.sbatch"
 
@@ -44,6 +46,9 @@ def script(*arguments: str, cwd: Path, path: Path = SCRIPT, **variables: str) ->
     return subprocess.run(command, cwd=cwd, env=plain(**variables), capture_output=True, text=True, timeout=60)
 
 
+KEEP = '[[ -z "${JAXLLM_SECRET_FILE:-}" ]] || cp -p "$JAXLLM_SECRET_FILE" "$LOG/kept"'
+
+
 @pytest.fixture
 def slurm(tmp_path):
     """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=...) -> (the script's exit code, its lines, srun's
@@ -52,7 +57,7 @@ def slurm(tmp_path):
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, body in (
-        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; exit "$CODE"'),
+        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; ' + KEEP + '; exit "$CODE"'),
         ("scontrol", '[[ $1 == show ]] && { [[ $SHOWN ]] || exit 1; echo "$SHOWN"; exit; }; echo "$*" >>"$LOG/scontrol"'),
     ):
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -157,6 +162,33 @@ def test_each_host_runs_the_command_under_a_supervisor(slurm):
     assert "--kill-on-bad-exit=0" in found.srun
 
 
+def secrets_of(environment: list[str]) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in environment if line.startswith("JAXLLM_SECRET"))
+
+
+def test_each_turn_has_a_secret_in_a_file_of_its_own(slurm, tmp_path):
+    made = []
+    for turn in range(2):
+        found = slurm(76, shown(restarts=turn), SLURM_RESTART_COUNT=str(turn))
+        assert secrets_of(found.environment) == {"JAXLLM_SECRET_FILE": f"{tmp_path}/.jaxllm-secret-7-{turn}"}
+        kept = tmp_path / "kept"
+        assert kept.stat().st_mode & 0o777 == 0o600
+        made.append(read_secret({"JAXLLM_SECRET_FILE": str(kept)}))
+        assert not list(tmp_path.glob(".jaxllm-secret-*"))
+    assert [len(one) for one in made] == [64, 64]
+    assert made[0] != made[1]
+
+
+def test_a_folder_that_cannot_keep_a_secret_and_a_secret_that_is_given(slurm, tmp_path):
+    taken = tmp_path / ".jaxllm-secret-7-0"
+    taken.write_text("another user's")
+    taken.chmod(0o644)
+    ((name, secret),) = secrets_of(slurm(0, shown()).environment).items()
+    assert (name, len(secret), taken.read_text()) == ("JAXLLM_SECRET", 64, "another user's")
+    given = {"JAXLLM_SECRET_FILE": "/mine"}
+    assert secrets_of(slurm(0, shown(), **given).environment) == given
+
+
 PREPARE = ("jaxllm", "data", "prepare", "x", "--out", "y", "--tokenizer", "bytes")
 ARRAY = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_COUNT": "4"}
 
@@ -188,6 +220,118 @@ def test_refusals_are_a_sentence(arguments, variables, sentence, tmp_path):
     result = script(*arguments, cwd=tmp_path, **JOB | variables)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
+    assert sentence in line
+
+
+# ------------------------------------------------------------------------------------------------------------- containers
+
+SUPERVISED = ["python", "-m", "jaxllm.runtime.supervisor", "--restarts", "10", "--"]
+TRAIN = ["python", "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"]
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """nodes(container, srun's help, code=..., variables) -> how a node ran the job: the arguments of stand-ins for srun and for
+    the container's program, and those, the folder and the variables of the command inside.
+    """
+    programs, image = tmp_path / "programs", tmp_path / "image.sif"
+    programs.mkdir()
+    image.touch()
+    log = 'printf "%s\\n" "$@" >"$LOG/{}"'
+    # Each runs what it was given: srun what follows its options, a container what follows its image.
+    outside = 'while [[ $1 == --* ]]; do shift; done; "$@"'
+    inside = '[[ " $* " == *" $IMAGE "* ]]; while [[ "$1" != "$IMAGE" ]]; do shift; done; shift; cd /; exec "$@"'
+    bodies = {
+        "srun": f'[[ $1 != --help ]] || {{ echo "$HELP"; exit; }}; {log.format("srun")}; {outside}',
+        "apptainer": f"{log.format('container')}; {inside}",
+        "enroot": f"{log.format('container')}; {inside}",
+        "python": f'{log.format("command")}; pwd >"$LOG/folder"; env >"$LOG/environment"; exit "$CODE"',
+        "scontrol": "exit 1",
+    }
+    for name, body in bodies.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+
+    def run(container: str, helped: str = "", code: int = 0, **variables: str):
+        container = container.replace("IMAGE", str(image))
+        made_up = {
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "LOG": str(tmp_path),
+            "CODE": str(code),
+            "HELP": helped,
+        }
+        made_up |= {"JAXLLM_CONTAINER": container, "IMAGE": str(image), "JAXLLM_VENV": "/no/such/venv"}
+        result = script("jaxllm", "train", "a b.yaml", "run.dir=c d", cwd=tmp_path, **JOB | made_up | variables)
+        written = {
+            name: (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []
+            for name in ("srun", "container", "command", "folder", "environment")
+        }
+        return SimpleNamespace(code=result.returncode, said=result.stderr.splitlines(), image=str(image), **written)
+
+    return run
+
+
+def test_pyxis_is_asked_by_sruns_options(nodes, tmp_path):
+    found = nodes("pyxis:nvcr.io#a/b:1", "  --container-image=IMAGE  [pyxis]", JAXLLM_MOUNTS="/usr,/var")
+    assert found.code == 0
+    (mounts,) = (word for word in found.srun if word.startswith("--container-mounts="))
+    assert mounts == f"--container-mounts={tmp_path}:{tmp_path},/usr:/usr,/var:/var"
+    wanted = {"--container-image=nvcr.io#a/b:1", f"--container-workdir={tmp_path}", "--container-mount-home"}
+    assert wanted | {"--container-env=HOME,USER"} <= set(found.srun)
+    assert found.srun[-12:] == [*SUPERVISED, *TRAIN]
+    assert found.command == [*SUPERVISED, *TRAIN][1:]
+
+
+def test_apptainer_runs_the_supervisor(nodes, tmp_path):
+    found = nodes("apptainer:IMAGE", JAXLLM_MOUNTS="/usr", code=2)
+    assert found.code == 2
+    begin = ["exec", "--nv", "--bind", f"{tmp_path}:{tmp_path},/usr:/usr", "--pwd", str(tmp_path), found.image]
+    assert found.container == [*begin, *SUPERVISED, *TRAIN]
+    assert found.command == [*SUPERVISED, *TRAIN][1:]
+    assert not any(word.startswith("--container") for word in found.srun)
+
+
+def test_enroot_gets_the_variables_the_mounts_and_the_folder(nodes, tmp_path):
+    """By itself it passes no variable on and begins in the image's own folder. PATH is the image's."""
+    found = nodes("enroot:IMAGE", HOME="/root", SLURM_PROCID="3", NCCL_DEBUG="INFO")
+    assert found.code == 0
+    at = found.container.index(found.image)
+    options = list(zip(found.container[1:at:2], found.container[2:at:2], strict=True))
+    assert found.container[0] == "start"
+    assert [value for name, value in options if name == "--mount"] == [f"{tmp_path}:{tmp_path}", "/root:/root"]
+    passed = {value for name, value in options if name == "--env"}
+    assert {"SLURM_PROCID", "SLURM_JOB_ID", "NCCL_DEBUG", "JAXLLM_LAUNCH_ID", "JAXLLM_RESTARTS", "HOME"} <= passed
+    assert "PATH" not in passed
+    assert found.command == [*SUPERVISED, *TRAIN][1:]
+    assert found.folder == [str(tmp_path)]
+
+
+def test_the_nodes_python_does_not_reach_into_a_container(nodes):
+    found = nodes("apptainer:IMAGE", PYTHONPATH="/opt/site", PYTHONHOME="/opt")
+    assert not [line for line in found.environment if line.startswith(("PYTHONPATH=", "PYTHONHOME="))]
+
+
+@pytest.mark.parametrize(
+    ("container", "variables", "sentence"),
+    [
+        ("docker:x", {}, "JAXLLM_CONTAINER=docker:x is not valid: write pyxis:IMAGE, enroot:FILE.sqsh or apptainer:FILE.sif."),
+        ("image.sif", {}, "JAXLLM_CONTAINER=image.sif is not valid"),
+        ("pyxis:x", {}, "JAXLLM_CONTAINER=pyxis:x needs SLURM's plugin pyxis, which srun does not have here"),
+        ("singularity:x", {}, "JAXLLM_CONTAINER=singularity:x needs singularity, which is not on this node."),
+        ("apptainer:/no/file.sif", {}, "JAXLLM_CONTAINER=apptainer:/no/file.sif: there is no file /no/file.sif."),
+        (
+            "apptainer:IMAGE",
+            {"JAXLLM_MOUNTS": "/usr,data"},
+            "JAXLLM_MOUNTS=/usr,data: data is no absolute path of a folder here, without",
+        ),
+        ("apptainer:IMAGE", {"JAXLLM_MOUNTS": "/no/folder"}, "JAXLLM_MOUNTS=/no/folder: /no/folder is no absolute path of"),
+    ],
+)
+def test_a_container_that_cannot_run_is_refused_before_srun(nodes, container, variables, sentence):
+    """A failure of srun would be requeued."""
+    found = nodes(container, **variables)
+    assert (found.code, found.srun) == (2, [])
+    (line,) = found.said
     assert sentence in line
 
 

@@ -20,12 +20,13 @@ from real_launches import LIMIT_S, launch, launched, pid_of, processes_of_launch
 from jaxllm.runtime import exit_codes
 
 pytestmark = pytest.mark.launcher
+NUMBERS = (1, 2, 3, 4)
 STOPS = 'for name in TERM INT; do trap "echo $name; exit 75" $name; done; echo ready; while :; do sleep 0.05; done'
 
 
 @pytest.fixture(scope="module")
 def ssh(tmp_path_factory):
-    """An `ssh` for SSH that knows the hosts h1 (127.0.0.1), h2 (127.0.0.2) and nobody (a port without sshd)."""
+    """An `ssh` for SSH that knows the hosts h1 (127.0.0.1) to h4 (127.0.0.4) and nobody (a port without sshd)."""
     real_launches.require(sshd="openssh-server", ssh="openssh-client")
     folder = tmp_path_factory.mktemp("ssh")
     folder.chmod(0o700)
@@ -37,14 +38,14 @@ def ssh(tmp_path_factory):
         subprocess.run(key, check=True, capture_output=True, timeout=LIMIT_S)
     port = free_port()
     (folder / "sshd_config").write_text(
-        f"ListenAddress 127.0.0.1:{port}\nListenAddress 127.0.0.2:{port}\nHostKey {folder}/host\nPidFile none\n"
+        "".join(f"ListenAddress 127.0.0.{n}:{port}\n" for n in NUMBERS) + f"HostKey {folder}/host\nPidFile none\n"
         f"AuthorizedKeysFile {folder}/user.pub\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
         "StrictModes no\nUsePAM no\n"
     )
     known = (folder / "host.pub").read_text()
-    (folder / "known_hosts").write_text("".join(f"[127.0.0.{n}]:{port} {known}" for n in (1, 2)))
+    (folder / "known_hosts").write_text("".join(f"[127.0.0.{n}]:{port} {known}" for n in NUMBERS))
     (folder / "config").write_text(
-        "Host h1\n  HostName 127.0.0.1\nHost h2\n  HostName 127.0.0.2\nHost far\n  HostName 192.0.2.1\n"
+        "".join(f"Host h{n}\n  HostName 127.0.0.{n}\n" for n in NUMBERS) + "Host far\n  HostName 192.0.2.1\n"
         f"Host nobody\n  HostName 127.0.0.1\n  Port {free_port()}\n"
         f"Host *\n  Port {port}\n  IdentityFile {folder}/user\n  IdentitiesOnly yes\n"
         f"  UserKnownHostsFile {folder}/known_hosts\n"
@@ -192,6 +193,9 @@ def test_the_list_of_processes_shows_no_secret(ssh, hosts, tmp_path):
         found = list(processes_of_launch())
         assert "hunter2" in {variables.get("WANDB_API_KEY") for *_, variables in found}
         assert not [command for _, command, _ in found if any("hunter2" in word for word in command)]
+        (made,) = {variables["JAXLLM_SECRET"] for *_, variables in found if "JAXLLM_SECRET" in variables}
+        assert len(made) == 64
+        assert not [command for _, command, _ in found if any(made in word for word in command)]
 
 
 def test_nothing_outlives_a_killed_launcher(ssh, hosts, tmp_path):
@@ -225,4 +229,37 @@ def test_a_run_goes_through_a_kill_and_a_broken_connection_to_the_losses_of_one_
     code, out, err = launch(*line, *run.command(step_s=0), cwd=tmp_path, SSH=ssh)
     assert code == 0, out + err
     assert "[0] resumed from step" in out
+    run.assert_losses_of_one_process()
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_without_lost_hosts_and_with_them_again(ssh, hosts, text_file, tmp_path):
+    """Four hosts lose two at once, that of process 0 among them. Samples and losses are those of a run that lost none."""
+    batch = ("train.global_batch_sequences=12", "train.microbatch_sequences=1", "train.batch_schedule=[]")
+    run = real_launches.Run(tmp_path, text_file, "parallel.data=4", "parallel.zero=3", "launch.wait_s=2", *batch)
+    without_power = tmp_path / "ssh"
+    without_power.write_text(
+        f'#!/bin/bash\nfor word; do if [[ -e "{tmp_path}/down-$word" ]]; then exit 255; fi; done\nexec {ssh} "$@"\n'
+    )
+    without_power.chmod(0o755)
+    line = ("ssh.sh", "--least-hosts", "2", "--backoff-s", "0.1", hosts("h1", "h2", "h3", "h4"))
+    with launched(*line, *run.command(), cwd=tmp_path, SSH=str(without_power)) as process:
+        run.wait_for(4, process)
+        for host in ("h1", "h3"):
+            (tmp_path / f"down-{host}").touch()
+        for pid, _, variables in list(processes_of_launch()):
+            if variables.get("JAXLLM_PROCESS_ID") in ("0", "2"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: run.starts()[-1].get("absent_hosts") == 2, "a start without two hosts")
+        for host in ("h1", "h3"):
+            (tmp_path / f"down-{host}").unlink()
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, out + err
+    devices = [(start["devices"], start.get("absent_hosts", 0)) for start in run.starts()]
+    assert (devices[0], devices[1], devices[-1]) == ((4, 0), (2, 2), (4, 0))
+    for rank, host in ((0, "h1"), (2, "h3")):
+        lost = f"jaxllm: process {rank} on {host}: ssh cannot reach it, or the connection broke; the others train on, and ssh"
+        assert err.count(lost) == 1
+    assert "127.0.0.1, 127.0.0.3 are missing: training on without" in out
     run.assert_losses_of_one_process()

@@ -628,3 +628,15 @@ def test_programs_that_take_more_are_told_of():
     ]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]
     assert [line.get("devices") for line in lines] == [8, None, None, None, None]
+
+
+def test_starts_without_some_hosts_are_named(run):
+    """With their share of the devices and what a step takes there."""
+    lines = [{"step": n, "loss": 2.0, "tokens": 64.0 * n, "unix_s": 1000.0 + n} for n in range(1, 13)]
+    for line in lines[4:8]:
+        line["unix_s"] += 0.5 * (line["step"] - 5)
+    for place, more in ((0, {"devices": 8}), (4, {"devices": 6, "absent_hosts": 1}), (8, {"devices": 8})):
+        lines[place] |= {"start_unix_s": lines[place]["unix_s"] - 0.1, **more}
+    notes = list(report_on(run(lines)).notes())
+    assert "Steps 5 to 8: without 1 host, on 6 of 8 devices, 1.50 times as long a step." in notes
+    assert sum("without" in note for note in notes) == 1

@@ -3,18 +3,20 @@
 import time
 
 import pytest
+from documented_launches import DOCUMENTED, WITHOUT_HOST, environment_of
 
 from jaxllm.config import ConfigError
+from jaxllm.runtime.launcher_table import LAUNCHERS
 from jaxllm.runtime.launchers import (
     FIRST_PORT,
     NUM_PORTS,
-    expand_node_list,
     find,
     gpus_asked,
     idle_hosts,
     is_loopback,
     launch_info,
 )
+from jaxllm.runtime.slurm_nodes import expand_node_list
 
 SLURM = {
     "SLURM_JOB_ID": "70123",
@@ -191,7 +193,7 @@ def test_loopback(host, loopback):
         ),
         (SLURM | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 is not below SLURM_STEP_NUM_TASKS=4"),
         (SLURM | {"SLURM_STEP_NODELIST": "h[1"}, "The SLURM node list h[1 cannot be read"),
-        (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM's variables of this step are incomplete: set JAXLLM_COORDINATOR"),
+        (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM's variables of this process are incomplete: set JAXLLM_COORDINATOR"),
         (
             POD,
             "JAXLLM_COORDINATOR and JAXLLM_NUM_PROCESSES are not set: give them in the manifest as launch/k8s-jobset.yaml",
@@ -203,6 +205,209 @@ def test_invalid_variables(environ, sentence):
     with pytest.raises(ConfigError) as error:
         find(environ)
     assert sentence in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------------------ all launchers
+
+
+@pytest.fixture(params=LAUNCHERS)
+def key(request) -> str:
+    return request.param
+
+
+def given_by_user(key: str, count: int) -> dict:
+    """What a user of this launcher must set."""
+    if key not in WITHOUT_HOST:
+        return {}
+    return COORDINATOR | ({"JAXLLM_NUM_PROCESSES": str(count)} if key == "kubernetes" else {})
+
+
+def test_each_launcher_gives_rank_and_number_and_one_address(key):
+    found = [find(environment_of(key, rank, 3, 29500) | given_by_user(key, 3)) for rank in range(3)]
+    assert [(one.launcher, one.process_id, one.num_processes) for one in found] == [(key, rank, 3) for rank in range(3)]
+    assert len({one.address for one in found}) == 1
+    assert found[0].host == "h0"
+    assert launch_info(environment_of(key, 1, 3, 29500)).launcher == key
+
+
+def test_another_run_on_the_same_hosts_has_another_port(key):
+    if key not in WITHOUT_HOST:
+        assert len({find(environment_of(key, 0, 2, port)).port for port in range(29500, 29504)}) == 4
+
+
+def test_its_only_process_is_alone(key):
+    if key != "kubernetes":
+        assert find(environment_of(key, 0, 1, 29500)) is None
+    assert find(environment_of(key, 1, 2, 29500) | {"JAXLLM_NUM_PROCESSES": "1"}) is None
+
+
+def test_own_variables_come_first(key):
+    found = find(environment_of(key, 1, 2, 29500) | OURS | {"JAXLLM_PROCESS_ID": "2"})
+    assert (found.address, found.process_id, found.num_processes) == ("h0:29500", 2, 3)
+
+
+@pytest.mark.parametrize("key", sorted(LAUNCHERS.keys() - {"jaxjob", "kubernetes"}))
+def test_a_launcher_without_its_host_is_refused(key):
+    names = (LAUNCHERS[key].address, LAUNCHERS[key].hosts)
+    with pytest.raises(
+        ConfigError, match=r"set JAXLLM_COORDINATOR|give .*JAXLLM_COORDINATOR|JAX_COORDINATOR_ADDRESS=host:port"
+    ):
+        find(without(environment_of(key, 1, 2, 29500), *names))
+
+
+def test_a_number_without_a_rank_is_refused(key):
+    count = LAUNCHERS[key].count
+    if not count:
+        return
+    environ = environment_of(key, 1, 2, 29500)
+    alone = {name: environ[name] for name in (count, LAUNCHERS[key].needs) if name in environ}
+    with pytest.raises(ConfigError) as error:
+        find(alone)
+    assert f"{count}=2 (" in str(error.value)
+    assert "set JAXLLM_COORDINATOR, JAXLLM_NUM_PROCESSES, JAXLLM_PROCESS_ID for each process, or JAXLLM_NUM_PROCESSES=1" in str(
+        error.value
+    )
+
+
+def test_every_launcher_is_documented():
+    assert list(DOCUMENTED) == list(LAUNCHERS)
+    assert set(WITHOUT_HOST) == {key for key, one in LAUNCHERS.items() if not one.address and not one.hosts}
+
+
+def environment(*keys: str, rank: int = 1, count: int = 2, **of: tuple[int, int]) -> dict:
+    """Of several launchers, one inside the other; `of`: rank and count of one of them."""
+    found = {}
+    for key in keys:
+        found |= environment_of(key, *of.get(key, (rank, count)), 29500)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "rank", "count"),
+    [
+        # One agent on each of two hosts.
+        (environment("slurm", "torchrun", torchrun=(3, 4)), "torchrun", 3, 4),
+        (environment("skypilot", "torchrun", torchrun=(3, 4)), "torchrun", 3, 4),
+        (environment("kubernetes", "torchrun", torchrun=(3, 4)), "torchrun", 3, 4),
+        (environment("pytorch", "open mpi") | {"OMPI_COMM_WORLD_RANK": "0"} | COORDINATOR, "open mpi", 0, 2),
+        # Hydra starts its proxies by srun.
+        (environment("slurm", "pmi", pmi=(3, 4)) | COORDINATOR, "pmi", 3, 4),
+        # A batch script that exports RANK for all tasks.
+        (environment("slurm", "pytorch", pytorch=(0, 2)), "slurm", 1, 2),
+        (environment("jax", "torchrun", torchrun=(3, 4)), "jax", 1, 2),
+        (environment("kubernetes", "pytorch"), "pytorch", 1, 2),
+    ],
+    ids=str,
+)
+def test_the_nearest_launcher_counts(environ, launcher, rank, count):
+    found = find(environ)
+    assert (found.launcher, found.process_id, found.num_processes) == (launcher, rank, count)
+
+
+def test_launchers_that_agree_complete_each_other():
+    """SLURM's plugins for PMI and Cray set MPI's variables, and wrappers export those of PyTorch."""
+    step = environment("slurm")
+    cray = without(environment("pals"), "PALS_HOSTLIST") | step
+    for environ in (environment("pmi") | step, cray, environment("flux") | step):
+        assert find(environ).address == find(step).address
+    assert find(environment("open mpi", "pytorch")).address == find(environment("pytorch")).address
+    with pytest.raises(ConfigError, match=r"PMI \(MPICH, Intel MPI\) does not tell where process 0 is: give mpiexec -genv"):
+        find(environment("pmi", pmi=(0, 2)) | step)
+
+
+def test_jax_coordinator_address_serves_with_any_launcher():
+    address = {"JAX_COORDINATOR_ADDRESS": "h7:1234"}
+    for key in ("slurm", "open mpi", "torchrun"):
+        found = find(environment(key) | address)
+        assert (found.address, found.port_from) == ("h7:1234", "JAX_COORDINATOR_ADDRESS")
+    assert find(environment("slurm") | address | COORDINATOR).address == "h0:29500"
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "found"),
+    [
+        ("h0", "1234", "h0:1234"),
+        ("h0:99", "1234", "h0:99"),
+        ("fd00::7", "1234", "[fd00::7]:1234"),
+        ("[fd00::7]:99", "1234", "[fd00::7]:99"),
+    ],
+)
+def test_the_port_may_be_apart(address, port, found):
+    given = {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_PORT": port}
+    assert find(environment("jax") | given).address == found
+
+
+def test_torchruns_own_port_is_never_used():
+    for port in (*range(1024, 61440, 1000), *range(61440, 65536)):
+        found = find(environment_of("torchrun", 0, 2, port))
+        assert FIRST_PORT <= found.port < FIRST_PORT + NUM_PORTS
+        assert found.port != port
+    assert found.port_from == "MASTER_PORT, from which it is derived,"
+
+
+def test_pals_takes_the_first_host_of_its_file(tmp_path):
+    (tmp_path / "nodes").write_text("x1000c0:4\nx1001c0:4\n")
+    (tmp_path / "empty").write_text("")
+    environ = without(environment("pals"), "PALS_HOSTLIST")
+    assert find(environ | {"PBS_NODEFILE": str(tmp_path / "nodes")}).host == "x1000c0"
+    files = {"PALS_HOSTFILE": str(tmp_path / "nodes"), "PBS_NODEFILE": str(tmp_path / "empty")}
+    assert find(environ | files).host == "x1000c0"
+    for path in (tmp_path, tmp_path / "empty", tmp_path / "none"):
+        with pytest.raises(ConfigError, match="PALS does not tell where process 0 is: set JAXLLM_COORDINATOR=host:port"):
+            find(environ | {"PBS_NODEFILE": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("environ", "sign"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "h0:1234"}, "JAX_COORDINATOR_ADDRESS=h0:1234 (JAX's environment)"),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "h0"}, "WORLD_SIZE=8 (PyTorch's environment)"),
+        ({"RANK": "3"}, "RANK=3 (PyTorch's environment)"),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1 (PyTorch Lightning, DeepSpeed)"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "7"}, "PMIX_RANK=1 (PMIx)"),
+        ({"MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS=2 (MPICH, Intel MPI)"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NNODES=2 (Kubeflow's torch runtime)"),
+        ({"VC_MASTER_NUM": "1", "VC_WORKER_NUM": "1"}, "VC_MASTER_NUM=1 (Volcano)"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "(SageMaker)"),
+        ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {}}'}, "(TensorFlow)"),
+        # The nearest says that it is alone.
+        (environment("slurm", "torchrun", torchrun=(0, 1)), "SLURM_STEP_NUM_TASKS=2 (SLURM) says that this process is one of"),
+        (environment("skypilot", "torchrun", torchrun=(0, 1)), "SKYPILOT_NUM_NODES=2 (SkyPilot)"),
+        (environment("jax", "torchrun", jax=(0, 1)), "WORLD_SIZE=2 (torchrun)"),
+    ],
+    ids=str,
+)
+def test_other_signs_of_several_processes_are_refused(environ, sign):
+    with pytest.raises(ConfigError) as error:
+        find(environ)
+    assert sign in str(error.value)
+    assert str(error.value).endswith("for each process, or JAXLLM_NUM_PROCESSES=1 for a run of its own.")
+    assert find(environ | {"JAXLLM_NUM_PROCESSES": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WORLD_SIZE": "1"},
+        {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        {"PMIX_RANK": "0", "NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "VC_WORKER_NUM": "1", "VC_TASK_INDEX": "0"},
+        {"WORLD_SIZE": "many", "PMI_SIZE": "-2", "PET_NNODES": "1:4"},
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}', "SM_HOSTS": '["algo-1"]'},
+        {"TF_CONFIG": "{", "SM_HOSTS": "[" * 10_000},
+        {"TF_CONFIG": '{"cluster": 3}', "SM_HOSTS": '"several"'},
+        # A batch script; a shell on one node of a job.
+        without(environment("slurm"), "SLURM_STEP_ID"),
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "JSM_NAMESPACE_SIZE": ""},
+        # mpirun starts its daemons on all hosts of a job.
+        environment("slurm", "open mpi", **{"open mpi": (0, 1)}),
+        # One pod of a Kubeflow job.
+        environment("jax", jax=(0, 1)),
+        environment("kubernetes", "torchrun", rank=0, count=1),
+    ],
+    ids=lambda environ: str(environ)[:60],
+)
+def test_no_false_alarm(environ):
+    assert find(environ) is None
 
 
 # ----------------------------------------------------------------------------------------------------------- launch and place

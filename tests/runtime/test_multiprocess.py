@@ -244,7 +244,7 @@ def test_processes_take_up_the_checkpoint_of_one(recipe, tmp_path):
             "JAXLLM_PROCESS_ID=2 is not below JAXLLM_NUM_PROCESSES=2: processes are numbered from 0 to 1",
         ),
         # The variables are valid, so the check reaches the JAX that already runs in this test.
-        (("host:29500", "2", "1"), "JAXLLM_COORDINATOR is set, but JAX already runs alone in this process"),
+        (("host:29500", "2", "1"), "JAXLLM_NUM_PROCESSES=2, but JAX already runs alone in this process"),
     ],
 )
 def test_invalid_variables_are_refused(values, sentence, recipe, tmp_path, monkeypatch, capsys):

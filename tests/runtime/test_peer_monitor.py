@@ -250,7 +250,7 @@ def test_process_0_out_of_reach_is_refused(monkeypatch):
     with pytest.raises(
         ConfigError, match=rf"^Process 1 cannot reach process 0 at 127.0.0.1:{address[1]} \(Connection refused\): look at its"
     ) as error:
-        PeerMonitor(1, [], address, 30)
+        PeerMonitor(1, [peer_link.Member(rank, f"h{rank}", 7) for rank in range(2)], address, 30)
     # Process 0 listened when they met.
     assert error.value.exit_code == exit_codes.LOST
 

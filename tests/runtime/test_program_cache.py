@@ -236,7 +236,7 @@ def test_one_process_of_each_host_writes(monkeypatch, rank, hosts, is_initialize
     )
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: is_initialized)
     answer = SimpleNamespace(members=[(host, 1) for host in hosts])
-    monkeypatch.setattr(distributed, "_answer", answer if has_met else None)
+    monkeypatch.setattr(distributed, "_meeting", SimpleNamespace(answer=answer) if has_met else None)
     launch = SimpleNamespace(process_id=rank)
     distributed._start_program_cache("auto", launch, on_cpu=False)
     distributed._start_program_cache("auto", launch, on_cpu=True)

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.runtime import rendezvous
+from jaxllm.runtime import rendezvous, rendezvous_client
 from jaxllm.runtime.launchers import Launch
-from jaxllm.runtime.rendezvous import MAGIC, RendezvousError, join, open_port, serve
+from jaxllm.runtime.rendezvous import open_port, serve
 from jaxllm.runtime.rendezvous_checks import (
     ProcessInfo,
     assign_gpus,
@@ -26,6 +26,7 @@ from jaxllm.runtime.rendezvous_checks import (
     why_incompatible,
     why_rejected,
 )
+from jaxllm.runtime.rendezvous_client import MAGIC, RendezvousError, join
 from jaxllm.runtime.socket_messages import STRANGERS
 
 VERSIONS = {"jaxllm": "0.1.0", "JAX": "0.10.2"}
@@ -366,7 +367,7 @@ def test_a_connection_to_itself_is_none(monkeypatch):
     itself.connect(itself.getsockname())
     monkeypatch.setattr(socket, "create_connection", lambda address, timeout: itself)
     with pytest.raises(ConnectionRefusedError):
-        rendezvous.connect("127.0.0.1", 1, 1.0)
+        rendezvous_client.connect("127.0.0.1", 1, 1.0)
 
 
 @pytest.mark.parametrize("answers", [b"", b"HTTP/1.1 400\r\n\r\n"], ids=["nobody", "something else"])
@@ -397,7 +398,7 @@ def test_process_0_is_not_there(launch, answers):
 
 def test_a_listener_that_sends_nothing_is_tried_again(launch, monkeypatch):
     """Until the limit: another process 0 may listen there by then."""
-    monkeypatch.setattr(rendezvous, "FIRST_REPLY_S", 0.2)
+    monkeypatch.setattr(rendezvous_client, "FIRST_REPLY_S", 0.2)
     place = launch(1, start_timeout_s=1)
     with socket.create_server(("127.0.0.1", place.port)) as silent:
         with pytest.raises(RendezvousError, match=r"after 1 s \(it does not answer; 127.0.0.1 is h1 itself\)"):

@@ -138,6 +138,16 @@ def test_a_supervisor_of_one_of_several_makes_no_name_for_the_launch(name):
     assert environment({}, Limits())["JAXLLM_LAUNCH_ID"]
 
 
+@pytest.mark.parametrize("name", ONE_OF_SEVERAL)
+def test_a_supervisor_of_a_complete_launch_makes_its_secret(name):
+    assert "JAXLLM_SECRET" not in environment({name: "1"}, Limits())
+    made = [environment({}, Limits())["JAXLLM_SECRET"] for _ in range(2)]
+    assert ([len(one) for one in made], made[0] != made[1]) == ([64, 64], True)
+    for given in ({"JAXLLM_SECRET": "mine"}, {"JAXLLM_SECRET_FILE": "/mine"}):
+        found = environment(given, Limits())
+        assert {name: value for name, value in found.items() if name.startswith("JAXLLM_SECRET")} == given
+
+
 def test_exit_codes_are_described():
     assert (describe_exit(128 + 15), describe_exit(255), describe_exit(1)) == ("ended by SIGTERM", "an error", "an error")
 
@@ -252,6 +262,21 @@ def test_what_a_failed_attempt_leaves_behind_is_killed(start):
 
 
 @pytest.mark.launcher
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process end with its parent")
+def test_a_command_whose_supervisor_was_killed_before_it_began_does_not_begin():
+    lives = "import os; from jaxllm.runtime.supervisor import die_with_parent; die_with_parent(os.getppid())"
+    # No process can have this number (proc(5), pid_max).
+    dies = f"print('lives', flush=True); die_with_parent({2**22 + 1}); print('outlives it')"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{lives}; {dies}"],
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (result.returncode, result.stdout) == (-signal.SIGKILL, "lives\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process end with its parent")
 def test_nothing_outlives_a_killed_supervisor(start):
     process = start('trap "" TERM; echo $$; sleep 60 >/dev/null 2>&1')

@@ -1,0 +1,100 @@
+"""Layouts for the hosts that are left: the batch stays, what fits is chosen, and what the leader sends is checked."""
+
+import json
+
+import jax
+import pytest
+
+from jaxllm.config import load_config
+from jaxllm.runtime import distributed
+from jaxllm.train import fewer_hosts
+from jaxllm.train.fewer_hosts import AS_BEFORE, adapted, layout, layout_here, rules, with_layout
+
+DEVICES = jax.devices()
+H100 = "NVIDIA H100 80GB HBM3"
+BATCH = ("train.global_batch_sequences=24", "train.microbatch_sequences=1")
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(
+    "more", [(), ("parallel.pipe=2", "parallel.schedule=gpipe"), ("parallel.tensor=2", "parallel.remat=full")]
+)
+def test_a_layout_keeps_the_batch_and_what_has_been_tried(tiny_config, hosts, more):
+    config = tiny_config(*BATCH, *more)
+    found = with_layout(config, layout(config, hosts, 2)).resolve(2 * hosts)
+    p = found.parallel
+    assert p.data * p.pipe * p.context * p.tensor == 2 * hosts
+    assert found.num_microbatches * found.train.microbatch_sequences * p.data == 24
+    # One stage has no schedule.
+    kept = AS_BEFORE if p.pipe > 1 else ("remat", "offload_state")
+    assert {key: getattr(p, key) for key in kept} == {key: getattr(config.parallel, key) for key in kept}
+    unchanged = {"parallel", "train"}
+    assert found.model_dump(exclude=unchanged) == config.model_dump(exclude=unchanged)
+    assert found.train.model_copy(update={"microbatch_sequences": 1}) == config.train
+
+
+def test_no_layout_divides(tiny_config):
+    """Two layers, four heads, sixteen positions and eight sequences over seven devices."""
+    assert layout(tiny_config(), 7, 1) is None
+
+
+def test_a_layout_fits_the_gpu():
+    train = {"steps": 4, "sequence_length": 8192, "global_batch_sequences": 24}
+    config = load_config({"model": {"name": "llama-3.1-70b"}, "train": train})
+    assert layout(config, 1, 1, H100) is None
+    assert with_layout(config, layout(config, 3, 8, H100)).resolve(24).parallel.zero > 0
+
+
+def test_hosts_of_other_sizes_have_none(tiny_config):
+    config = tiny_config(*BATCH, "run.cpu_devices=2")
+    assert layout_here(config, [1, 2]) is None
+    assert layout_here(config, [2, 2]) == layout(config, 2, 4)
+
+
+def test_it_is_off_by_default(tiny_config):
+    assert rules(tiny_config()) is None
+    found = rules(tiny_config("launch.least_hosts=3", "launch.wait_s=7"))
+    assert (found.least_hosts, found.wait_s) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", '{"parallel": {}}', '{"parallel": {"pipe": 0}, "microbatch_sequences": 1}'),
+        '{"parallel": {}, "microbatch_sequences": -1}',
+    ],
+)
+def test_what_is_no_layout_is_refused(tiny_config, text):
+    with pytest.raises(ValueError):
+        with_layout(tiny_config(), text)
+
+
+def test_without_a_layout_the_config_is_the_same(tiny_config):
+    config = tiny_config()
+    assert with_layout(config, "") is config
+
+
+def test_the_log_says_who_is_missing(tiny_config, monkeypatch):
+    given = tiny_config(*BATCH, "parallel.data=4")
+    config = with_layout(given, json.dumps({"parallel": {"data": 3}, "microbatch_sequences": 8})).resolve(3)
+    assert fewer_hosts.describe(given, given) == ""
+    monkeypatch.setattr(distributed, "absent_hosts", lambda: ["h3"])
+    assert fewer_hosts.describe(given, config) == (
+        "h3 is missing: training on without, the same batches in 1 microbatch, not 6; with all again when it returns"
+    )
+
+
+def test_fewer_devices_than_the_mesh_get_a_layout(tiny_config, monkeypatch):
+    """As where SLURM starts a job of three or four nodes with three. Without launch.least_hosts the mesh is refused later."""
+    monkeypatch.setattr(fewer_hosts.jax, "devices", lambda: DEVICES[:3])
+    config = tiny_config(*BATCH, "parallel.data=4", "parallel.zero=3")
+    assert adapted(config) is config
+    assert adapted(with_least(config, 2)) == with_least(config, 2)
+    found = adapted(with_least(config, 1)).resolve(3)
+    assert found.parallel.data * found.parallel.tensor * found.parallel.context * found.parallel.pipe == 3
+    fits = with_least(tiny_config(*BATCH, "parallel.data=3"), 1)
+    assert adapted(fits) is fits
+
+
+def with_least(config, hosts):
+    return config.model_copy(update={"launch": config.launch.model_copy(update={"least_hosts": hosts})})
