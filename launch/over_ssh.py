@@ -51,7 +51,7 @@ def ssh(*arguments: str) -> list[str]:
     """An ssh command without a terminal, so without questions; a dead connection ends within a minute. Options in SSH come
     first and take precedence.
     """
-    options = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+    options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
     return [*shlex.split(os.environ.get("SSH") or "ssh"), *options, *arguments]
 
 
@@ -134,7 +134,7 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        self.lost_s = None
+        self.lost_s, self.started_s = None, time.monotonic()
         self.ssh = subprocess.Popen(
             ssh("-T", self.host, "exec bash -s"),
             bufsize=0,
@@ -161,9 +161,14 @@ class Process:
         code = self.ssh.poll()
         return 128 - code if code is not None and code < 0 else code
 
-    def lose(self) -> None:
-        if not self.was_lost:
-            say(f"process {self.rank} on {self.host}: {WORDS[SSH_FAILED]}; the others train on, and ssh tries it again")
+    def is_there(self) -> bool:
+        """Whether its host counts as one that trains. One that was lost proves it by staying."""
+        return self.lost_s is None and (not self.was_lost or time.monotonic() > self.started_s + CONTACT_S)
+
+    def lose(self, code: int) -> None:
+        if not self.was_lost or self.is_there():
+            what = WORDS.get(code, f"failed, exit code {code}")
+            say(f"process {self.rank} on {self.host}: {what}; the others train on, and ssh tries it again")
         self.was_lost, self.lost_s = True, time.monotonic()
 
     def finish(self) -> None:
@@ -184,7 +189,7 @@ class Process:
 def conduct(processes: list[Process], signals: list[int], least_hosts: int) -> int:
     """Runs until all have ended; returns the exit code of the first failure, or 0. `signals` grows as they arrive."""
     running, first_code, kill_at_s = list(processes), 0, None
-    tries_again = bool(least_hosts)
+    tries_again, has_ended = bool(least_hosts), False
     while any(process.lost_s is None for process in running):
         while signals:
             tries_again = False
@@ -202,20 +207,19 @@ def conduct(processes: list[Process], signals: list[int], least_hosts: int) -> i
                 left.append(process)
                 continue
             process.finish()
-            others = {other.host for other in running if other is not process and other.lost_s is None}
-            # ssh says 255 too if a signal ended the supervisor.
-            if tries_again and code == SSH_FAILED and len(others) >= least_hosts:
-                process.lose()
+            # ssh says 255 too if a signal ended the supervisor. A host that was lost once is no reason to end the others.
+            others = {other.host for other in running if other is not process and other.is_there()}
+            if tries_again and code and (code == SSH_FAILED or process.was_lost) and len(others) >= least_hosts:
+                process.lose(code)
                 left.append(process)
-                continue
-            if code and not first_code:
+            elif code and not first_code and not has_ended:
                 first_code, kill_at_s = code, time.monotonic() + GRACE_S
                 what = WORDS.get(code, "failed")
                 say(f"process {process.rank} on {process.host}: {what}, exit code {code}; ending the others")
                 signals.append(signal.SIGTERM)
-            elif tries_again and kill_at_s is None:
-                # The run has ended. A host that was about to return would wait for the others.
-                tries_again, kill_at_s = False, time.monotonic() + GRACE_S
+            elif tries_again:
+                # The run has ended well, whatever becomes of hosts that were about to return.
+                tries_again, has_ended, kill_at_s = False, True, time.monotonic() + GRACE_S
         running = left
         if kill_at_s is not None and time.monotonic() > kill_at_s:
             for process in running:

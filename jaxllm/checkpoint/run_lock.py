@@ -170,9 +170,13 @@ class RunDirLock:
                 continue
             if verdict == "holds":
                 assert found is not None, "a missing holder has no verdict"
-                raise ConfigError(
+                in_use = ConfigError(
                     f"run.dir={self._folder} is in use by {found.name}: wait for it, stop it, or choose another run.dir."
                 )
+                if found.launch_id is not None and found.launch_id == self._me.launch_id:
+                    # A part of this run that does not reach the other: once it does, a restart joins it.
+                    in_use.exit_code = exit_codes.LOST
+                raise in_use
             self._write_holder(over=True)
             if verdict == "gone":
                 return

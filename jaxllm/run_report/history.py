@@ -31,6 +31,7 @@ TRAINING, DATA, EVALUATING, SAVING, COMPILING, STARTING, REDONE, DOWN = PARTS = 
 )
 _PHASES = {"data_s": DATA, "evaluate_s": EVALUATING, "save_s": SAVING, "compile_s": COMPILING}
 """Key of a metrics line -> the part that its seconds belong to."""
+_COUNTS = ("devices", "absent_hosts")
 _START = {
     **{"start_import_s": "import", "start_meet_s": "meeting the other processes", "start_devices_s": "devices"},
     **{"start_dataset_s": "data", "start_initialize_s": "initial state", "start_restore_s": "restore"},
@@ -118,8 +119,8 @@ class History:
         for first, end in itertools.pairwise([*firsts, len(self.lines)]):
             line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
             step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
-            absent = int(line.get("absent_hosts", 0))
-            found.append(Start(int(line["step"]), int(last["step"]), int(line.get("devices", 0)), absent, step_s))
+            devices, absent = (int(_float(line.get(key))) if math.isfinite(_float(line.get(key))) else 0 for key in _COUNTS)
+            found.append(Start(int(line["step"]), int(last["step"]), devices, absent, step_s))
         return tuple(found)
 
     def last(self, key: str) -> float | None:

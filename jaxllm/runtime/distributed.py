@@ -69,7 +69,7 @@ def start(run: RunConfig, elastic: Elastic | None = None) -> None:
     global _meeting
     # A caller that started JAX's processes itself, as Ray's JaxTrainer does, needs no launcher.
     by_caller = _meeting is None and jax.distributed.is_initialized()
-    launch = None if by_caller else launchers.find(os.environ)
+    launch = None if by_caller else _meeting.launch if _meeting is not None else launchers.find(os.environ)
     if not has_backends():
         xla_flags.require_known()
     late_flags = xla_flags.apply(run)
@@ -185,19 +185,18 @@ def layout() -> str:
 
 
 @contextmanager
-def waiting_room(elastic: Elastic, grow: Callable[[str], None]) -> Iterator[None]:
-    """Inside, hosts that return wait at the leader of this run; nothing on other processes, and if no host is absent.
+def waiting_room(grow: Callable[[str], None]) -> Iterator[WaitingRoom | None]:
+    """Inside, hosts that return and wait at the leader of this run may ask it to grow. None on other processes, and if no host
+    is absent.
 
     Args:
       grow: called in a thread, with their names, when the run can train on more hosts with them.
     """
-    room = None
-    if _meeting is not None and _meeting.door is not None and absent_hosts():
-        launched = launchers.find(os.environ)
-        assert launched is not None, "it was there at the start"
-        room = WaitingRoom(_meeting.door, _meeting.own, launched, elastic, absent_hosts(), grow)
+    room = None if _meeting is None else _meeting.room
+    if room is not None:
+        room.grow = grow
     try:
-        yield
+        yield room
     finally:
         if room is not None:
             room.leave()

@@ -13,19 +13,22 @@ leader has the run saved and started again.
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.runtime.authentication import Unproven
 from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch
 from jaxllm.runtime.rendezvous import Rendezvous, open_port
-from jaxllm.runtime.rendezvous_checks import ProcessInfo, missing
+from jaxllm.runtime.rendezvous_checks import ProcessInfo, missing, why_incompatible
 from jaxllm.runtime.rendezvous_client import PROBE_S, Answer, Led, NotReady, RendezvousError, Visit, exchange, other_secret
 from jaxllm.runtime.socket_messages import connect, listen
 
@@ -34,7 +37,8 @@ LEADERS = 16
 TURN_S = 3.0
 """Between the times at which two processes would begin to lead: enough for the first to be found by the second."""
 LOOK_S = 0.5
-RIVALS_S = 2.0
+GATHER_S = 10.0
+"""Time that a leader other than process 0 gives the others to find it: each looks at all that may lead, up to 2 s each."""
 PORT_WAIT_S = 30.0
 """Time to wait until the port's holder exits: an earlier attempt."""
 DOOR_S = 1e6
@@ -48,28 +52,27 @@ class Elastic:
     """How far a run may shrink.
 
     Args:
-      layout: (processes of the hosts that are there) -> keys of the config for them, as JSON; None if it cannot train there.
-        The argument is a list of the processes that each host has.
+      layout: (processes of each host that is there) -> keys of the config for them, as JSON; None if it cannot train there.
     """
 
     least_hosts: int
     wait_s: float
-    layout: Callable[[Sequence[int]], str | None]
+    layout: Callable[[Sequence[Sequence[ProcessInfo]]], str | None]
 
 
-def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) -> tuple[Answer, socket.socket | None]:
-    """Takes part in the rendezvous, and leads it if no other process does. Returns the answer and, on the leader, the port at
-    which hosts that return will ask.
+def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) -> tuple[Answer, WaitingRoom | None]:
+    """Takes part in the rendezvous, and leads it if no other process does. Returns the answer and, on the leader of a run that
+    trains without some hosts, where these wait when they return.
 
     Args:
       monitor_port: where this process's monitor would listen if it leads.
 
     Raises:
       RendezvousError: too few hosts came in time, or a process that came is gone again.
-      ConfigError: the processes do not fit together, or the port cannot be opened.
+      ConfigError: the processes do not fit together, the port cannot be opened, or the run ended while this process waited.
     """
-    began_s = time.monotonic()
-    until_s, turn = began_s + launch.start_timeout_s, own.rank
+    began_s, turn = time.monotonic(), own.rank
+    until_s = began_s + launch.start_timeout_s
     others = [rank for rank in range(min(LEADERS, own.count)) if rank != own.rank]
     lead_at_s = began_s + (elastic.wait_s + turn * TURN_S if turn else 0.0)
     while True:
@@ -80,9 +83,9 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) 
             except Unproven:
                 raise other_secret(launch.hosts[rank], own) from None
         if turn < LEADERS and time.monotonic() >= lead_at_s:
-            listener = open_port(at_home(launch, turn), own, PORT_WAIT_S)
+            leader = _Leader(open_port(at_home(launch, turn), own, PORT_WAIT_S), own, launch, elastic, monitor_port)
             try:
-                return _Leader(listener, own, launch, elastic, monitor_port).lead(), listener
+                return leader.lead(max(began_s + elastic.wait_s, time.monotonic() + (GATHER_S if turn else 0.0)))
             except _GivesWay as gives_way:
                 with suppress(OSError, NotReady), gives_way.connection:
                     return gives_way.visit.answer(until_s), None
@@ -119,51 +122,92 @@ class _GivesWay(Exception):
         self.connection, self.visit = connection, visit
 
 
-class _Leader(Rendezvous):
-    """A rendezvous that may do without some."""
+class _Patient(Rendezvous):
+    """A rendezvous that a process cannot spoil for the others."""
+
+    def __init__(self, listener: socket.socket, own: ProcessInfo, launch: Launch, elastic: Elastic):
+        super().__init__(listener, own, launch)
+        self._elastic = elastic
+
+    def admit(self, connection: Any, info: ProcessInfo) -> bool:
+        before = self.connections.get(info.rank)
+        if before is not None and info.launch_id == self.own.launch_id:
+            # As after a cut cable: the launcher has started this rank again, and the first one does not know.
+            sentence = f"{info.title} came again, with process id {info.pid}: it takes the place of this one."
+            before.send(json.dumps({"refused": sentence, "missing": True}))
+            self.drop(before)
+        try:
+            return super().admit(connection, info)
+        except ConfigError:
+            # It has been told why.
+            return False
+
+    def fitting(self, there: Collection[int]) -> list[list[int]]:
+        """Ranks of each complete host whose processes fit to this one's host, which comes first; none if it is not complete."""
+        hosts = complete_hosts(self.launch, there)
+        home = next((ranks for ranks in hosts if self.own.rank in ranks), None)
+        if home is None:
+            return []
+        return [home, *(ranks for ranks in hosts if ranks != home and not why_incompatible(self._numbered([*home, *ranks])))]
+
+    def layout(self, hosts: Sequence[Sequence[int]]) -> str | None:
+        return self._elastic.layout([[self.infos[rank] for rank in ranks] for ranks in hosts])
+
+    def _numbered(self, ranks: Sequence[int]) -> list[ProcessInfo]:
+        return [replace(self.infos[rank], rank=number) for number, rank in enumerate(ranks)]
+
+
+class _Leader(_Patient):
+    """A rendezvous that may do without some hosts."""
 
     def __init__(self, listener: socket.socket, own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int):
-        super().__init__(listener, own, launch)
-        self._elastic, self._monitor_port = elastic, monitor_port
+        super().__init__(listener, own, launch, elastic)
+        self._monitor_port = monitor_port
+        self._rivals = itertools.cycle(range(min(own.rank, LEADERS)))
 
-    def lead(self) -> Answer:
-        """Returns once all that train are released. The port stays open, unless it raises an error.
+    def lead(self, choose_at_s: float) -> tuple[Answer, WaitingRoom | None]:
+        """Returns once all that train are released, with the room for the others, if there are others.
+
+        Args:
+          choose_at_s: until then it waits for all.
 
         Raises:
           _GivesWay: a process of lower rank leads too.
         """
+        keeps_port = False
         try:
-            answer = self._gather()
+            ranks, layout = self._gather(choose_at_s)
+            answer = self._release(ranks, layout)
             self.let_start()
-            return answer
-        except Exception as error:
-            if isinstance(error, ConfigError):
-                self.refuse(str(error), isinstance(error, RendezvousError))
-            self.listener.close()
+            keeps_port = len(ranks) < self.own.count
+        except ConfigError as error:
+            self.refuse(str(error), isinstance(error, RendezvousError))
             raise
         finally:
             self.close()
+            if not keeps_port:
+                self.listener.close()
+        room = WaitingRoom(self.listener, self.own, self.launch, self._elastic, ranks, self.infos) if keeps_port else None
+        return answer, room
 
-    def _gather(self) -> Answer:
-        rivals_at_s = time.monotonic()
-        choose_at_s = rivals_at_s + self._elastic.wait_s
+    def _gather(self, choose_at_s: float) -> tuple[list[int], str]:
+        """Ranks that shall train, and their layout."""
+        looked_at: set[int] = set()
         while True:
             there, now_s = {self.own.rank, *self.connections}, time.monotonic()
-            if len(there) == self.own.count:
-                return self._release(list(range(self.own.count)), "")
-            if now_s >= choose_at_s:
+            if len(there) == self.own.count and (self.own.attempt == 0 or sum(map(len, self.fitting(there))) == self.own.count):
+                return list(range(self.own.count)), ""
+            if now_s >= choose_at_s and there != looked_at:
+                looked_at = there
                 if (chosen := self._choose(there)) is not None:
-                    return self._release(*chosen)
-                choose_at_s = now_s + self._elastic.wait_s
+                    return chosen
             if now_s >= self.until_s:
                 raise RendezvousError(missing(self.launch, self.infos, there))
-            if now_s >= rivals_at_s:
-                self._look_for_rivals()
-                rivals_at_s = time.monotonic() + RIVALS_S
+            self._look_for_a_rival()
             self.look(LOOK_S)
 
-    def _look_for_rivals(self) -> None:
-        for rank in range(min(self.own.rank, LEADERS)):
+    def _look_for_a_rival(self) -> None:
+        for rank in itertools.islice(self._rivals, 1):
             with suppress(OSError, NotReady, Unproven), ExitStack() as stack:
                 connection = stack.enter_context(connect(*self.launch.address_of(rank), PROBE_S))
                 visit = Visit(connection, self.own, self.launch.secret)
@@ -173,12 +217,9 @@ class _Leader(Rendezvous):
 
     def _choose(self, there: Collection[int]) -> tuple[list[int], str] | None:
         """Ranks of the largest number of hosts that has a layout, this one among them, and the layout."""
-        hosts = complete_hosts(self.launch, there)
-        hosts.sort(key=lambda ranks: self.own.rank not in ranks)
-        if not hosts or self.own.rank not in hosts[0]:
-            return None
+        hosts = self.fitting(there)
         for count in range(len(hosts), self._elastic.least_hosts - 1, -1):
-            if (layout := self._elastic.layout([len(ranks) for ranks in hosts[:count]])) is not None:
+            if (layout := self.layout(hosts[:count])) is not None:
                 return [rank for ranks in hosts[:count] for rank in ranks], layout
         return None
 
@@ -193,12 +234,17 @@ class _Leader(Rendezvous):
         return replace(answer, address=self.launch.hosts[self.own.rank])
 
 
-class WaitingRoom(Rendezvous):
-    """Where processes wait that the run trains without. A thread serves them until `leave`.
+class WaitingRoom(_Patient):
+    """Where processes wait that the run trains without. A thread serves them from the release on, until `leave`.
 
     Args:
       present: ranks that train.
-      grow: called with the names of the hosts that wait, when the run can train on more hosts with them.
+      infos: by rank, what these said of themselves.
+
+    Attributes:
+      grow: called in that thread with the names of hosts that wait, when the run can train on more hosts with them, and has
+        trained without them for launch.wait_s: a host that fails again and again must not stop it at each try. None: later.
+      ended: the run has reached its end.
     """
 
     def __init__(
@@ -207,43 +253,53 @@ class WaitingRoom(Rendezvous):
         own: ProcessInfo,
         launch: Launch,
         elastic: Elastic,
-        absent: Collection[str],
-        grow: Callable[[str], None],
+        present: Collection[int],
+        infos: Mapping[int, ProcessInfo],
     ):
-        super().__init__(listener, own, launch)
+        super().__init__(listener, own, launch, elastic)
+        self.infos |= {rank: infos[rank] for rank in present}
         self.until_s = time.monotonic() + DOOR_S
-        self._elastic, self._grow = elastic, grow
-        self._present = {rank for rank, host in enumerate(launch.hosts) if host not in absent}
-        self._hosts = len(complete_hosts(launch, self._present))
-        self._left = threading.Event()
+        self.grow: Callable[[str], None] | None = None
+        self.ended = False
+        self._present, self._left = set(present), threading.Event()
+        self._grow_at_s = time.monotonic() + elastic.wait_s
         self._thread = threading.Thread(target=self._serve, name="waiting-room", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
-        """Closes the port. Those who wait look for another leader."""
+        """Closes the port. Those who wait look for another leader, or exit if the run has ended."""
         self._left.set()
         self._thread.join()
+        if self.ended:
+            self.say_ended()
         self.close()
         self.listener.close()
 
-    def admit(self, connection, info: ProcessInfo) -> bool:
-        if info.rank in self._present:
-            return False
-        try:
-            return super().admit(connection, info)
-        except ConfigError:
-            # It was told why; the run has nothing to do with it.
-            return False
+    def admit(self, connection: Any, info: ProcessInfo) -> bool:
+        return info.rank not in self._present and super().admit(connection, info)
 
     def _serve(self) -> None:
-        refused: set[frozenset[int]] = set()
+        looked_at: frozenset[int] = frozenset()
         while not self._left.is_set():
-            self.look(LOOK_S)
-            waiting = frozenset(self.connections)
-            hosts = complete_hosts(self.launch, self._present | waiting)
-            if len(hosts) <= self._hosts or waiting in refused:
-                continue
-            whole = sum(map(len, hosts)) == self.own.count
-            if whole or self._elastic.layout([len(ranks) for ranks in hosts]) is not None:
-                self._grow(", ".join(self.launch.hosts[ranks[0]] for ranks in hosts if not set(ranks) <= self._present))
-            refused.add(waiting)
+            try:
+                self.look(LOOK_S)
+                waiting = frozenset(self.connections)
+                if self.grow is None or time.monotonic() < self._grow_at_s or waiting == looked_at:
+                    continue
+                looked_at = waiting
+                if hosts := self._hosts_to_grow_by(waiting):
+                    self.grow(", ".join(hosts))
+            except Exception:
+                # The run itself is not concerned.
+                log.exception("The port for hosts that return is closed.")
+                return
+
+    def _hosts_to_grow_by(self, waiting: Collection[int]) -> list[str]:
+        hosts = self.fitting(self._present | set(waiting))
+        hosts.sort(key=lambda ranks: not set(ranks) <= self._present)
+        least = sum(set(ranks) <= self._present for ranks in hosts)
+        for count in range(len(hosts), least, -1):
+            whole = sum(map(len, hosts[:count])) == self.own.count
+            if whole or self.layout(hosts[:count]) is not None:
+                return [self.launch.hosts[ranks[0]] for ranks in hosts[least:count]]
+        return []

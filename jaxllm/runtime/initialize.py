@@ -21,8 +21,8 @@ from jaxllm.config import ConfigError
 from jaxllm.runtime import elastic_rendezvous, exit_codes, rendezvous
 from jaxllm.runtime.authentication import SECRET, SECRET_FILE
 from jaxllm.runtime.cuda_driver import visible_gpus
-from jaxllm.runtime.elastic_rendezvous import LEADERS, Elastic, at_home
-from jaxllm.runtime.launchers import HOSTS, Launch, LaunchInfo, gpus_asked, join_address
+from jaxllm.runtime.elastic_rendezvous import LEADERS, Elastic, WaitingRoom, at_home
+from jaxllm.runtime.launchers import HOSTS, START_TIMEOUT_S, Launch, LaunchInfo, gpus_asked, join_address
 from jaxllm.runtime.rendezvous_checks import ProcessInfo, listening_address
 from jaxllm.runtime.rendezvous_client import TRY_S, Answer, RendezvousError, join
 from jaxllm.runtime.socket_messages import connect, listen
@@ -48,12 +48,10 @@ class Meeting:
     launch: Launch
     """With the rank and the number of processes that the run has."""
     answer: Answer
-    own: ProcessInfo
-    """With the launcher's rank."""
     monitor: socket.socket | None
     """On process 0, it listens on answer.monitor_port."""
-    door: socket.socket | None = None
-    """On the leader of an elastic run, the port of the rendezvous."""
+    room: WaitingRoom | None = None
+    """On the leader of a run that trains without some hosts."""
 
 
 def initialize(
@@ -79,25 +77,26 @@ def initialize(
       ConfigError: the processes do not fit together, or process 0's port is taken at the first start.
       RendezvousError: not all processes come in time, or the port is still taken after a restart.
     """
-    if elastic is not None and not launch.hosts:
-        raise ConfigError(
-            f"launch.least_hosts={elastic.least_hosts} needs the hosts of all processes, and the launcher does not tell them: "
-            f"set {HOSTS} to the host of each process, as h0,h1,h2, or remove launch.least_hosts."
-        )
+    if elastic is not None:
+        _check_elastic(launch, elastic)
     _bypass_proxies(environ, {launch.host, *launch.hosts[:LEADERS]})
     chosen = _device_choice(environ)
     own = _process_info(launch, launch_info, environ, cpu, flags, chosen)
     if launch.process_id == 0 or elastic is not None:
         _raise_file_limit(2 * launch.num_processes + SPARE_FILES)
-    monitor = door = None
+    monitor = room = None
     try:
         if elastic is not None:
             monitor = listen(0, listening_address(at_home(launch, launch.process_id)))
-            answer, door = elastic_rendezvous.meet(own, launch, elastic, monitor.getsockname()[1])
+            answer, room = elastic_rendezvous.meet(own, launch, elastic, monitor.getsockname()[1])
             assert answer.led is not None, "the leader sends it"
             assert answer.rank is not None, "it comes with the rest"
             count = len(answer.members)
-            launch = replace(launch, host=answer.address, port=answer.led.port, process_id=answer.rank, num_processes=count)
+            now = {"host": answer.address, "port": answer.led.port, "process_id": answer.rank, "num_processes": count}
+            # The launcher's choice is an address of its process 0.
+            launch = replace(launch, **now, bind=launch.bind if own.rank == 0 else "")
+            if launch.process_id == 0:
+                _warn_if_open(launch, answer)
         elif launch.process_id == 0:
             port = rendezvous.open_port(launch, own, PORT_WAIT_S if launch_info.attempt else 0.0)
             monitor = listen(0, listening_address(launch))
@@ -123,7 +122,23 @@ def initialize(
     bind = join_address(address, launch.port) if address else None
     exit_code = exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT
     _start_jax(launch, answer, devices, bind, peer_timeout_s, exit_code)
-    return Meeting(launch, answer, own, monitor, door)
+    return Meeting(launch, answer, monitor, room)
+
+
+def _check_elastic(launch: Launch, elastic: Elastic) -> None:
+    least, hosts = elastic.least_hosts, len(set(launch.hosts))
+    if not hosts:
+        raise ConfigError(
+            f"launch.least_hosts={least} needs the hosts of all processes, and the launcher does not tell them: set {HOSTS} to "
+            f"the host of each process, as h0,h1,h2, or remove launch.least_hosts."
+        )
+    if least > hosts:
+        raise ConfigError(f"launch.least_hosts={least} is more than the {hosts} hosts of this run: set at most {hosts}.")
+    if elastic.wait_s >= launch.start_timeout_s:
+        raise ConfigError(
+            f"launch.wait_s={elastic.wait_s:g} is not below {START_TIMEOUT_S}={launch.start_timeout_s}, after which processes "
+            f"stop waiting: set it lower."
+        )
 
 
 def _warn_if_open(launch: Launch, answer: Answer) -> None:

@@ -117,7 +117,7 @@ class Rendezvous:
         """By rank, connected processes without this one."""
         self.until_s = time.monotonic() + launch.start_timeout_s
         self.selector = selectors.DefaultSelector()
-        self.door = Door(listener, self.selector, own.count, self._stranger, self._drop)
+        self.door = Door(listener, self.selector, own.count, self._stranger, self.drop)
 
     def await_all(self) -> None:
         while len(self.connections) < self.own.count - 1:
@@ -165,6 +165,10 @@ class Rendezvous:
         for connection in self.connections.values():
             connection.send(json.dumps({"refused": sentence, "missing": missing}))
 
+    def say_ended(self) -> None:
+        for connection in self.connections.values():
+            connection.send('{"ended": true}')
+
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):
             if key.data is not None:
@@ -191,7 +195,7 @@ class Rendezvous:
                 break
         if messages is None:
             self.door.report(connection)
-            self._drop(connection)
+            self.drop(connection)
 
     def admit(self, connection: _Connection, info: ProcessInfo) -> bool:
         """Registers a process. False if it belongs to another launch and has to be dropped."""
@@ -201,7 +205,7 @@ class Rendezvous:
         before = self.connections.get(info.rank)
         if before is not None and before.hung_up():
             # The process was restarted.
-            self._drop(before)
+            self.drop(before)
             before = None
         twin = self.infos[info.rank] if before is not None or info.rank == self.own.rank else None
         if sentence := why_rejected(info, self.own, self.launch, twin):
@@ -212,7 +216,7 @@ class Rendezvous:
         connection.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
         return True
 
-    def _drop(self, connection: _Connection) -> None:
+    def drop(self, connection: _Connection) -> None:
         if connection.socket.fileno() < 0:
             # Dropped for its successor before its own end was read.
             return

@@ -123,6 +123,8 @@ class Reply:
     rank: Rank | None = None
     """With `all`: Answer.rank."""
     start: Switch = False
+    ended: Switch = False
+    """The run has ended while this process waited to return."""
 
 
 def join(own: ProcessInfo, launch: Launch) -> Answer:
@@ -215,6 +217,10 @@ class Visit:
                     raise ValueError("not a reply")
                 answer = Answer(run.members, run.monitor_port, reply.devices, address, reply.rank, run.led)
                 self._connection.sendall(self._channel.line('{"ready": true}'))
+            elif reply.ended:
+                ended = ConfigError(f"The run has ended while {self._own} waited to return: there is nothing left to train.")
+                ended.exit_code = 0
+                raise ended
             elif reply.start and answer is not None:
                 return answer
             replies = replies or _next(self._connection, self._reader, until_s)

@@ -8,6 +8,7 @@ The model, the global batch and the order of the samples stay; mesh, ZeRO level,
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,12 @@ from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig
 from jaxllm.cost_model.hardware import find_gpu, gpu_from_device_kind
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.runtime import distributed
-from jaxllm.runtime.cuda_driver import visible_gpus
 from jaxllm.runtime.elastic_rendezvous import Elastic
+from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.xla_flags import gpu_kinds
 from jaxllm.untrusted import Whole, checked, parse_json
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**16
 STAND_IN = "h100-80gb"
@@ -41,20 +44,21 @@ class _Layout:
 def rules(config: Config) -> Elastic | None:
     """How far this run may shrink; None: not at all."""
     least = config.launch.least_hosts
-    return None if least is None else Elastic(least, config.launch.wait_s, lambda processes: layout_here(config, processes))
+    return None if least is None else Elastic(least, config.launch.wait_s, lambda hosts: layout_here(config, hosts))
 
 
-def layout_here(config: Config, processes: Sequence[int]) -> str | None:
-    """`layout` for hosts like this one.
-
-    Args:
-      processes: of each host.
-    """
-    if len(set(processes)) > 1:
+def layout_here(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str | None:
+    """`layout` for these hosts, each a list of its processes. None if they have different numbers of devices."""
+    first = hosts[0][0]
+    on_cpu = first.cpu or not first.gpus
+    if on_cpu:
+        devices = [len(processes) * (config.run.cpu_devices or 1) for processes in hosts]
+    else:
+        devices = [len({gpu for info in processes for gpu in info.gpus or ()}) for processes in hosts]
+    if len(set(devices)) > 1:
         return None
-    kinds = () if config.run.cpu_devices else gpu_kinds()
-    per_host = len(visible_gpus() or kinds) if kinds else processes[0] * (config.run.cpu_devices or 1)
-    return layout(config, len(processes), per_host, kinds[0] if kinds else "")
+    kinds = () if on_cpu else gpu_kinds()
+    return layout(config, len(hosts), devices[0], kinds[0] if kinds else "")
 
 
 def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> str | None:
@@ -89,13 +93,13 @@ def adapted(config: Config) -> Config:
     if text := distributed.layout():
         return with_layout(config, text)
     devices, hosts = jax.devices(), len({member.host for member in distributed.members()})
-    try:
-        config.resolve(len(devices))
-    except ConfigError:
-        if hosts >= config.launch.least_hosts and len(devices) % hosts == 0:
-            found = layout(config, hosts, len(devices) // hosts, devices[0].device_kind)
-            return with_layout(config, distributed.broadcast(found or ""))
-    return config
+    too_large = config.parallel.data != AUTO and config.devices > len(devices)
+    if not too_large or hosts < config.launch.least_hosts or len(devices) % hosts:
+        return config
+    found = distributed.broadcast(layout(config, hosts, len(devices) // hosts, devices[0].device_kind) or "")
+    if found:
+        log.warning("%d devices, and the mesh has %d: training in a layout for those.", len(devices), config.devices)
+    return with_layout(config, found)
 
 
 def with_layout(config: Config, text: str) -> Config:

@@ -80,8 +80,9 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         if not launch.restarts:
             # Before this point a signal has its default effect.
             stack.enter_context(signals)
-        if launch.restarts and (elastic := fewer_hosts.rules(given)) is not None:
-            stack.enter_context(distributed.waiting_room(elastic, lambda hosts: signals.ask(f"the return of {hosts}")))
+        room = None
+        if launch.restarts:
+            room = stack.enter_context(distributed.waiting_room(lambda hosts: signals.ask(f"the return of {hosts}")))
         with progress.phase("step"):
             stopped_by = train(trainer, checkpoints, signals, console, sinks, timer)
         with progress.phase("save"):
@@ -92,6 +93,8 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
             console.say(f"stopped at step {trainer.step} by {stopped_by}; saved; rerun the same command to resume")
         elif stopped_by:
             console.say(f"stopped before the first step by {stopped_by}; there is nothing to save")
+        if room is not None:
+            room.ended = not stopped_by
         console.say(f"run directory {folder}")
     return trainer
 

@@ -150,8 +150,9 @@ def launch(script: str, *arguments, cwd: Path, **variables: str) -> tuple[int, s
 class Run:
     """A recipe, a slow program that trains it as `python FOLDER/slowly.py SECONDS ...`, and the results."""
 
-    def __init__(self, folder: Path, text_file: Path, *more: str):
-        self.folder, self.dir, self.more = folder, folder / "run", more
+    def __init__(self, folder: Path, text_file: Path, *more: str, steps: int = STEPS):
+        self.folder, self.dir, self.steps = folder, folder / "run", steps
+        self.more = (f"train.steps={steps}", *more)
         self.recipe, self.program = folder / "tiny.yaml", folder / "slowly.py"
         self.recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
         self.program.write_text(PROGRAM)
@@ -176,7 +177,7 @@ class Run:
         alone = self.folder / "alone"
         mesh = ("run.cpu_devices=8", "parallel.data=2", "parallel.tensor=4")
         fit(jaxllm.load_config(self.recipe, [f"run.dir={alone}", *COMMON, *self.more, *mesh]))
-        assert self._records(self.dir, "step") == self._records(alone, "step") == list(range(1, STEPS + 1))
+        assert self._records(self.dir, "step") == self._records(alone, "step") == list(range(1, self.steps + 1))
         np.testing.assert_allclose(self._records(self.dir, "loss"), self._records(alone, "loss"), rtol=1e-5)
 
     def starts(self) -> list[dict]:

@@ -640,3 +640,5 @@ def test_starts_without_some_hosts_are_named(run):
     notes = list(report_on(run(lines)).notes())
     assert "Steps 5 to 8: without 1 host, on 6 of 8 devices, 1.50 times as long a step." in notes
     assert sum("without" in note for note in notes) == 1
+    lines[4] |= {"devices": "many", "absent_hosts": None}
+    assert not any("without" in note for note in report_on(run(lines)).notes())

@@ -1,4 +1,4 @@
-"""The rendezvous of a run that may shrink, over real sockets in threads: who leads, who trains, who waits at the door."""
+"""The rendezvous of a run that may shrink, over real sockets in threads: who leads, who trains, who waits to return."""
 
 import socket
 import threading
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.runtime import elastic_rendezvous
+from jaxllm.runtime import elastic_rendezvous, initialize
 from jaxllm.runtime.elastic_rendezvous import Elastic, WaitingRoom, at_home, complete_hosts
 from jaxllm.runtime.launchers import Launch
 from jaxllm.runtime.rendezvous import open_port
@@ -18,16 +18,18 @@ from jaxllm.runtime.rendezvous_client import RendezvousError
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(1, 5))
 SECRET = b"s" * 32
+LIMIT_S = 30
 
 
-def layout(processes):
-    return f"layout of {len(processes)}"
+def layout(hosts):
+    return f"layout of {len(hosts)}"
 
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
     monkeypatch.setattr(elastic_rendezvous, "TURN_S", 0.3)
     monkeypatch.setattr(elastic_rendezvous, "LOOK_S", 0.05)
+    monkeypatch.setattr(elastic_rendezvous, "GATHER_S", 0.5)
 
 
 @pytest.fixture
@@ -43,104 +45,139 @@ def process(launch, rank, **fields):
     return ProcessInfo(rank=rank, count=launch.num_processes, host=host, pid=100 + rank, **fields)
 
 
-@pytest.fixture
-def meet(launch):
-    """meet(ranks, **fields of Elastic): what each process gets, an answer or an error, by rank."""
-    doors = []
+class Meeting:
+    """Processes that come, each in a thread."""
 
-    def come(rank, launch, elastic):
+    def __init__(self, launch, **fields):
+        self.launch, self.pool, self.rooms = launch, ThreadPoolExecutor(8), []
+        self.elastic = Elastic(**({"least_hosts": 2, "wait_s": 0.5, "layout": layout} | fields))
+
+    def come(self, rank, **fields):
+        """The future of its answer, or of its error."""
+        return self.pool.submit(self._come, rank, fields)
+
+    def _come(self, rank, fields):
+        own, place = process(self.launch, rank, **fields), replace(self.launch, process_id=rank)
         try:
-            answer, door = elastic_rendezvous.meet(process(launch, rank), replace(launch, process_id=rank), elastic, 4321)
-            doors.append(door)
-            return answer
+            answer, room = elastic_rendezvous.meet(own, place, self.elastic, 4321)
         except ConfigError as error:
             return error
+        if room is not None:
+            self.rooms.append(room)
+        return answer
 
-    def all_of(ranks, launch=launch, **fields):
-        elastic = Elastic(**({"least_hosts": 2, "wait_s": 0.5, "layout": layout} | fields))
-        with ThreadPoolExecutor(len(ranks)) as pool:
-            futures = {rank: pool.submit(come, rank, launch, elastic) for rank in ranks}
-            return {rank: future.result(timeout=60) for rank, future in futures.items()}
+    def all(self, ranks):
+        futures = [self.come(rank) for rank in ranks]
+        return [future.result(timeout=60) for future in futures]
 
-    yield all_of
-    for door in filter(None, doors):
-        door.close()
+
+@pytest.fixture
+def meeting(launch):
+    """meeting(launch, **fields of Elastic)"""
+    made = []
+
+    def make(launch=launch, **fields):
+        made.append(Meeting(launch, **fields))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for room in one.rooms:
+            room.leave()
+        one.pool.shutdown()
+
+
+def wait_until(true):
+    until_s = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_all_are_there(meet, launch, secret):
-    answers = meet(range(4), replace(launch, secret=secret))
-    assert {rank: answer.rank for rank, answer in answers.items()} == {0: 0, 1: 1, 2: 2, 3: 3}
-    for answer in answers.values():
+def test_all_are_there(meeting, launch, secret):
+    answers = meeting(replace(launch, secret=secret)).all(range(4))
+    assert [answer.rank for answer in answers] == [0, 1, 2, 3]
+    for answer in answers:
         assert answer.members == [(host, 100 + rank) for rank, host in enumerate(HOSTS)]
         assert (answer.address, answer.monitor_port) == (HOSTS[0], 4321)
         assert (answer.led.absent, answer.led.layout, answer.led.attempt) == ([], "", 3)
         assert answer.led.port != launch.port
 
 
-@pytest.mark.parametrize("gone", [0, 1, 3])
-def test_one_is_missing(meet, gone):
+@pytest.mark.parametrize("gone", [(0,), (1,), (3,), (0, 2)], ids=str)
+def test_some_are_missing(meeting, gone):
     """The process of the lowest rank leads, and has rank 0."""
-    left = [rank for rank in range(4) if rank != gone]
-    answers = meet(left)
-    assert {rank: answer.rank for rank, answer in answers.items()} == {rank: number for number, rank in enumerate(left)}
-    for answer in answers.values():
+    left = [rank for rank in range(4) if rank not in gone]
+    answers = meeting().all(left)
+    assert [answer.rank for answer in answers] == list(range(len(left)))
+    for answer in answers:
         assert answer.members == [(HOSTS[rank], 100 + rank) for rank in left]
         assert answer.address == HOSTS[left[0]]
-        assert (answer.led.absent, answer.led.layout) == ([HOSTS[gone]], "layout of 3")
-    assert len({answer.led.port for answer in answers.values()}) == 1
+        assert (answer.led.absent, answer.led.layout) == ([HOSTS[rank] for rank in gone], f"layout of {len(left)}")
+    assert len({answer.led.port for answer in answers}) == 1
 
 
-def test_two_are_missing_at_once(meet):
-    first, second = meet([1, 3]).values()
-    assert (first.rank, second.rank) == (0, 1)
-    assert first.led == second.led
-    assert (first.led.absent, first.led.layout) == ([HOSTS[0], HOSTS[2]], "layout of 2")
-
-
-def test_two_that_lead_at_once_become_one(meet, launch, monkeypatch):
+def test_two_that_lead_at_once_become_one(meeting, launch, monkeypatch):
     """The one of higher rank gives way."""
     monkeypatch.setattr(elastic_rendezvous, "TURN_S", 0.0)
+    connect, scans = elastic_rendezvous.connect, []
+
+    def blind_at_first(host, port, limit_s):
+        scans.append(host)
+        if len(scans) <= 2:
+            raise ConnectionRefusedError
+        return connect(host, port, limit_s)
+
+    monkeypatch.setattr(elastic_rendezvous, "connect", blind_at_first)
     pair = replace(launch, hosts=HOSTS[:2], num_processes=2)
-    answers = meet([0, 1], pair, wait_s=0.0, layout=lambda _: None)
-    assert [answer.rank for answer in answers.values()] == [0, 1]
-    assert {answer.address for answer in answers.values()} == {HOSTS[0]}
+    answers = meeting(pair, wait_s=0.0, layout=lambda _: None).all([0, 1])
+    assert sorted(scans[:2]) == list(HOSTS[:2])
+    assert [answer.rank for answer in answers] == [0, 1]
+    assert {answer.address for answer in answers} == {HOSTS[0]}
 
 
-def test_too_few_wait_until_the_limit_and_name_the_missing(meet, launch):
-    (error,) = meet([1], replace(launch, start_timeout_s=2)).values()
+def test_too_few_wait_until_the_limit_and_name_the_missing(meeting, launch):
+    (error,) = meeting(replace(launch, start_timeout_s=2)).all([1])
     assert isinstance(error, RendezvousError)
     assert f"Processes 0, 2 and 3 ({HOSTS[0]}, {HOSTS[2]} and {HOSTS[3]}) of 4 did not come to " in str(error)
 
 
-def test_as_many_hosts_train_as_have_a_layout(launch):
-    """The third waits, and is not lost: it is a spare."""
-    elastic = Elastic(2, 0.5, lambda processes: None if len(processes) == 3 else layout(processes))
-    answers, error = {}, []
+def test_who_comes_late_is_chosen_at_once(meeting):
+    """Too few had come when the wait was over."""
+    run, began_s = meeting(least_hosts=3, wait_s=0.3), time.monotonic()
+    early = [run.come(rank) for rank in (0, 1)]
+    wait_until(lambda: time.monotonic() > began_s + 0.6)
+    assert not any(future.done() for future in early)
+    late = run.come(2)
+    assert [future.result(timeout=LIMIT_S).led.absent for future in (*early, late)] == 3 * [[HOSTS[3]]]
 
-    def come(rank):
-        try:
-            answers[rank] = elastic_rendezvous.meet(process(launch, rank), at(rank), elastic, 4321)
-        except RendezvousError as without:
-            error.append(without)
 
-    def at(rank):
-        return replace(launch, process_id=rank, start_timeout_s=4)
-
-    threads = [threading.Thread(target=come, args=[rank], daemon=True) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    threads[0].join(20)
-    threads[1].join(20)
-    answer, door = answers[0]
-    with door:
-        assert answer.members == [(HOSTS[0], 100), (HOSTS[1], 101)]
-        assert (answer.led.absent, answer.led.layout) == ([HOSTS[2], HOSTS[3]], "layout of 2")
-        assert 2 not in answers
-        assert error == []
-    # Nobody leads any more.
-    threads[2].join(40)
-    assert len(error) == 1
+def test_as_many_hosts_train_as_have_a_layout(meeting):
+    """The third is a spare: it waits, and makes the run grow when there is a layout for it."""
+    run = meeting(wait_s=0.3, layout=lambda hosts: None if len(hosts) == 3 else layout(hosts))
+    first, second, spare = (run.come(rank) for rank in range(3))
+    assert first.result(timeout=LIMIT_S).members == [(HOSTS[0], 100), (HOSTS[1], 101)]
+    assert second.result(timeout=LIMIT_S).led.layout == "layout of 2"
+    (room,) = run.rooms
+    grown = []
+    room.grow = grown.append
+    wait_until(lambda: 2 in room.connections)
+    assert not spare.done()
+    assert grown == []
+    fourth = run.come(3)
+    wait_until(lambda: grown)
+    assert grown == [f"{HOSTS[2]}, {HOSTS[3]}"]
+    room.ended = True
+    room.leave()
+    run.rooms.clear()
+    for future, rank in ((spare, 2), (fourth, 3)):
+        error = future.result(timeout=LIMIT_S)
+        assert (
+            str(error)
+            == f"The run has ended while process {rank} on {HOSTS[rank]} waited to return: there is nothing left to train."
+        )
+        assert error.exit_code == 0
 
 
 def test_a_host_trains_with_all_of_its_processes_or_with_none():
@@ -149,36 +186,93 @@ def test_a_host_trains_with_all_of_its_processes_or_with_none():
     assert [launch.address_of(rank) for rank in range(5)] == [("a", 1000), ("a", 999), ("b", 1000), ("b", 999), ("c", 1000)]
 
 
-def test_a_host_that_returns_waits_until_the_run_grows(launch):
-    """One that is there already, and one of another version, are turned away."""
-    grown, elastic = [], Elastic(2, 0.5, layout)
+@pytest.mark.parametrize("other", [{"versions": {"jaxllm": "2"}}, {"cpu": False}, {"flags": ["--xla_one"]}], ids=str)
+def test_a_host_that_does_not_fit_is_left_out_and_asks_nobody_to_stop(meeting, other):
+    run = meeting(wait_s=0.3)
+    futures = [run.come(rank, attempt=1, **(other if rank == 3 else {})) for rank in range(4)]
+    answers = [future.result(timeout=LIMIT_S) for future in futures[:3]]
+    assert [answer.led.absent for answer in answers] == 3 * [[HOSTS[3]]]
+    (room,) = run.rooms
+    room.grow = pytest.fail
+    again = run.come(3, **other)
+    if "cpu" in other:
+        wait_until(lambda: 3 in room.connections)
+    else:
+        assert "Process 3 on 127.0.0.4 has " in str(again.result(timeout=LIMIT_S))
+    wait_until(lambda: time.monotonic() > room._grow_at_s + 0.3)
+    assert room._thread.is_alive()
+
+
+def test_a_rank_that_comes_again_takes_the_place_of_the_first(meeting):
+    """As after a cut cable, when the launcher has started it again."""
+    run = meeting(wait_s=0.3)
+    for future in [run.come(rank) for rank in range(3)]:
+        future.result(timeout=LIMIT_S)
+    (room,) = run.rooms
+    first = run.come(3)
+    wait_until(lambda: 3 in room.connections)
+    before = room.connections[3]
+    second = run.come(3)
+    error = first.result(timeout=LIMIT_S)
+    assert isinstance(error, RendezvousError)
+    assert "Process 3 on 127.0.0.4 came again, with process id 103: it takes the place of this one" in str(error)
+    wait_until(lambda: room.connections.get(3) not in (None, before))
+    assert not second.done()
+
+
+def test_one_that_trains_is_not_taken_twice(launch):
     own = process(launch, 1)
-    door = open_port(at_home(launch, 1), own)
-    room = WaitingRoom(door, own, launch, elastic, [HOSTS[3]], lambda hosts: grown.append(hosts))
-    found = []
-
-    def come(rank, **fields):
-        try:
-            found.append(elastic_rendezvous.meet(process(launch, rank, **fields), at(rank), elastic, 4321))
-        except ConfigError as error:
-            found.append(str(error))
-
-    def at(rank):
-        return replace(launch, process_id=rank, start_timeout_s=2)
-
-    come(3, versions={"jaxllm": "2"})
-    assert "Process 3 on 127.0.0.4 has jaxllm 2, process 1 on 127.0.0.2 1: install the same on all hosts" in found.pop()
-    assert grown == []
-    returned = threading.Thread(target=come, args=[3], daemon=True)
-    returned.start()
-    until_s = time.monotonic() + 20
-    while not grown and time.monotonic() < until_s:
-        time.sleep(0.02)
-    assert grown == [HOSTS[3]]
-    # It waits, longer than its own limit.
-    returned.join(3)
-    assert returned.is_alive()
-    assert found == []
+    infos = {rank: process(launch, rank) for rank in (0, 1, 2)}
+    room = WaitingRoom(open_port(at_home(launch, 1), own), own, launch, Elastic(2, 0.0, layout), infos, infos)
+    room.grow = pytest.fail
+    place = replace(launch, process_id=2, start_timeout_s=1)
+    with pytest.raises(RendezvousError, match="did not come to"):
+        elastic_rendezvous.meet(process(launch, 2), place, Elastic(4, 0.2, layout), 4321)
+    assert room._thread.is_alive()
     room.leave()
-    returned.join(20)
-    assert "Processes 0 to 2" in found.pop()
+
+
+@pytest.mark.parametrize(
+    ("elastic", "hosts", "sentence"),
+    [
+        (
+            Elastic(2, 1.0, layout),
+            (),
+            "launch.least_hosts=2 needs the hosts of all processes, and the launcher does not tell them",
+        ),
+        (Elastic(5, 1.0, layout), HOSTS, "launch.least_hosts=5 is more than the 4 hosts of this run: set at most 4."),
+        (
+            Elastic(2, 20.0, layout),
+            HOSTS,
+            "launch.wait_s=20 is not below JAXLLM_START_TIMEOUT_S=20, after which processes stop",
+        ),
+    ],
+)
+def test_what_cannot_shrink_is_refused(launch, elastic, hosts, sentence):
+    with pytest.raises(ConfigError, match="^" + sentence.replace(".", r"\.")):
+        initialize._check_elastic(replace(launch, hosts=hosts), elastic)
+
+
+def test_the_room_closes_if_its_thread_fails(launch, caplog):
+    """The run is not concerned."""
+    own = process(launch, 0)
+
+    def fails(hosts):
+        raise ZeroDivisionError
+
+    infos = {rank: process(launch, rank) for rank in (0, 1)}
+    room = WaitingRoom(open_port(launch, own), own, launch, Elastic(2, 0.0, fails), infos, infos)
+    room.grow = pytest.fail
+    waits = threading.Thread(target=lambda: quietly(launch), daemon=True)
+    waits.start()
+    room._thread.join(LIMIT_S)
+    assert not room._thread.is_alive()
+    assert "The port for hosts that return is closed." in caplog.text
+    room.leave()
+    waits.join(LIMIT_S)
+
+
+def quietly(launch):
+    place = replace(launch, process_id=2, start_timeout_s=1)
+    with pytest.raises(ConfigError):
+        elastic_rendezvous.meet(process(launch, 2), place, Elastic(4, 0.2, layout), 4321)

@@ -1,6 +1,7 @@
 """Layouts for the hosts that are left: the batch stays, what fits is chosen, and what the leader sends is checked."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -47,8 +48,24 @@ def test_a_layout_fits_the_gpu():
 
 def test_hosts_of_other_sizes_have_none(tiny_config):
     config = tiny_config(*BATCH, "run.cpu_devices=2")
-    assert layout_here(config, [1, 2]) is None
-    assert layout_here(config, [2, 2]) == layout(config, 2, 4)
+
+    def of(*counts):
+        return [[SimpleNamespace(cpu=True, gpus=None)] * count for count in counts]
+
+    assert layout_here(config, of(1, 2)) is None
+    assert layout_here(config, of(2, 2)) == layout(config, 2, 4)
+
+
+def test_gpus_of_a_host_are_those_that_any_of_its_processes_sees(tiny_config, monkeypatch):
+    """Two processes share four, or have two each."""
+    monkeypatch.setattr(fewer_hosts, "gpu_kinds", lambda: (H100,) * 4)
+    config = tiny_config(*BATCH)
+
+    def of(*processes):
+        return [[SimpleNamespace(cpu=False, gpus=list(gpus)) for gpus in processes] for _ in range(3)]
+
+    assert layout_here(config, of("abcd", "abcd")) == layout_here(config, of("ab", "cd")) == layout(config, 3, 4, H100)
+    assert layout_here(config, [*of("abcd")[:2], *of("abc")[:1]]) is None
 
 
 def test_it_is_off_by_default(tiny_config):
@@ -84,16 +101,16 @@ def test_the_log_says_who_is_missing(tiny_config, monkeypatch):
     )
 
 
-def test_fewer_devices_than_the_mesh_get_a_layout(tiny_config, monkeypatch):
-    """As where SLURM starts a job of three or four nodes with three. Without launch.least_hosts the mesh is refused later."""
+def test_fewer_devices_than_the_mesh_get_a_layout(tiny_config, monkeypatch, caplog):
+    """As where SLURM starts a job of three or four nodes with three. Any other mistake in the mesh is left to be refused."""
     monkeypatch.setattr(fewer_hosts.jax, "devices", lambda: DEVICES[:3])
     config = tiny_config(*BATCH, "parallel.data=4", "parallel.zero=3")
-    assert adapted(config) is config
-    assert adapted(with_least(config, 2)) == with_least(config, 2)
+    for same in (config, with_least(config, 2), with_least(tiny_config(*BATCH, "parallel.data=2"), 1)):
+        assert adapted(same) is same
+    assert caplog.text == ""
     found = adapted(with_least(config, 1)).resolve(3)
     assert found.parallel.data * found.parallel.tensor * found.parallel.context * found.parallel.pipe == 3
-    fits = with_least(tiny_config(*BATCH, "parallel.data=3"), 1)
-    assert adapted(fits) is fits
+    assert "3 devices, and the mesh has 4: training in a layout for those." in caplog.text
 
 
 def with_least(config, hosts):
