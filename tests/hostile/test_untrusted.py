@@ -27,6 +27,7 @@ from jaxllm.data.npy import read_npy
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.safetensors import TensorFile
 from jaxllm.runtime import launchers, peer_link
+from jaxllm.runtime.authentication import Channel
 from jaxllm.runtime.rendezvous_checks import parse_process_info
 from jaxllm.runtime.socket_messages import Reader
 from jaxllm.stderr import LONGEST_WORD, safe_to_print
@@ -360,7 +361,9 @@ MESSAGES = [
 @given(message=st.sampled_from(MESSAGES), pick=st.integers(0, 6), value=JSON, seed=st.integers(0, 2**32))
 def test_fuzz_messages(message, pick, value, seed):
     """Bytes on a socket, and well-formed messages with a wrong value."""
-    refusal(ValueError, Reader(2**16).read, replaced(json.dumps(message).encode() + b"\n", seed))
+    for secret in (None, b"s" * 32):
+        reader = Reader(2**16, Channel(secret, is_server=True))
+        refusal(ValueError, reader.read, replaced(json.dumps(message).encode() + b"\n", seed))
     wrong = {**message, list(message)[pick % len(message)]: value}
     info = parse_process_info(wrong, INFO["versions"])
     assert info is None or info.rank < info.count
