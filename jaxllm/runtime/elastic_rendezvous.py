@@ -29,7 +29,16 @@ from jaxllm.runtime.authentication import Unproven
 from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch
 from jaxllm.runtime.rendezvous import Rendezvous, open_port
 from jaxllm.runtime.rendezvous_checks import ProcessInfo, missing, why_incompatible
-from jaxllm.runtime.rendezvous_client import PROBE_S, Answer, Led, NotReady, RendezvousError, Visit, exchange, other_secret
+from jaxllm.runtime.rendezvous_client import (
+    FIRST_REPLY_S,
+    PROBE_S,
+    Answer,
+    Led,
+    NotReady,
+    RendezvousError,
+    Visit,
+    other_secret,
+)
 from jaxllm.runtime.socket_messages import connect, listen
 
 LEADERS = 16
@@ -71,17 +80,28 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) 
       RendezvousError: too few hosts came in time, or a process that came is gone again.
       ConfigError: the processes do not fit together, the port cannot be opened, or the run ended while this process waited.
     """
-    began_s, turn = time.monotonic(), own.rank
-    until_s = began_s + launch.start_timeout_s
+    turn, began_s = own.rank, None
     others = [rank for rank in range(min(LEADERS, own.count)) if rank != own.rank]
-    lead_at_s = began_s + (elastic.wait_s + turn * TURN_S if turn else 0.0)
     while True:
+        if began_s is None:
+            began_s = time.monotonic()
+            until_s = began_s + launch.start_timeout_s
+            lead_at_s = began_s + (elastic.wait_s + turn * TURN_S if turn else 0.0)
         for rank in others:
+            taken = False
             try:
                 with suppress(OSError, NotReady), connect(*launch.address_of(rank), PROBE_S) as connection:
-                    return exchange(connection, own, launch.secret, until_s), None
+                    visit = Visit(connection, own, launch.secret)
+                    taken = visit.introduce(min(until_s, time.monotonic() + FIRST_REPLY_S))
+                    return visit.answer(until_s), None
             except Unproven:
                 raise other_secret(launch.hosts[rank], own) from None
+            if taken:
+                # That run, or its rendezvous, is over: all begin again, and are waited for again.
+                began_s = None
+                break
+        if began_s is None:
+            continue
         if turn < LEADERS and time.monotonic() >= lead_at_s:
             leader = _Leader(open_port(at_home(launch, turn), own, PORT_WAIT_S), own, launch, elastic, monitor_port)
             try:
@@ -89,6 +109,8 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) 
             except _GivesWay as gives_way:
                 with suppress(OSError, NotReady), gives_way.connection:
                     return gives_way.visit.answer(until_s), None
+                began_s = None
+                continue
         if time.monotonic() >= until_s:
             raise RendezvousError(
                 f"Process {own.rank} found no process that leads the run within {launch.start_timeout_s} s: look at the "

@@ -186,6 +186,23 @@ def test_a_host_trains_with_all_of_its_processes_or_with_none():
     assert [launch.address_of(rank) for rank in range(5)] == [("a", 1000), ("a", 999), ("b", 1000), ("b", 999), ("c", 1000)]
 
 
+def test_hosts_that_waited_wait_for_the_others_when_the_run_starts_again(meeting):
+    """They are enough to train by themselves, and there first."""
+    run = meeting(wait_s=1.5)
+    for future in [run.come(rank) for rank in (1, 2)]:
+        future.result(timeout=LIMIT_S)
+    room = run.rooms.pop()
+    waiting = [run.come(rank) for rank in (0, 3)]
+    wait_until(lambda: set(room.connections) == {0, 3})
+    # Longer than their own wait.
+    wait_until(lambda: time.monotonic() > room._grow_at_s)
+    room.leave()
+    again = [run.come(rank, attempt=1) for rank in (1, 2)]
+    answers = [future.result(timeout=LIMIT_S) for future in (*waiting, *again)]
+    assert [answer.rank for answer in answers] == [0, 3, 1, 2]
+    assert {tuple(answer.led.absent) for answer in answers} == {()}
+
+
 @pytest.mark.parametrize("other", [{"versions": {"jaxllm": "2"}}, {"cpu": False}, {"flags": ["--xla_one"]}], ids=str)
 def test_a_host_that_does_not_fit_is_left_out_and_asks_nobody_to_stop(meeting, other):
     run = meeting(wait_s=0.3)
