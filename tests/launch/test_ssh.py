@@ -237,7 +237,7 @@ def test_a_run_trains_on_without_lost_hosts_and_with_one_of_them_again(ssh, host
     """Four hosts lose two at once, that of process 0 among them; it returns, the other does not. Samples and losses are those
     of a run that lost none."""
     batch = ("train.global_batch_sequences=12", "train.microbatch_sequences=1")
-    run = real_launches.Run(tmp_path, text_file, "parallel.data=4", "parallel.zero=3", "launch.wait_s=2", *batch, steps=200)
+    run = real_launches.Run(tmp_path, text_file, "parallel.data=4", "parallel.zero=3", "launch.wait_s=15", *batch, steps=240)
     power = tmp_path / "ssh"
     without = f'for word; do if [[ -e "{tmp_path}/down-$word" ]]; then exit 255; fi; done'
     power.write_text(f'#!/bin/bash\n{without}\nexec {ssh} "$@"\n')
@@ -255,7 +255,9 @@ def test_a_run_trains_on_without_lost_hosts_and_with_one_of_them_again(ssh, host
         (tmp_path / "down-h1").unlink()
         out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, out + err
-    assert [(start["devices"], start.get("absent_hosts", 0)) for start in run.starts()] == [(4, 0), (2, 2), (3, 1)], out + err
+    starts = [(start["devices"], start.get("absent_hosts", 0)) for start in run.starts()]
+    # On a busy machine the run may start once more with two.
+    assert (starts[0], starts[1], starts[-1]) == ((4, 0), (2, 2), (3, 1)), out + err
     for rank, host in ((0, "h1"), (2, "h3")):
         lost = f"jaxllm: process {rank} on {host}: ssh cannot reach it, or the connection broke; the others train on, and ssh"
         assert err.count(lost) == 1
