@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from jaxllm.rehearsal.network import Network
+from jaxllm.runtime.launchers import FIRST_PORT, NUM_PORTS
 from jaxllm.runtime.supervisor import die_with_parent
 
 SILENT_AFTER = 1.5
 """Times the peers' patience until a supervisor kills a frozen process: they must give it up first, or they would see a kill."""
 LEFT_OUT = ("JAXLLM_ATTEMPT", "JAXLLM_RESTARTS", "JAXLLM_BEAT_FD", "JAXLLM_START_TIMEOUT_S")
-PORTS = range(61440, 65536)
-"""Above those that Linux gives to outgoing connections."""
+PORTS = range(FIRST_PORT, FIRST_PORT + NUM_PORTS)
 
 
 @dataclass(frozen=True)

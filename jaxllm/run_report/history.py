@@ -112,11 +112,15 @@ class History:
         return [int(line["step"]) - 1 for line in self.lines[1:] if "start_unix_s" in line]
 
     @cached_property
+    def _firsts(self) -> list[int]:
+        """Numbers of the lines with which starts begin."""
+        return [number for number, line in enumerate(self.lines) if "start_unix_s" in line]
+
+    @cached_property
     def starts(self) -> tuple[Start, ...]:
         """Starts that have lines left, in order."""
-        firsts = [number for number, line in enumerate(self.lines) if "start_unix_s" in line]
         found = []
-        for first, end in itertools.pairwise([*firsts, len(self.lines)]):
+        for first, end in itertools.pairwise([*self._firsts, len(self.lines)]):
             line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
             step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
             devices, absent = (int(_float(line.get(key))) if math.isfinite(_float(line.get(key))) else 0 for key in _COUNTS)
@@ -129,8 +133,7 @@ class History:
 
     def most(self, key: str) -> float | None:
         """The largest value since the last start; earlier starts may have used another mesh."""
-        starts = [number for number, line in enumerate(self.lines) if "start_unix_s" in line]
-        values = self.column(key)[starts[-1] if starts else 0 :]
+        values = self.column(key)[self._firsts[-1] if self._firsts else 0 :]
         return float(np.nanmax(values)) if np.isfinite(values).any() else None
 
     def evaluated(self) -> tuple[np.ndarray, np.ndarray]:

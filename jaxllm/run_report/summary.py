@@ -239,11 +239,11 @@ class RunReport:
 def shrunk(history: History) -> Iterator[str]:
     """Yields one sentence for each start that trained without some hosts."""
     whole = [start for start in history.starts if not start.absent_hosts]
+    usual = max(whole, key=lambda start: start.last_step - start.first_step, default=None)
     for start in history.starts:
         if not start.absent_hosts:
             continue
         sentence = f"Steps {start.first_step} to {start.last_step}: without {_count(start.absent_hosts, 'host')}"
-        usual = max(whole, key=lambda other: other.last_step - other.first_step, default=None)
         if usual is not None:
             sentence += f", on {start.devices} of {usual.devices} devices"
             if start.step_s > 0 and usual.step_s > 0:

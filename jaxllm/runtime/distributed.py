@@ -35,6 +35,7 @@ from jaxllm.runtime.launchers import Launch, LaunchInfo
 from jaxllm.runtime.peer_link import Member
 from jaxllm.runtime.peer_monitor import PeerMonitor
 from jaxllm.runtime.rendezvous_checks import too_few_gpus
+from jaxllm.runtime.rendezvous_client import Led
 from jaxllm.stderr import flush, print_sentence
 from jaxllm.untrusted import parse_json
 
@@ -171,17 +172,22 @@ def launch_info() -> LaunchInfo:
     """The launch that this process belongs to. It works before `start` too, and without a device."""
     info = launchers.launch_info(os.environ)
     # A host that returns counts its own attempts from 0.
-    return info if _meeting is None or (led := _meeting.answer.led) is None else replace(info, attempt=led.attempt)
+    return replace(info, attempt=led.attempt) if (led := _led()) else info
+
+
+def _led() -> Led | None:
+    """What the leader of an elastic run decided; None in any other."""
+    return _meeting.answer.led if _meeting else None
 
 
 def absent_hosts() -> list[str]:
     """Hosts of the launch that this run trains without."""
-    return [] if _meeting is None or _meeting.answer.led is None else _meeting.answer.led.absent
+    return led.absent if (led := _led()) else []
 
 
 def layout() -> str:
     """Keys of the config for the hosts that are there, as JSON; "": those of the config."""
-    return "" if _meeting is None or _meeting.answer.led is None else _meeting.answer.led.layout
+    return led.layout if (led := _led()) else ""
 
 
 @contextmanager

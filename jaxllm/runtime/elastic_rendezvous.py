@@ -27,7 +27,7 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.runtime.authentication import Unproven
 from jaxllm.runtime.launchers import START_TIMEOUT_S, Launch
-from jaxllm.runtime.rendezvous import Rendezvous, open_port
+from jaxllm.runtime.rendezvous import ENDED, PORT_WAIT_S, START, Rendezvous, open_port
 from jaxllm.runtime.rendezvous_checks import ProcessInfo, missing, why_incompatible
 from jaxllm.runtime.rendezvous_client import (
     FIRST_REPLY_S,
@@ -48,8 +48,6 @@ TURN_S = 3.0
 LOOK_S = 0.5
 GATHER_S = 10.0
 """Time that a leader other than process 0 gives the others to find it: each looks at all that may lead, up to 2 s each."""
-PORT_WAIT_S = 30.0
-"""Time to wait until the port's holder exits: an earlier attempt."""
 DOOR_S = 1e6
 """How long a process may wait at the door."""
 
@@ -80,43 +78,49 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) 
       RendezvousError: too few hosts came in time, or a process that came is gone again.
       ConfigError: the processes do not fit together, the port cannot be opened, or the run ended while this process waited.
     """
-    turn, began_s = own.rank, None
-    others = [rank for rank in range(min(LEADERS, own.count)) if rank != own.rank]
     while True:
-        if began_s is None:
-            began_s = time.monotonic()
-            until_s = began_s + launch.start_timeout_s
-            lead_at_s = began_s + (elastic.wait_s + turn * TURN_S if turn else 0.0)
+        with suppress(_Over):
+            return _meet_once(own, launch, elastic, monitor_port)
+
+
+class _Over(Exception):
+    """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again."""
+
+
+def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) -> tuple[Answer, WaitingRoom | None]:
+    began_s, turn = time.monotonic(), own.rank
+    until_s = began_s + launch.start_timeout_s
+    others = [rank for rank in range(min(LEADERS, own.count)) if rank != own.rank]
+    lead_at_s = began_s + (elastic.wait_s + turn * TURN_S if turn else 0.0)
+    while True:
         for rank in others:
-            taken = False
             try:
                 with suppress(OSError, NotReady), connect(*launch.address_of(rank), PROBE_S) as connection:
                     visit = Visit(connection, own, launch.secret)
                     taken = visit.introduce(min(until_s, time.monotonic() + FIRST_REPLY_S))
-                    return visit.answer(until_s), None
+                    return _answer(visit, until_s) if taken else visit.answer(until_s), None
             except Unproven:
                 raise other_secret(launch.hosts[rank], own) from None
-            if taken:
-                # That run, or its rendezvous, is over: all begin again, and are waited for again.
-                began_s = None
-                break
-        if began_s is None:
-            continue
         if turn < LEADERS and time.monotonic() >= lead_at_s:
             leader = _Leader(open_port(at_home(launch, turn), own, PORT_WAIT_S), own, launch, elastic, monitor_port)
             try:
                 return leader.lead(max(began_s + elastic.wait_s, time.monotonic() + (GATHER_S if turn else 0.0)))
             except _GivesWay as gives_way:
-                with suppress(OSError, NotReady), gives_way.connection:
-                    return gives_way.visit.answer(until_s), None
-                began_s = None
-                continue
+                with gives_way.connection:
+                    return _answer(gives_way.visit, until_s), None
         if time.monotonic() >= until_s:
             raise RendezvousError(
                 f"Process {own.rank} found no process that leads the run within {launch.start_timeout_s} s: look at the "
                 f"output of {launch.hosts[0]}, or set {START_TIMEOUT_S} to wait longer."
             )
         time.sleep(LOOK_S)
+
+
+def _answer(visit: Visit, until_s: float) -> Answer:
+    try:
+        return visit.answer(until_s)
+    except (OSError, NotReady):
+        raise _Over from None
 
 
 def at_home(launch: Launch, rank: int) -> Launch:
@@ -200,7 +204,7 @@ class _Leader(_Patient):
         try:
             ranks, layout = self._gather(choose_at_s)
             answer = self._release(ranks, layout)
-            self.let_start()
+            self.tell_all(START)
             keeps_port = len(ranks) < self.own.count
         except ConfigError as error:
             self.refuse(str(error), isinstance(error, RendezvousError))
@@ -229,13 +233,15 @@ class _Leader(_Patient):
             self.look(LOOK_S)
 
     def _look_for_a_rival(self) -> None:
-        for rank in itertools.islice(self._rivals, 1):
-            with suppress(OSError, NotReady, Unproven), ExitStack() as stack:
-                connection = stack.enter_context(connect(*self.launch.address_of(rank), PROBE_S))
-                visit = Visit(connection, self.own, self.launch.secret)
-                if visit.introduce(time.monotonic() + PROBE_S):
-                    stack.pop_all()
-                    raise _GivesWay(connection, visit)
+        rank = next(self._rivals, None)
+        if rank is None:
+            return
+        with suppress(OSError, NotReady, Unproven), ExitStack() as stack:
+            connection = stack.enter_context(connect(*self.launch.address_of(rank), PROBE_S))
+            visit = Visit(connection, self.own, self.launch.secret)
+            if visit.introduce(time.monotonic() + PROBE_S):
+                stack.pop_all()
+                raise _GivesWay(connection, visit)
 
     def _choose(self, there: Collection[int]) -> tuple[list[int], str] | None:
         """Ranks of the largest number of hosts that has a layout, this one among them, and the layout."""
@@ -293,7 +299,7 @@ class WaitingRoom(_Patient):
         self._left.set()
         self._thread.join()
         if self.ended:
-            self.say_ended()
+            self.tell_all(ENDED)
         self.close()
         self.listener.close()
 

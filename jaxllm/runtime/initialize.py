@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 JAX_START_S = 60
 """Limit for JAX to start on all processes once they have met: it takes about a second."""
-PORT_WAIT_S = 30.0
-"""Time to wait after a restart until the port's holder exits."""
 LEAST_SHUTDOWN_S = 60
 SPARE_FILES = 512
 """File descriptors of a process besides its connections to the others."""
@@ -98,7 +96,7 @@ def initialize(
             if launch.process_id == 0:
                 _warn_if_open(launch, answer)
         elif launch.process_id == 0:
-            port = rendezvous.open_port(launch, own, PORT_WAIT_S if launch_info.attempt else 0.0)
+            port = rendezvous.open_port(launch, own, rendezvous.PORT_WAIT_S if launch_info.attempt else 0.0)
             monitor = listen(0, listening_address(launch))
             answer = rendezvous.serve(port, own, launch, monitor.getsockname()[1])
             _warn_if_open(launch, answer)

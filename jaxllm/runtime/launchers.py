@@ -191,8 +191,9 @@ def idle_hosts(environ: Mapping[str, str]) -> int:
     return 0 if hosts is None else hosts - 1
 
 
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def join_address(host: str, port: int | str) -> str:
+    """host:port; an IPv6 address, with brackets or without, gets them."""
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -253,7 +254,9 @@ def _own_coordinator(environ: Mapping[str, str], key: str) -> _Coordinator | Non
     if address := environ.get(launcher.address):
         port = environ.get(launcher.port)
         has_port = "]:" in address or address.count(":") == 1
-        return _Coordinator(address if has_port or not port else _joined(address, port), launcher.address, launcher.address)
+        return _Coordinator(
+            address if has_port or not port else join_address(address, port), launcher.address, launcher.address
+        )
     # Most texts of a job are no numbers, and a port that is taken (MASTER_PORT) must not be met again.
     text = environ.get(launcher.job, "")
     number = (
@@ -269,7 +272,7 @@ def _own_coordinator(environ: Mapping[str, str], key: str) -> _Coordinator | Non
     hosts = _hosts(environ, key)
     if not hosts or number is None:
         return None
-    return _Coordinator(_joined(hosts[0], FIRST_PORT + number % NUM_PORTS), launcher.hosts, port_from)
+    return _Coordinator(join_address(hosts[0], FIRST_PORT + number % NUM_PORTS), launcher.hosts, port_from)
 
 
 def _hosts(environ: Mapping[str, str], key: str) -> tuple[str, ...]:
@@ -291,10 +294,6 @@ def _hosts(environ: Mapping[str, str], key: str) -> tuple[str, ...]:
         if environ.get(COORDINATOR) or environ.get(LAUNCHERS["jax"].address):
             return ()
         raise
-
-
-def _joined(host: str, port: int | str) -> str:
-    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _missing_sentence(key: str, missing: list[str]) -> str:

@@ -45,6 +45,11 @@ from jaxllm.runtime.socket_messages import (
     listen,
 )
 
+PORT_WAIT_S = 30.0
+"""Time to wait after a restart until the port's holder, an earlier attempt, exits."""
+START, ENDED = '{"start": true}', '{"ended": true}'
+"""Replies (rendezvous_client.Reply)."""
+
 
 def open_port(launch: Launch, own: ProcessInfo, patience_s: float = 0.0) -> socket.socket:
     """Opens process 0's port.
@@ -96,7 +101,7 @@ def serve(listener: socket.socket, own: ProcessInfo, launch: Launch, monitor_por
         answer = rendezvous.release(range(own.count), monitor_port)
         # Only now: a process that tries JAX's port too early waits a second for its next try.
         listener.close()
-        rendezvous.let_start()
+        rendezvous.tell_all(START)
         return answer
     except ConfigError as error:
         rendezvous.refuse(str(error), isinstance(error, RendezvousError))
@@ -144,9 +149,9 @@ class Rendezvous:
         self._await_ready(ranks[1:])
         return Answer(members, monitor_port, devices[0], rank=0, led=led)
 
-    def let_start(self) -> None:
+    def tell_all(self, message: str) -> None:
         for connection in self.connections.values():
-            connection.send('{"start": true}')
+            connection.send(message)
 
     def _await_ready(self, ranks: Sequence[int]) -> None:
         """Waits until each process has confirmed that it is still there."""
@@ -162,12 +167,7 @@ class Rendezvous:
             self.look(0.2)
 
     def refuse(self, sentence: str, missing: bool) -> None:
-        for connection in self.connections.values():
-            connection.send(json.dumps({"refused": sentence, "missing": missing}))
-
-    def say_ended(self) -> None:
-        for connection in self.connections.values():
-            connection.send('{"ended": true}')
+        self.tell_all(json.dumps({"refused": sentence, "missing": missing}))
 
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):

@@ -34,7 +34,7 @@ SECRET, OTHER = b"the secret of this run", b"the secret of another"
 CONNECTIONS = 10_000
 LONGEST_JOIN_S = 5.0
 CPU_PER_STRANGER_S = 1e-3
-"""Of process 0. It is about 30 microseconds."""
+"""CPU time of process 0. It is about 30 microseconds."""
 
 
 def strip(line: bytes, prefix: str = MAGIC) -> bytes:

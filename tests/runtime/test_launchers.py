@@ -275,7 +275,7 @@ def test_every_launcher_is_documented():
 
 
 def environment(*keys: str, rank: int = 1, count: int = 2, **of: tuple[int, int]) -> dict:
-    """Of several launchers, one inside the other; `of`: rank and count of one of them."""
+    """Variables of several launchers, one inside the other; `of`: rank and count of one of them."""
     found = {}
     for key in keys:
         found |= environment_of(key, *of.get(key, (rank, count)), 29500)
