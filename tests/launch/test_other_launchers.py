@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ LIMIT_S = 120
 OTHERS = [key for key in LAUNCHERS if key not in ("slurm", "open mpi")]
 """The two have tests of their own."""
 
-# Meets the others as a run does, without JAX. Its host sees two GPUs; argument "hosts": each process has its own host.
+# Meets the others as a run does, without JAX, and writes a file, as mpiexec may join the lines of two processes.
+# Its host sees two GPUs; argument "hosts": each process has its own host.
 MEET = """
 import json, os, sys
 from jaxllm.runtime import launchers, rendezvous, rendezvous_client
@@ -41,7 +43,8 @@ if rank == 0:
     answer = rendezvous.serve(rendezvous.open_port(launch, own), own, launch, 4321)
 else:
     answer = rendezvous_client.join(own, launch)
-print(json.dumps([launch.launcher, rank, answer.members, answer.devices]))
+with open(f"{__file__}.{rank}", "w") as file:
+    json.dump([launch.launcher, rank, answer.members, answer.devices], file)
 """
 
 
@@ -64,9 +67,9 @@ def output(process: subprocess.Popen) -> str:
     return out
 
 
-def assert_met(outputs: list[str], launcher: str, devices: list) -> None:
-    """All of two processes have met each other, under this launcher, and drive these GPUs of the two that each sees."""
-    answers = sorted((json.loads(line) for text in outputs for line in text.splitlines()), key=lambda answer: answer[1])
+def assert_met(program: str, launcher: str, devices: list) -> None:
+    """Both processes have met each other, under this launcher, and drive these GPUs of the two that each sees."""
+    answers = [json.loads(Path(f"{program}.{rank}").read_text()) for rank in range(2)]
     assert [answer[:2] for answer in answers] == [[launcher, 0], [launcher, 1]]
     assert answers[0][2] == answers[1][2]
     assert [answer[3] for answer in answers] == devices
@@ -81,7 +84,9 @@ def test_two_processes_with_the_documented_variables_meet(key, program):
     ours |= {"JAXLLM_NUM_PROCESSES": "2"} if key == "kubernetes" else {}
     environs = [environment_of(key, rank, 2, port, name) | ours for rank in range(2)]
     started = [start(sys.executable, program, *(["hosts"] if by_host else []), **environ) for environ in environs]
-    assert_met([output(process) for process in started], key, [None, None] if by_host else [[0], [1]])
+    for process in started:
+        output(process)
+    assert_met(program, key, [None, None] if by_host else [[0], [1]])
 
 
 @pytest.mark.parametrize(("places", "devices"), [("host", [[0], [1]]), ("hosts", [None, None])])
@@ -89,8 +94,8 @@ def test_mpich(places, devices, program):
     """One process for each GPU, and one for each host."""
     real_launches.require(**{"mpiexec.hydra": "mpich"})
     address = ("-genv", "JAXLLM_COORDINATOR", f"127.0.0.1:{free_port()}")
-    out = output(start("mpiexec.hydra", "-n", "2", *address, sys.executable, program, places))
-    assert_met([out], "pmi", devices)
+    output(start("mpiexec.hydra", "-n", "2", *address, sys.executable, program, places))
+    assert_met(program, "pmi", devices)
 
 
 def test_mpich_without_a_coordinator_is_refused(program):
@@ -136,7 +141,9 @@ def test_two_agents_of_torchrun(program):
     agents = [
         start(sys.executable, "-m", "torch.distributed.run", *options, f"--node-rank={rank}", program) for rank in range(2)
     ]
-    assert_met([output(agent) for agent in agents], "torchrun", [[0], [1]])
+    for agent in agents:
+        output(agent)
+    assert_met(program, "torchrun", [[0], [1]])
 
 
 def test_a_run_of_two_pods_of_kubeflows_jax_runtime(training, tmp_path):

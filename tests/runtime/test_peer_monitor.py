@@ -359,7 +359,7 @@ if rank == 0:
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
 monitor = PeerMonitor(rank, members, listener if rank == 0 else ("127.0.0.1", rest[0]), 4)
-while rank and not monitor._seen:
+while len(monitor._seen) < (1 if rank else count - 1):
     time.sleep(0.1)
 print("here", flush=True)
 time.sleep(60)
