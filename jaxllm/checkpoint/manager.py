@@ -106,7 +106,7 @@ class Checkpoints:
             wanted = like(self.meta()) if callable(like) else like
             try:
                 with verified(folder):
-                    state = read_arrays(folder / STATE, _as_dict(wanted), table)
+                    state = read_arrays(folder / STATE, as_dict(wanted), table)
             except DamagedError as error:
                 reason = error.reason
             except ConfigError:
@@ -127,7 +127,7 @@ class Checkpoints:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
         # This is a collective, so it runs only after all processes have agreed that they could read.
-        return _as_state(restacked(state, _as_dict(wanted)), wanted)
+        return as_state(restacked(state, as_dict(wanted)), wanted)
 
     def save(self, step: int, state: State, meta: Meta) -> None:
         """Saves `state` as checkpoint `step`. It waits for the previous save, and returns when the state is copied, or with
@@ -147,7 +147,7 @@ class Checkpoints:
             if step in self._manager.all_steps():
                 self._saving = None
                 return
-            items = {STATE: ocp.args.PyTreeSave(_as_dict(state)), META: ocp.args.JsonSave(meta)}
+            items = {STATE: ocp.args.PyTreeSave(as_dict(state)), META: ocp.args.JsonSave(meta)}
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
             # Orbax does not copy arrays in host memory: the next step would overwrite them during the save.
             if not self._config.asynchronous or on_host(state):
@@ -245,16 +245,16 @@ class Checkpoints:
         return found
 
 
-def _as_dict(state: State) -> Any:
+def as_dict(state: State) -> Any:
     if not dataclasses.is_dataclass(state):
         return state
     values = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
-    return {name: _as_dict(value) for name, value in values if value is not None}
+    return {name: as_dict(value) for name, value in values if value is not None}
 
 
-def _as_state(arrays: Any, like: State) -> State:
-    """Converts the output of _as_dict back to a state like `like`."""
+def as_state(arrays: Any, like: State) -> State:
+    """Converts the output of as_dict back to a state like `like`."""
     if not dataclasses.is_dataclass(like):
         return arrays
     values = ((field.name, getattr(like, field.name)) for field in dataclasses.fields(like))
-    return type(like)(**{name: None if value is None else _as_state(arrays[name], value) for name, value in values})
+    return type(like)(**{name: None if value is None else as_state(arrays[name], value) for name, value in values})

@@ -278,6 +278,11 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this step are saved and never deleted."""
     asynchronous: Switch = True
     """Write while training continues: the run waits only for the copy from the devices."""
+    memory_every_steps: PositiveInt | None = None
+    """Steps between checkpoints in memory: each host keeps its part of the state and that of another host, so that a run which
+    loses a process or a host resumes there (docs/checkpoints.md). null: none."""
+    memory_dir: Annotated[str, Field(min_length=1)] = "/dev/shm"
+    """Folder of each host for them, in its memory or on a disk of its own."""
 
 
 class LogConfig(Section):

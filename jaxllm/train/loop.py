@@ -8,8 +8,10 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.files import describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.files import Meta, describe_run, require_shared, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.memory import MemoryCheckpoints
+from jaxllm.checkpoint.memory_restore import LostPieces
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
@@ -57,13 +59,11 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         print_header(console, trainer)
         if missing := fewer_hosts.describe(given, config):
             console.say(missing)
-        if checkpoints.latest is not None:
-            require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
-            with progress.phase("restore"):
-                trainer.restore(checkpoints)
-            for sentence in checkpoints.damaged:
-                console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
-            console.say(f"resumed from step {trainer.step} in {folder}")
+        memory = None
+        if config.checkpoint.memory_every_steps is not None:
+            memory = MemoryCheckpoints(folder, config.checkpoint, trainer.state)
+            stack.callback(memory.close)
+        resume(trainer, checkpoints, memory, folder, console)
         first = trainer.step
         if first >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
@@ -84,9 +84,14 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         if launch.restarts:
             room = stack.enter_context(distributed.waiting_room(lambda hosts: signals.ask(f"the return of {hosts}")))
         with progress.phase("step"):
-            stopped_by = train(trainer, checkpoints, signals, console, sinks, timer)
+            stopped_by = train(trainer, checkpoints, memory, signals, console, sinks, timer)
         with progress.phase("save"):
+            if trainer.step == trainer.memory_step:
+                # Nothing was trained since, and the memory is about to be emptied.
+                checkpoints.save(trainer.step, trainer.state, describe(trainer))
             checkpoints.wait()
+            if memory is not None:
+                memory.close(is_useless=True)
         with progress.phase("finish"):
             stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, signals, console, sinks)
         if stopped_by and trainer.step:
@@ -106,8 +111,45 @@ def leave_early(name: str) -> None:
     )
 
 
+def resume(
+    trainer: Trainer, checkpoints: Checkpoints, memory: MemoryCheckpoints | None, folder: Path, console: Console
+) -> None:
+    """Restores the newest state, of the memory of the hosts or of the run directory, if there is one."""
+    stored = checkpoints.latest
+    with progress.phase("restore"):
+        found = None if memory is None else memory.find(after=stored)
+    if found is not None:
+        require_same_run(folder, found.meta(), trainer.config, trainer.data.fingerprint)
+        try:
+            with progress.phase("restore"):
+                trainer.restore(found)
+            trainer.memory_step = trainer.step
+            newest = "there is none" if stored is None else f"the newest is {stored}"
+            console.say(f"resumed from step {trainer.step} in {found.folder}; in {folder} {newest}")
+        except LostPieces as error:
+            if stored is None:
+                raise
+            console.say(str(error))
+            found = None
+    if found is None and stored is not None:
+        require_same_run(folder, checkpoints.meta(), trainer.config, trainer.data.fingerprint)
+        with progress.phase("restore"):
+            trainer.restore(checkpoints)
+        for sentence in checkpoints.damaged:
+            console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
+        console.say(f"resumed from step {trainer.step} in {folder}")
+    if memory is not None:
+        memory.begin(keep=found)
+
+
 def train(
-    trainer: Trainer, checkpoints: Checkpoints, signals: SignalHandler, console: Console, sinks: list[Sink], timer: RunTimer
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    memory: MemoryCheckpoints | None,
+    signals: SignalHandler,
+    console: Console,
+    sinks: list[Sink],
+    timer: RunTimer,
 ) -> str | None:
     """The training loop. Metrics arrive one step late; evaluation, saving and profiling wait for the running step. Returns the
     signal that stopped it, or None at the last step.
@@ -129,17 +171,13 @@ def train(
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (first + 1, config.train.steps)
         console.step(record, utilisation, due)
 
-    def save(step: int) -> None:
-        meta = describe_run(config, step, trainer.data.fingerprint, trainer.watch.skipped_steps)
+    def save(step: int, to: Checkpoints | MemoryCheckpoints = checkpoints) -> None:
         with progress.phase("save"):
-            checkpoints.save(step, trainer.state, meta)
+            to.save(step, trainer.state, describe(trainer))
 
     started = time.perf_counter()
     if first < config.train.steps:
-        trainer.prepare()
-        if trainer.compile_s is not None:
-            source = ", from the cache" if trainer.programs.from_cache else ""
-            console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")
+        compile_step(trainer, console)
     stopped_by = signals.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()
@@ -153,13 +191,16 @@ def train(
             periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
             saves = last or actions.save or any(is_multiple(step, period) for period in periods)
             evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)
+            remembers = not (last or stopped_by) and is_multiple(step, config.checkpoint.memory_every_steps)
             stragglers.look()
-            if saves or evaluates or ends_profile(config, step):
+            if saves or evaluates or remembers or ends_profile(config, step):
                 publish(trainer.finish())
                 if saves and not last:
                     stragglers.measure()
         if (saves or evaluates) and (note := noise_note(trainer)):
             console.say(note)
+        if memory is not None and remembers:
+            save(step, memory)
         if saves:
             save(step)
             signals.saved()
@@ -174,6 +215,18 @@ def train(
     if trainer.step > first:
         console.say(f"trained {trainer.step - first} steps in {time.perf_counter() - started:.0f} s")
     return stopped_by
+
+
+def describe(trainer: Trainer) -> Meta:
+    """Metadata for a checkpoint now."""
+    return describe_run(trainer.config, trainer.step, trainer.data.fingerprint, trainer.watch.skipped_steps)
+
+
+def compile_step(trainer: Trainer, console: Console) -> None:
+    trainer.prepare()
+    if trainer.compile_s is not None:
+        source = ", from the cache" if trainer.programs.from_cache else ""
+        console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")
 
 
 @contextmanager

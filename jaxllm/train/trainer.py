@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.memory_restore import MemoryCheckpoint
 from jaxllm.checkpoint.weights import MUST_AGREE, initial_weights, read_weights
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
@@ -85,6 +86,7 @@ class Trainer:
       weights: the weights that train.init_from names; None without it.
       saved: programs that `jaxllm compile --save` compiled for this run.
       noise: the gradient noise scale so far, with log.noise_scale_every.
+      memory_step: the step that this start resumed from in the hosts' memory; None if it did not.
       stopped_by: the name of the signal that stopped `fit`, or None.
       watch: the state of skipped steps and spikes.
     """
@@ -120,6 +122,7 @@ class Trainer:
                 params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
                 self.state = dataclasses.replace(self.state, params=params)
         self.step = 0
+        self.memory_step: int | None = None
         self.stopped_by: str | None = None
         self.watch = Watch(config)
         self.noise = NoiseScale()
@@ -278,7 +281,7 @@ class Trainer:
             record |= {f"epochs/{name}": count for name, count in epochs.items()}
         return record
 
-    def restore(self, checkpoints: Checkpoints) -> None:
+    def restore(self, checkpoints: Checkpoints | MemoryCheckpoint) -> None:
         """Restores the newest saved state. The data resumes at its step."""
         # Meshes add or remove zeros, so shapes of arrays do not identify the model.
         meta = checkpoints.meta()

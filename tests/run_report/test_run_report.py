@@ -623,7 +623,7 @@ def test_programs_that_take_more_are_told_of():
 
     first, larger, smaller, timer = Program(5), Program(7), Program(6), RunTimer()
     lines = [
-        timer.record_keys(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None))
+        timer.record_keys(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None, memory_step=None))
         for now in (first, first, larger, first, smaller)
     ]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]
