@@ -80,9 +80,8 @@ class MemoryCheckpoint:
     def _array(self, names: tuple[str, ...], x: jax.ShapeDtypeStruct) -> jax.Array:
         """An array in the sharding of `x`. Beyond the saved shape there are zeros."""
         assert x.sharding is not None, "the layout has them"
-        # JAX's type says that an index may be None.
-        indices: Any = x.sharding.addressable_devices_indices_map(x.shape).values()
-        blocks = {_bounds(index, x.shape) for index in indices}
+        indices = x.sharding.addressable_devices_indices_map(x.shape).values()
+        blocks = {_bounds(index, x.shape) for index in indices if index is not None}
         held = [one for one in self._pieces[names] if any(_overlap(_piece(one).index, block) is not None for block in blocks)]
         contents = self._contents(held)
         read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
@@ -95,7 +94,7 @@ class MemoryCheckpoint:
                         for whole in (block, piece.index)
                     )
                     array[here] = piece.view(content)[there]
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: read[_bounds(index, x.shape)])
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: read[_bounds(index or (), x.shape)])
 
     def _contents(self, held: Iterable[tuple[Source, int]]) -> list[tuple[Piece, np.ndarray]]:
         """The bytes of pieces: mapped, or fetched with one request for each file."""
@@ -117,7 +116,7 @@ def _piece(held: tuple[Source, int]) -> Piece:
     return held[0].header.pieces[held[1]]
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _bounds(index: Sequence[slice], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
