@@ -124,7 +124,7 @@ class MemoryCheckpoints:
             for rank, member in enumerate(self._members)
             for to in [neighbour(rank, hosts)]
         )
-        require_space(config.memory_dir, self._home, kept_here)
+        self._has_space = self._check_space(kept_here)
 
     def find(self, after: int | None) -> MemoryCheckpoint | None:
         """The newest checkpoint of which all pieces are left, after a step (None: after any). What this host has of it is read
@@ -154,6 +154,8 @@ class MemoryCheckpoints:
         """Returns when the pieces are copied to the host. If the previous save is not complete on all processes yet, there is
         none at this step; if it failed somewhere, it is removed, and the one before stays.
         """
+        if not self._has_space:
+            return
         arrays = as_dict(state)
         self._most_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays)) + JSON_BYTES
         verdict = distributed.exchange("" if self._saving is None else self._saving.outcome, _verdict)
@@ -191,6 +193,19 @@ class MemoryCheckpoints:
             remove_home(self._home)
 
     # ----------------------------------------------------------------------------------------------------------- at the start
+
+    def _check_space(self, share_bytes: int) -> bool:
+        """Whether all hosts have the space. A run that lost hosts is not refused: each of the others has more to keep."""
+        refusal = ""
+        try:
+            require_space(self._memory_dir, self._home, share_bytes)
+        except ConfigError as error:
+            refusal = str(error)
+        if (refusal := distributed.first_nonempty(refusal)) and not distributed.absent_hosts():
+            raise ConfigError(refusal)
+        if refusal and distributed.is_main_process():
+            log.warning("No memory checkpoints without %s: %s", ", ".join(distributed.absent_hosts()), refusal)
+        return not refusal
 
     def _open_port(self) -> Address:
         """Opens this process's port and returns its address for the others."""
@@ -247,20 +262,18 @@ class MemoryCheckpoints:
     # -------------------------------------------------------------------------------------------------------- in a thread
 
     def _keep(self, saving: _Save, pieces: list[tuple[Piece, np.ndarray]], meta: Meta) -> None:
-        part = Part(saving.generation, self._rank, len(self._members))
+        part, doing = Part(saving.generation, self._rank, len(self._members)), "write"
         try:
             path = write_part(self._home, part, meta, pieces)
             if self._neighbour is not None:
                 to = self._members[self._neighbour]
+                doing = f"send to process {self._neighbour} on {to.name}"
                 assert to.address is not None, "there are several hosts"
-                try:
-                    put(to.address, self._secret, path, part)
-                except (OSError, ValueError) as error:
-                    raise OSError(f"process {self._rank} cannot send to {to.name} ({why(error)})") from None
+                put(to.address, self._secret, path, part)
             saving.outcome = DONE
         except Exception as error:
             # Whatever it is, training continues.
-            saving.outcome = str(error) if str(error).startswith("process") else f"process {self._rank}: {why(error)}"
+            saving.outcome = f"process {self._rank} could not {doing} ({why(error)})"
 
 
 def neighbour(rank: int, hosts: Sequence[str]) -> int | None:

@@ -370,6 +370,30 @@ def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_
     assert [checkpoints._failure(error).exit_code for error in (gone, copied)] == [exit_codes.LOST] * 2
 
 
+def test_a_run_that_was_killed_resumes_from_memory(tiny_config, whole, tmp_path, monkeypatch, capsys):
+    """On the same mesh bit for bit, with each step's line, and nothing is left in memory at the end."""
+    (tmp_path / "memory").mkdir()
+    memory = ("checkpoint.memory_every_steps=1", f"checkpoint.memory_dir={tmp_path / 'memory'}", "checkpoint.every_steps=100")
+    config = tiny_config(*DATA_8, *memory, f"run.dir={tmp_path / 'run'}")
+    advance = jaxllm.Trainer.advance
+
+    def ends(self):
+        if self.step == 3:
+            raise InterruptedError("killed")
+        return advance(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jaxllm.Trainer, "advance", ends)
+        with pytest.raises(InterruptedError):
+            fit(config)
+    resumed = fit(config)
+    assert resumed.memory_step in (2, 3)
+    assert f"resumed from step {resumed.memory_step} in the memory of " in capsys.readouterr().out
+    assert_equal(resumed.state, whole[1])
+    assert losses(tmp_path / "run") == losses(whole[0])
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------------------ other meshes
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of hosts: what is found again after a loss, when one counts as complete, and what the port takes."""
+"""Checkpoints in the memory of hosts: what is found after a loss, when one counts as complete, and what the port takes."""
 
 import json
 import os
@@ -188,7 +188,7 @@ def test_a_save_that_is_not_complete_leaves_the_one_before(mesh, config, tmp_pat
         save(memory, config, 6, state)
     save(memory, config, 7, state)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("The memory checkpoint of step 6 is not complete: process 0: ")
+    assert caplog.messages[0].startswith("The memory checkpoint of step 6 is not complete: process 0 could not write (")
     assert sorted(files_of(tmp_path)) == [5, 7]
     memory.close(is_useless=True)
     assert list((tmp_path / "memory").iterdir()) == []
@@ -196,20 +196,24 @@ def test_a_save_that_is_not_complete_leaves_the_one_before(mesh, config, tmp_pat
 
 @pytest.mark.parametrize(
     ("outcomes", "verdict"),
-    [(["done", "done"], "done"), (["", ""], "done"), (["done", "running"], "running"), (["no space", "running"], "running")]
-    + [(["done", "no space"], "no space")],
+    [
+        *[(["done", "done"], "done"), (["", ""], "done"), (["done", "no space"], "no space")],
+        *[(["done", "running"], "running"), (["no space", "running"], "running")],
+    ],
 )
 def test_processes_agree_on_the_previous_save(outcomes, verdict):
     assert memory_module._verdict(outcomes) == verdict
 
 
-def test_a_folder_that_cannot_be_used_is_refused(mesh, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_used_is_refused(mesh, tmp_path, monkeypatch, caplog):
     state = state_on(mesh)
     with pytest.raises(ConfigError, match=r"checkpoint.memory_dir=/none cannot be used \(No such file or directory\): name a"):
         make_home("/none", tmp_path)
     home = make_home(str(tmp_path), tmp_path)
     home.chmod(0o750)
-    with pytest.raises(ConfigError, match="is not a folder of this user alone: remove it, or choose another checkpoint.memory"):
+    with pytest.raises(
+        ConfigError, match=r"is not a folder of this user alone: remove it, or choose another checkpoint\.memory"
+    ):
         make_home(str(tmp_path), tmp_path)
     home.rmdir()
     home.symlink_to(tmp_path)
@@ -219,6 +223,14 @@ def test_a_folder_that_cannot_be_used_is_refused(mesh, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, needed - 1))
     with pytest.raises(ConfigError, match=r"memory_every_steps needs .* in checkpoint.memory_dir=.* and .* are free: choose"):
         opened(tmp_path / "run", state)
+    # A run that lost a host has less space, and trains on without.
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "absent_hosts", lambda: ["h3"])
+        memory = opened(tmp_path / "run", state)
+        memory.save(3, state, {})
+    assert files_of(tmp_path / "run") == {}
+    (sentence,) = caplog.messages
+    assert sentence.startswith("No memory checkpoints without h3: checkpoint.memory_every_steps needs")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, needed))
     opened(tmp_path / "run", state)
 
@@ -298,7 +310,7 @@ def test_only_expected_files_are_taken(mesh, port, tmp_path, monkeypatch):
 
 
 def test_strangers_get_nothing_and_cost_nothing(mesh, port, tmp_path, caplog):
-    address, there = port
+    address, _ = port
     part, path = written(tmp_path / "here", state_on(mesh))
     put(address, SECRET, path, part)
     for secret in (OTHER, None):
