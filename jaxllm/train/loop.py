@@ -115,9 +115,10 @@ def resume(
     trainer: Trainer, checkpoints: Checkpoints, memory: MemoryCheckpoints | None, folder: Path, console: Console
 ) -> None:
     """Restores the newest state, of the memory of the hosts or of the run directory, if there is one."""
-    stored = checkpoints.latest
-    with progress.phase("restore"):
-        found = None if memory is None else memory.find(after=stored)
+    stored, found = checkpoints.latest, None
+    if memory is not None:
+        with progress.phase("restore"):
+            found = memory.find(after=stored)
     if found is not None:
         require_same_run(folder, found.meta(), trainer.config, trainer.data.fingerprint)
         try:

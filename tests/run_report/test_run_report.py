@@ -359,7 +359,7 @@ def test_the_report_says_how_far_off_the_prediction_was(run, off, words):
     """The keys are those that a start writes on a GPU that it knows."""
     config = load_config(BIG)
     device = SimpleNamespace(device_kind=H100.device_kind, platform="gpu", memory_stats=lambda: None)
-    trainer = SimpleNamespace(mesh=SimpleNamespace(size=8), memory_fit=check_memory(config, device))
+    trainer = SimpleNamespace(mesh=SimpleNamespace(size=8), memory_fit=check_memory(config, device), memory_step=None)
     speed = predicted_speed(config, H100, 8)
     lines = steps(50, config.step_tokens, tokens_per_s_per_device=(1 + off) * speed.expected)
     lines[0] |= start_keys(trainer, None)
@@ -527,7 +527,7 @@ def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
     for module, name, value in ((progress, "time", clock), (run_timer, "time", clock), (progress, "_since_s", now_s)):
         monkeypatch.setattr(module, name, value)
     timer = run_timer.RunTimer(import_s=0.5)
-    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), memory_fit=None)
+    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), memory_fit=None, memory_step=None)
     lines = []
     for _ in range(2):
         for power, phase in enumerate(progress.PHASES):
@@ -640,5 +640,7 @@ def test_starts_without_some_hosts_are_named(run):
     notes = list(report_on(run(lines)).notes())
     assert "Steps 5 to 8: without 1 host, on 6 of 8 devices, 1.50 times as long a step." in notes
     assert sum("without" in note for note in notes) == 1
-    lines[4] |= {"devices": "many", "absent_hosts": None}
+    lines[4] |= {"memory_step": 4}
+    assert "Step 5: resumed from step 4 in the memory of the hosts." in list(report_on(run(lines)).notes())
+    lines[4] |= {"devices": "many", "absent_hosts": None, "memory_step": "x"}
     assert not any("without" in note for note in report_on(run(lines)).notes())
