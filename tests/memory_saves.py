@@ -16,7 +16,7 @@ def opened(folder, state):
 def save(memory, config, step, state):
     """Returns when all is written."""
     memory.save(step, state, describe_run(config, step, "text"))
-    memory._thread.join()
+    memory.wait()
 
 
 def found_again(folder, config, state, step=3):

@@ -178,14 +178,24 @@ class MemoryCheckpoints:
         )
         self._thread.start()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this process has not yet written and sent its pieces."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Waits until this process has written and sent its pieces, or could not."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
     def close(self, is_useless: bool = False) -> None:
         """Ends the transfers.
 
         Args:
           is_useless: the store has a newer checkpoint, so the files are removed. Otherwise they stay for the next start.
         """
-        if self._thread is not None and is_useless:
-            self._thread.join(CLOSE_S)
+        if is_useless:
+            self.wait(CLOSE_S)
         if self._port is not None:
             self._port.close()
             self._port = None

@@ -59,7 +59,8 @@ def shrink(config: Config, hosts: int, steps: int, folder: Path) -> Config:
         left_out = ("source", "paths", "mixture", "tokenizer", "chat_template")
         kept = {key: value for key, value in values["data"].items() if key not in left_out}
         values["data"] = kept | {"source": "files", "paths": [str(_write_text(folder))]}
-    checkpoint = values.get("checkpoint", {})
+    # The hosts of a rehearsal are processes of one machine, which share its memory.
+    checkpoint = {key: value for key, value in values.get("checkpoint", {}).items() if not key.startswith("memory_")}
     every = min(config.checkpoint.every_steps or CHECKPOINT_STEPS, CHECKPOINT_STEPS)
     values["checkpoint"] = checkpoint | {"every_steps": every}
     values["log"] = {"every_steps": 1}

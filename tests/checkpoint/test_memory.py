@@ -180,7 +180,7 @@ def test_a_save_that_is_not_complete_leaves_the_one_before(mesh, config, tmp_pat
     assert caplog.messages == ["No memory checkpoint at step 3: the previous one is not complete yet, as later ones may be."]
     caplog.clear()
     may_write.set()
-    memory._thread.join()
+    memory.wait()
     save(memory, config, 5, state)
     assert sorted(files_of(tmp_path)) == [2, 5]
     with monkeypatch.context() as patch:
