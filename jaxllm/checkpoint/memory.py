@@ -171,7 +171,6 @@ class MemoryCheckpoints:
                 self._complete = self._saving.generation
             elif distributed.is_main_process():
                 log.warning("The memory checkpoint of step %d is not complete: %s.", self._saving.generation.step, verdict)
-        remove(self._home, keep=[] if self._complete is None else [self._complete], before_step=step)
         self._saving = saving = _Save(Generation(step, self._run, self._start))
         self._thread = threading.Thread(
             target=self._keep, args=[saving, copy_pieces(arrays), meta], name="memory-checkpoint", daemon=True
@@ -274,6 +273,9 @@ class MemoryCheckpoints:
     def _keep(self, saving: _Save, pieces: list[tuple[Piece, np.ndarray]], meta: Meta) -> None:
         part, doing = Part(saving.generation, self._rank, len(self._members)), "write"
         try:
+            # First, for their space.
+            keep = [] if self._complete is None else [self._complete]
+            remove(self._home, keep, before_step=saving.generation.step)
             path = write_part(self._home, part, meta, pieces)
             if self._neighbour is not None:
                 to = self._members[self._neighbour]
