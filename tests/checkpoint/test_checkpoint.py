@@ -28,6 +28,8 @@ from jaxllm.checkpoint import checksums, manager
 from jaxllm.checkpoint.arrays import read_arrays
 from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints, SaveError
+from jaxllm.checkpoint.memory import MemoryCheckpoints
+from jaxllm.checkpoint.memory_restore import LostPieces
 from jaxllm.checkpoint.weights import export
 from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
@@ -392,6 +394,25 @@ def test_a_run_that_was_killed_resumes_from_memory(tiny_config, whole, tmp_path,
     assert_equal(resumed.state, whole[1])
     assert losses(tmp_path / "run") == losses(whole[0])
     assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_pieces_that_are_lost_after_the_search_leave_the_store(tiny_config, run, whole, tmp_path, monkeypatch, capsys):
+    class Gone:
+        folder = "the memory of h1"
+
+        def meta(self):
+            return read_meta(run / "checkpoints" / "4")
+
+        def restore(self, like, table):
+            like(self.meta())
+            raise LostPieces("h1 does not answer.")
+
+    monkeypatch.setattr(MemoryCheckpoints, "find", lambda self, after: Gone())
+    memory = ("checkpoint.memory_every_steps=1", f"checkpoint.memory_dir={tmp_path}")
+    trainer = fit(tiny_config(*DATA_8, *memory, f"run.dir={run}"))
+    assert f"h1 does not answer.\nresumed from step 4 in {run}\n" in capsys.readouterr().out
+    assert trainer.memory_step is None
+    assert_equal(trainer.state, whole[1])
 
 
 # ------------------------------------------------------------------------------------------------------------ other meshes
