@@ -21,6 +21,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,10 +230,7 @@ class MemoryCheckpoints:
             # All others have reached it by this name.
             to, at = launch.host, listening_address(launch)
         else:
-            # No packet is sent: the system chooses the address of this host on the way to process 0.
-            with socket.socket(_family(launch.host, launch.port), socket.SOCK_DGRAM) as probe:
-                probe.connect((launch.host, launch.port))
-                to = at = probe.getsockname()[0]
+            to = at = _address_towards(launch.host, launch.port)
         listener = listen(0, at)
         self._port = Port(listener, self._secret, self._home, self._expected_bytes)
         return to, listener.getsockname()[1]
@@ -322,7 +320,7 @@ def _verdict(outcomes: Sequence[str]) -> str:
 
 
 def _name_of_run(run_dir: Path) -> str:
-    """Random, made once for a run directory. "" on processes other than 0."""
+    """Random, made once for a run directory by process 0; anything on the others."""
     if not distributed.is_main_process():
         return "-"
     path = run_dir / RUN_FILE
@@ -338,5 +336,10 @@ def _name_of_run(run_dir: Path) -> str:
     return name
 
 
-def _family(host: str, port: int) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+def _address_towards(host: str, port: int) -> str:
+    """This host's address on the way to another. No packet is sent: connecting a UDP socket only chooses it."""
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    return socket.gethostname()
