@@ -41,12 +41,12 @@ class Source:
 class MemoryCheckpoint:
     """A complete checkpoint, to be restored; it is read like the newest of manager.Checkpoints.
 
-    Attributes:
+    Args:
       hosts: names of those that have pieces of it.
     """
 
     def __init__(self, generation: Generation, sources: Sequence[Source], secret: bytes | None, hosts: tuple[str, ...]):
-        self.generation, self.hosts = generation, hosts
+        self.generation = generation
         self.folder = f"the memory of {', '.join(hosts)}"
         self._sources, self._secret = sources, secret
         self._pieces: dict[tuple[str, ...], list[tuple[Source, int]]] = {}
