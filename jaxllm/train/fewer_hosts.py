@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,22 +45,49 @@ class _Layout:
 
 def rules(config: Config) -> Elastic | None:
     """How far this run may shrink; None: not at all."""
-    least = config.launch.least_hosts
-    return None if least is None else Elastic(least, config.launch.wait_s, lambda hosts: layout_here(config, hosts))
+    least, wait_s = config.launch.least_hosts, config.launch.wait_s
+    if least is None:
+        return None
+    return Elastic(least, wait_s, partial(layout_here, config), lambda hosts: _wanted(config) > sum(_devices(config, hosts)))
 
 
 def layout_here(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str | None:
     """`layout` for these hosts, each a list of its processes. None if they have different numbers of devices."""
-    first = hosts[0][0]
-    on_cpu = first.cpu or not first.gpus
-    if on_cpu:
-        devices = [len(processes) * (config.run.cpu_devices or 1) for processes in hosts]
-    else:
-        devices = [len({gpu for info in processes for gpu in info.gpus or ()}) for processes in hosts]
+    devices = _devices(config, hosts)
     if len(set(devices)) > 1:
         return None
-    kinds = () if on_cpu else gpu_kinds()
+    kinds = () if _on_cpu(hosts) else gpu_kinds()
     return layout(config, len(hosts), devices[0], kinds[0] if kinds else "")
+
+
+def _on_cpu(hosts: Sequence[Sequence[ProcessInfo]]) -> bool:
+    return hosts[0][0].cpu or not hosts[0][0].gpus
+
+
+def _devices(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> list[int]:
+    """Number of each host's."""
+    if _on_cpu(hosts):
+        return [len(processes) * (config.run.cpu_devices or 1) for processes in hosts]
+    return [len({gpu for info in processes for gpu in info.gpus or ()}) for processes in hosts]
+
+
+def _wanted(config: Config) -> int:
+    """Devices of the config's mesh; 0: it takes any number."""
+    return 0 if config.parallel.data == AUTO else config.devices
+
+
+def absent_hosts(given: Config) -> int:
+    """Number of hosts that the run trains without (launch.least_hosts): those of its launch, and those for whose devices the
+    config's mesh has room, where the launcher started fewer. All processes know it.
+
+    Args:
+      given: the config that all hosts would use.
+    """
+    if given.launch.least_hosts is None:
+        return 0
+    here = len({member.host for member in distributed.members()})
+    room = math.ceil(_wanted(given) * here / jax.device_count())
+    return max(len(distributed.absent_hosts()), room - here)
 
 
 def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> str | None:
@@ -85,16 +114,15 @@ def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> 
 
 def adapted(config: Config) -> Config:
     """The config for the devices that are there; all processes must call it. With launch.least_hosts its layout may be another:
-    that of the leader, or the fastest if the launcher started fewer hosts than the config's mesh has, as SLURM does for a range
-    of nodes.
+    that of the leader, or the fastest if the run has no leader and too few devices, as where SLURM starts a job of one or two
+    nodes with one.
     """
     if config.launch.least_hosts is None:
         return config
     if text := distributed.layout():
         return with_layout(config, text)
     devices, hosts = jax.devices(), len({member.host for member in distributed.members()})
-    too_large = config.parallel.data != AUTO and config.devices > len(devices)
-    if not too_large or hosts < config.launch.least_hosts or len(devices) % hosts:
+    if _wanted(config) <= len(devices) or hosts < config.launch.least_hosts or len(devices) % hosts:
         return config
     found = distributed.broadcast(layout(config, hosts, len(devices) // hosts, devices[0].device_kind) or "")
     if found:
@@ -122,12 +150,15 @@ def describe(given: Config, config: Config) -> str:
       given: the config that all hosts would use.
       config: that in use, resolved.
     """
-    absent = distributed.absent_hosts()
-    if not absent:
+    names, count = distributed.absent_hosts(), absent_hosts(given)
+    if not count:
         return ""
+    named = len(names) == count
+    who = ", ".join(names) if named else f"{count} host{'s' if count > 1 else ''}"
+    returns = ("it returns" if count == 1 else "they return") if named else "the launcher starts all"
     before, now = (c.num_microbatches if c.parallel.data != AUTO else None for c in (given, config))
     of = f", not {before}" if before not in (None, now) else ""
     return (
-        f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing: training on without, the same batches in {now} "
-        f"microbatch{'es' if now != 1 else ''}{of}; with all again when {'it returns' if len(absent) == 1 else 'they return'}"
+        f"{who} {'is' if count == 1 else 'are'} missing: training on without, the same batches in {now} "
+        f"microbatch{'es' if now != 1 else ''}{of}; with all again when {returns}"
     )

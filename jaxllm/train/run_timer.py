@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.runtime import distributed, program_cache, progress
+from jaxllm.runtime import program_cache, progress
 from jaxllm.train.memory_check import total_bytes
 from jaxllm.train.metrics import Record
 
@@ -86,8 +86,8 @@ def start_keys(trainer: Any, peak_flops: float | None) -> Record:
     and predicted_tokens_per_s_per_device for the largest batch with its range, ..._low and ..._high.
     """
     record: Record = {"devices": trainer.mesh.size}
-    if absent := distributed.absent_hosts():
-        record["absent_hosts"] = len(absent)
+    if trainer.absent_hosts:
+        record["absent_hosts"] = trainer.absent_hosts
     if any(counts := program_cache.counts()):
         record |= {f"programs_{name}": count for name, count in counts._asdict().items()}
     if (fit := trainer.memory_fit) is not None:

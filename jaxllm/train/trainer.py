@@ -86,6 +86,7 @@ class Trainer:
       saved: programs that `jaxllm compile --save` compiled for this run.
       noise: the gradient noise scale so far, with log.noise_scale_every.
       stopped_by: the name of the signal that stopped `fit`, or None.
+      absent_hosts: the number of hosts that the run trains without.
       watch: the state of skipped steps and spikes.
     """
 
@@ -97,6 +98,7 @@ class Trainer:
         distributed.require_same_config(config)
         with progress.phase("devices"):
             jax.devices()
+        self.absent_hosts = fewer_hosts.absent_hosts(config)
         self.config = config = fewer_hosts.adapted(config).resolve(jax.device_count())
         require_device_runs(config.model, jax.local_devices()[0])
         self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])

@@ -359,7 +359,7 @@ def test_the_report_says_how_far_off_the_prediction_was(run, off, words):
     """The keys are those that a start writes on a GPU that it knows."""
     config = load_config(BIG)
     device = SimpleNamespace(device_kind=H100.device_kind, platform="gpu", memory_stats=lambda: None)
-    trainer = SimpleNamespace(mesh=SimpleNamespace(size=8), memory_fit=check_memory(config, device))
+    trainer = SimpleNamespace(mesh=SimpleNamespace(size=8), absent_hosts=0, memory_fit=check_memory(config, device))
     speed = predicted_speed(config, H100, 8)
     lines = steps(50, config.step_tokens, tokens_per_s_per_device=(1 + off) * speed.expected)
     lines[0] |= start_keys(trainer, None)
@@ -527,7 +527,7 @@ def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
     for module, name, value in ((progress, "time", clock), (run_timer, "time", clock), (progress, "_since_s", now_s)):
         monkeypatch.setattr(module, name, value)
     timer = run_timer.RunTimer(import_s=0.5)
-    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), memory_fit=None)
+    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), absent_hosts=0, memory_fit=None)
     lines = []
     for _ in range(2):
         for power, phase in enumerate(progress.PHASES):
@@ -623,7 +623,7 @@ def test_programs_that_take_more_are_told_of():
 
     first, larger, smaller, timer = Program(5), Program(7), Program(6), RunTimer()
     lines = [
-        timer.record_keys(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None))
+        timer.record_keys(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), absent_hosts=0, memory_fit=None))
         for now in (first, first, larger, first, smaller)
     ]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]

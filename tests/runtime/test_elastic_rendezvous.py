@@ -83,6 +83,8 @@ def meeting(launch):
     yield make
     for one in made:
         for room in one.rooms:
+            # Those who wait there would look for another leader.
+            room.ended = True
             room.leave()
         one.pool.shutdown()
 
@@ -178,6 +180,48 @@ def test_as_many_hosts_train_as_have_a_layout(meeting):
             == f"The run has ended while process {rank} on {HOSTS[rank]} waited to return: there is nothing left to train."
         )
         assert error.exit_code == 0
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_launch_of_fewer_hosts_than_the_mesh_has_gets_a_layout_at_once(meeting, attempt):
+    """As where SLURM starts a job of five or four nodes with four."""
+    run = meeting(wait_s=10.0, too_few=lambda hosts: len(hosts) < 5)
+    answers = [future.result(timeout=5) for future in [run.come(rank, attempt=attempt) for rank in range(4)]]
+    assert [answer.rank for answer in answers] == [0, 1, 2, 3]
+    assert {(answer.led.layout, *answer.led.absent) for answer in answers} == {("layout of 4",)}
+    assert run.rooms == []
+
+
+def test_hosts_of_such_a_launch_that_no_layout_uses_stay_in_reserve(meeting, launch, caplog):
+    run = meeting(
+        wait_s=0.3, too_few=lambda hosts: len(hosts) < 5, layout=lambda hosts: layout(hosts) if len(hosts) < 4 else None
+    )
+    futures = [run.come(rank) for rank in range(4)]
+    wait_until(lambda: sum(future.done() for future in futures) == 3)
+    (spare,) = (rank for rank, future in enumerate(futures) if not future.done())
+    assert {future.result().led.layout for future in futures if future.done()} == {"layout of 3"}
+    assert f"No layout has this batch on 4 hosts: training on 3 without {HOSTS[spare]}." in caplog.text
+    (room,) = run.rooms
+    room.grow = pytest.fail
+    # It is there, all are, and they still are too few.
+    wait_until(lambda: spare in room.connections and time.monotonic() > room._grow_at_s + 0.3)
+    assert room._thread.is_alive()
+
+
+def test_a_launch_without_any_layout_is_refused(meeting):
+    errors = meeting(wait_s=10.0, too_few=lambda hosts: True, layout=lambda hosts: None).all(range(4))
+    assert {str(error) for error in errors} == {
+        "No layout has this batch on 4 hosts or fewer, down to launch.least_hosts=2 (train.global_batch_sequences should "
+        "divide over them), and the launcher started no more."
+    }
+
+
+def test_those_who_have_no_layout_say_so_and_wait(meeting, caplog):
+    run = meeting(wait_s=0.3, layout=lambda hosts: None)
+    futures = [run.come(rank) for rank in range(3)]
+    wait_until(lambda: "should divide over them): waiting for more." in caplog.text)
+    assert not any(future.done() for future in futures)
+    assert {answer.led.layout for answer in [future.result(timeout=LIMIT_S) for future in (*futures, run.come(3))]} == {""}
 
 
 def test_a_host_trains_with_all_of_its_processes_or_with_none():

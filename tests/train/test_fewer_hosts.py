@@ -92,13 +92,29 @@ def test_without_a_layout_the_config_is_the_same(tiny_config):
 
 
 def test_the_log_says_who_is_missing(tiny_config, monkeypatch):
-    given = tiny_config(*BATCH, "parallel.data=4")
+    given = tiny_config(*BATCH, "parallel.data=4", "launch.least_hosts=2")
     config = with_layout(given, json.dumps({"parallel": {"data": 3}, "microbatch_sequences": 8})).resolve(3)
     assert fewer_hosts.describe(given, given) == ""
     monkeypatch.setattr(distributed, "absent_hosts", lambda: ["h3"])
     assert fewer_hosts.describe(given, config) == (
         "h3 is missing: training on without, the same batches in 1 microbatch, not 6; with all again when it returns"
     )
+
+
+@pytest.mark.parametrize(("devices", "hosts", "absent"), [(3, 3, 1), (4, 2, 2), (6, 6, 2), (8, 4, 0), (8, 8, 0), (16, 4, 0)])
+def test_hosts_that_the_launcher_did_not_start_are_counted(tiny_config, monkeypatch, devices, hosts, absent):
+    """As where SLURM has three nodes for a job of three or four."""
+    given = tiny_config(*BATCH, f"parallel.data={4 if devices == 3 else 8}", "launch.least_hosts=2")
+    config = with_layout(given, json.dumps({"parallel": {"data": devices}, "microbatch_sequences": 1}))
+    monkeypatch.setattr(fewer_hosts.jax, "device_count", lambda: devices)
+    monkeypatch.setattr(distributed, "members", lambda: [SimpleNamespace(host=f"h{rank % hosts}") for rank in range(devices)])
+    assert fewer_hosts.absent_hosts(given) == absent
+    assert fewer_hosts.absent_hosts(tiny_config(*BATCH, "launch.least_hosts=2", "parallel.data=auto")) == 0
+    assert fewer_hosts.absent_hosts(tiny_config(*BATCH, "parallel.data=8")) == 0
+    who = "1 host is" if absent == 1 else f"{absent} hosts are"
+    said = fewer_hosts.describe(given, config)
+    assert said.startswith(f"{who} missing: training on without, ") if absent else said == ""
+    assert not absent or said.endswith("; with all again when the launcher starts all")
 
 
 def test_fewer_devices_than_the_mesh_get_a_layout(tiny_config, monkeypatch, caplog):
