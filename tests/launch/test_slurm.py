@@ -29,6 +29,7 @@ JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NODELIST": "h[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_PARTITION": "main",
     "JAXLLM_VENV": "none",
     "PYTHON": sys.executable,
     "PYTHONPATH": str(CHECKOUT),
@@ -46,38 +47,48 @@ def script(*arguments: str, cwd: Path, path: Path = SCRIPT, **variables: str) ->
     return subprocess.run(command, cwd=cwd, env=plain(**variables), capture_output=True, text=True, timeout=60)
 
 
+# Until the script has looked for nodes, or has stopped it.
+LASTS = '[[ ! "${UNTIL:-}" ]] || for _ in {1..3000}; do [[ -e "$LOG/$UNTIL" ]] && break; sleep 0.01; done; exit "$CODE"'
 KEEP = '[[ -z "${JAXLLM_SECRET_FILE:-}" ]] || cp -p "$JAXLLM_SECRET_FILE" "$LOG/kept"'
 
 
 @pytest.fixture
 def slurm(tmp_path):
-    """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=...) -> (the script's exit code, its lines, srun's
-    arguments and environment, scontrol's arguments).
+    """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=..., IDLE=what sinfo shows, UNTIL=the program whose
+    call srun waits for) -> (the script's exit code, its lines, srun's arguments and environment, the arguments of scontrol,
+    sinfo and scancel).
     """
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, body in (
-        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; ' + KEEP + '; exit "$CODE"'),
+        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; ' + KEEP + "; " + LASTS),
+        ("sinfo", 'echo "$*" >>"$LOG/sinfo"; echo "$IDLE"'),
+        ("scancel", 'echo "$*" >>"$LOG/scancel"'),
         ("scontrol", '[[ $1 == show ]] && { [[ $SHOWN ]] || exit 1; echo "$SHOWN"; exit; }; echo "$*" >>"$LOG/scontrol"'),
     ):
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
 
-    def run(code: int, shown: str, *command: str, short_turn_s: int = 60, **variables: str):
+    def run(code: int, shown: str, *command: str, short_turn_s: int = 60, grow_after_s: int = 600, **variables: str):
         text = SCRIPT.read_text()
-        assert text.count("\nshort_turn_s=60 ") == 1
+        for line, value in (("short_turn_s=60 ", short_turn_s), ("grow_after_s=600 ", grow_after_s), ("grow_look_s=60 ", 1)):
+            assert text.count(f"\n{line}") == 1
+            text = text.replace(f"\n{line}", f"\n{line.partition('=')[0]}={value} ")
         edited = tmp_path / "slurm.sbatch"
-        edited.write_text(text.replace("\nshort_turn_s=60 ", f"\nshort_turn_s={short_turn_s} "))
+        edited.write_text(text)
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
         made_up = {"PATH": path, "LOG": str(tmp_path), "CODE": str(code), "SHOWN": shown}
         result = script(*command or ("jaxllm", "train", "a.yaml"), cwd=tmp_path, path=edited, **JOB | made_up | variables)
-        asked = tmp_path / "scontrol"
+        asked = {name: tmp_path / name for name in ("scontrol", "sinfo", "scancel")}
+        lines = {name: path.read_text().splitlines() if path.exists() else [] for name, path in asked.items()}
         return SimpleNamespace(
             code=result.returncode,
             said=(result.stdout + result.stderr).splitlines(),
             srun=(tmp_path / "srun").read_text().splitlines(),
             environment=(tmp_path / "environment").read_text().splitlines(),
-            asked=asked.read_text().splitlines() if asked.exists() else [],
+            asked=lines["scontrol"],
+            looked=lines["sinfo"],
+            stopped=lines["scancel"],
         )
 
     return run
@@ -146,6 +157,59 @@ def test_what_slurm_decided_already_is_left_to_it(slurm, answer, state):
     assert found.said[-1] == f"jaxllm: exit code 75; not requeued from here: the job is {state}"
 
 
+SMALLER = {"JAXLLM_GROW_TO": "4", "SLURM_JOB_NUM_NODES": "3"}
+LOOKS = "jaxllm: 3 nodes of at most 4: looks for idle nodes after {} s, to be requeued for them"
+
+
+def test_a_turn_with_fewer_nodes_ends_for_an_idle_one(slurm):
+    """Soon after its begin, and the comment has failures: none counts."""
+    before = shown(comment="for Ada (jaxllm: 2 failures in a row)")
+    found = slurm(75, before, grow_after_s=0, UNTIL="scancel", IDLE="drained \nidle ", **SMALLER)
+    assert found.code == 75
+    assert found.stopped == ["--signal=TERM 7"]
+    assert set(found.looked) == {"--noheader --partition=main --states=idle --format=%T"}
+    comment = "update JobId=7 Comment=for Ada (jaxllm: 0 failures in a row, 1 requeues to grow)"
+    assert found.asked == [comment, "requeue Incomplete 7"]
+    assert LOOKS.format(0) in found.said
+    assert "jaxllm: a node of partition main is idle: the run saves, to be requeued" in found.said
+    assert re.fullmatch(r"jaxllm: saved, after \d+ s on 3 nodes; requeued for up to 4", found.said[-1])
+
+
+@pytest.mark.parametrize("idle", ["", "idle*", "idle~", "drained", "planned\nmixed"])
+def test_nodes_that_slurm_would_not_give_end_no_turn(slurm, idle):
+    found = slurm(75, shown(), grow_after_s=0, short_turn_s=0, UNTIL="sinfo", IDLE=idle, **SMALLER)
+    assert found.looked
+    assert (found.stopped, found.said[-1]) == ([], "jaxllm: stopped by a signal, and saved; requeued")
+
+
+@pytest.mark.parametrize(("grown", "after_s"), [(0, 600), (1, 1200), (3, 4800), (40, 38400)])
+def test_each_requeue_that_brought_too_few_nodes_makes_the_next_turn_look_later(slurm, grown, after_s):
+    before = f"(jaxllm: 1 failures in a row, {grown} requeues to grow)" if grown else None
+    found = slurm(1, shown(comment=before), **SMALLER)
+    assert LOOKS.format(after_s) in found.said
+    assert (found.looked, found.stopped) == ([], [])
+    more = f", {grown} requeues to grow" if grown else ""
+    assert found.asked[0] == f"update JobId=7 Comment=(jaxllm: {2 if grown else 1} failures in a row{more})"
+
+
+def test_a_turn_with_all_nodes_looks_for_none_and_forgets_how_often_it_grew(slurm):
+    before = shown(comment="x (jaxllm: 1 failures in a row, 3 requeues to grow)")
+    found = slurm(0, before, grow_after_s=0, JAXLLM_GROW_TO="2", IDLE="idle")
+    assert found.asked == ["update JobId=7 Comment=x (jaxllm: 1 failures in a row)"]
+    assert (found.looked, found.stopped) == ([], [])
+    assert slurm(0, shown(), IDLE="idle", SLURM_JOB_NUM_NODES="1").looked == []
+
+
+@pytest.mark.parametrize("code", [0, 76])
+def test_what_ends_a_run_that_should_grow_counts_as_ever(slurm, code):
+    """It was at its last step, or lost a peer while it saved."""
+    found = slurm(code, shown(), grow_after_s=0, UNTIL="scancel", IDLE="idle", **SMALLER)
+    assert found.stopped == ["--signal=TERM 7"]
+    assert [line for line in found.asked if "Comment" in line] == (
+        ["update JobId=7 Comment=(jaxllm: 1 failures in a row)"] if code else []
+    )
+
+
 def test_a_command_that_does_not_go_on_where_it_left_off_has_one_turn(slurm):
     found = slurm(1, shown(), "jaxllm", "doctor")
     assert (found.code, found.asked) == (1, [])
@@ -209,6 +273,11 @@ def test_a_task_of_an_array_is_requeued_alone(slurm):
     [
         (("jaxllm",), {"SLURM_JOB_ID": ""}, "this is a job script: sbatch launch/slurm.sbatch jaxllm train CONFIG"),
         ((), {}, "give the command to run: sbatch launch/slurm.sbatch jaxllm train CONFIG [section.key=value ...]"),
+        (
+            ("jaxllm",),
+            {"JAXLLM_GROW_TO": "3-4"},
+            "JAXLLM_GROW_TO=3-4 is no number of nodes: give the end of the range, 4 for sbatch",
+        ),
         (("jaxllm",), {"PYTHON": "/bin/false"}, "/bin/false has no jaxllm: submit from a checkout with an environment"),
         (("jaxllm",), {"JAXLLM_VENV": "here"}, "/here/bin/python has no jaxllm: submit from a checkout with"),
         (PREPARE, ARRAY, "the parts of an array need a node each: give sbatch --nodes=1."),
