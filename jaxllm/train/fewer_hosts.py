@@ -2,7 +2,8 @@
 
     trainer's start      distributed.start(config.run, rules(config)); config = adapted(config)
 
-The model, the global batch and the order of the samples stay; mesh, ZeRO level, schedule, remat and microbatch may change.
+The model, the global batch and the order of the samples stay; mesh and microbatch may change, and ZeRO level, schedule and remat
+where nothing fits otherwise.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2**16
 STAND_IN = "h100-80gb"
 """Ranks layouts for devices that the planner does not know, such as CPUs, as if their memory were without limit."""
-AS_BEFORE = ("schedule", "overlap_passes", "offload_state", "remat")
-"""Kept where something fits with them: the search is then a matter of seconds, and the program has been tried."""
+AS_BEFORE = ("schedule", "overlap_passes", "offload_state", "remat", "zero")
+"""Kept where something fits with them: the search is then a matter of seconds, and the program has been tried. The ZeRO level is
+the first to be given up: fewer ranks may need a higher one."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,14 @@ def absent_hosts(given: Config) -> int:
 
 
 def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> str | None:
-    """The fastest layout that fits by the step-time model, as JSON, with all of AS_BEFORE kept if that leaves any; None if none
-    fits.
+    """The fastest layout that fits by the step-time model, as JSON, with AS_BEFORE kept if that leaves any; None if none fits.
 
     Args:
       per_host: devices of each host.
       device_kind: theirs, as JAX names it.
     """
     gpu = gpu_from_device_kind(device_kind)
-    for keep in (AS_BEFORE, ()):
+    for keep in (AS_BEFORE, AS_BEFORE[:-1], ()):
         options = SearchOptions(best=1, keep=keep, device_bytes=None if gpu else float("inf"))
         try:
             plan = search(config, gpu or find_gpu(STAND_IN), hosts * per_host, per_host, options)

@@ -18,7 +18,8 @@ BATCH = ("train.global_batch_sequences=24", "train.microbatch_sequences=1")
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(
-    "more", [(), ("parallel.pipe=2", "parallel.schedule=gpipe"), ("parallel.tensor=2", "parallel.remat=full")]
+    "more",
+    [(), ("parallel.zero=3",), ("parallel.pipe=2", "parallel.schedule=gpipe"), ("parallel.tensor=2", "parallel.remat=full")],
 )
 def test_a_layout_keeps_the_batch_and_what_has_been_tried(tiny_config, hosts, more):
     config = tiny_config(*BATCH, *more)
@@ -27,7 +28,7 @@ def test_a_layout_keeps_the_batch_and_what_has_been_tried(tiny_config, hosts, mo
     assert p.data * p.pipe * p.context * p.tensor == 2 * hosts
     assert found.num_microbatches * found.train.microbatch_sequences * p.data == 24
     # One stage has no schedule.
-    kept = AS_BEFORE if p.pipe > 1 else ("remat", "offload_state")
+    kept = AS_BEFORE if p.pipe > 1 else ("remat", "offload_state", "zero")
     assert {key: getattr(p, key) for key in kept} == {key: getattr(config.parallel, key) for key in kept}
     unchanged = {"parallel", "train"}
     assert found.model_dump(exclude=unchanged) == config.model_dump(exclude=unchanged)
