@@ -18,7 +18,11 @@ from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
 
+from jaxllm.config import load_config
+from jaxllm.run_report import summary
+from jaxllm.run_report.history import read_run
 from jaxllm.runtime.authentication import read_secret
+from jaxllm.train.loop import fit
 
 CHECKOUT = Path(__file__).parents[2]
 SCRIPT = CHECKOUT / "launch" / "slurm.sbatch"
@@ -223,7 +227,8 @@ def test_each_host_runs_the_command_under_a_supervisor(slurm):
     assert found.srun[-10:] == [*supervised, sys.executable, "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"][-10:]
     assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
     # It would end a process that is saving when another is done.
-    assert "--kill-on-bad-exit=0" in found.srun
+    assert {"--kill-on-bad-exit=0", "--ntasks-per-node=1"} <= set(found.srun)
+    assert "--ntasks-per-node=8" in slurm(0, shown(), SLURM_NTASKS_PER_NODE="8").srun
 
 
 def secrets_of(environment: list[str]) -> dict[str, str]:
@@ -420,17 +425,22 @@ def test_options_stand_before_the_first_command():
 
 # --------------------------------------------------------------------------------------------------------- a real SLURM
 
-NODES = 10
+NODES, APART = 10, 4
+"""Nodes of a run that shall not find others are apart."""
 STEPS, LONG = 40, 200
 """Steps of a run; and of one that must outlive the minute until its successor comes, at a step a second."""
+SHRINKS = (
+    *("launch.least_hosts=3", "parallel.zero=3", "train.global_batch_sequences=12", "train.microbatch_sequences=1"),
+    "optimizer.schedule=constant",
+)
 JAX_START_S = 180
-"""Limit for a start while five processes compile on two busy cores."""
+"""Limit for a start while nine processes compile on two busy cores."""
 SMALL_S = 120
 """Limit for anything that SLURM and bash do on such a machine; they need seconds."""
 DOWN_S = 90
 """From a cut to the turn elsewhere: slurmctld checks its nodes every few seconds, and takes 26 to 45."""
 
-# Steps of a second that cost no CPU, in the first turn: a fault must find the run in progress.
+# Steps of a second that cost no CPU, in the first turns: a fault must find the run in progress.
 PACED = """
 import os, time
 from jaxllm import cli
@@ -442,7 +452,7 @@ def paced(self):
     time.sleep(1)
     return advance(self)
 
-if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(os.environ.get("PACED_TURNS", "1")):
     Trainer.advance = paced
 cli.main()
 """
@@ -451,7 +461,7 @@ cli.main()
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     require_slurm()
-    with cluster(tmp_path_factory.mktemp("slurm") / "lab", NODES) as lab:
+    with cluster(tmp_path_factory.mktemp("slurm") / "lab", NODES, APART) as lab:
         yield lab
 
 
@@ -472,6 +482,8 @@ def place(tmp_path_factory, text_file):
         ("failures_in_a_row=5\n", "failures_in_a_row=1\n"),
         ("backoff_s=30 ", "backoff_s=1 "),
         ("short_turn_s=60 ", "short_turn_s=0 "),
+        ("grow_after_s=600 ", "grow_after_s=0 "),
+        ("grow_look_s=60 ", "grow_look_s=1 "),
     ):
         assert text.count(line) == 1
         text = text.replace(line, edited)
@@ -485,11 +497,11 @@ def place(tmp_path_factory, text_file):
 
 @pytest.fixture(scope="module")
 def submit(lab, place):
-    """submit(*options, command=[...], script=...) -> Job"""
+    """submit(*options, command=[...], script=..., variables) -> Job"""
     environment = {"JAXLLM_VENV": "none", "PYTHON": str(place / "python"), "PYTHONPATH": str(CHECKOUT)}
 
-    def submit(*options: str, command: list, script: str = "slurm.sbatch"):
-        return lab.submit(*options, script, *command, cwd=place, **environment)
+    def submit(*options: str, command: list, script: str = "slurm.sbatch", **variables: str):
+        return lab.submit(*options, script, *command, cwd=place, **environment | variables)
 
     return submit
 
@@ -583,12 +595,16 @@ class Run:
     Args:
       steps: train.steps.
       processes: one on each node.
+      options: sbatch's, in place of so many nodes.
+      more: overrides of the config.
+      variables: more of the job's environment.
     """
 
-    def __init__(self, submit, place: Path, name: str, steps: int, processes: int):
+    def __init__(self, submit, place: Path, name: str, steps: int, processes: int, *options: str, more=(), **variables: str):
         self.folder, self.processes = place / name, processes
-        self.command = ["jaxllm", "train", "tiny.yaml", f"train.steps={steps}", f"parallel.data={processes}"]
-        self.job = submit(f"--nodes={processes}", command=[*self.command, f"run.dir={name}"])
+        self.command = ["jaxllm", "train", "tiny.yaml", f"train.steps={steps}", f"parallel.data={processes}", *more]
+        options = options or (f"--nodes={processes}",)
+        self.job = submit(*options, command=[*self.command, f"run.dir={name}"], **variables)
         self.nodes: list[str] = []
         """Nodes of the first turn, once `wait_until_saved` has returned."""
 
@@ -637,15 +653,18 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(lab, place, submit):
-    """Three runs, each disturbed as soon as it has a checkpoint, all at once: most of the time is spent waiting for SLURM.
+    """Four runs, each disturbed as soon as it has a checkpoint, all at once: most of the time is spent waiting for SLURM.
 
     The first is preempted; the second loses one of two nodes; the third, of one process, loses its node's network, behind which
-    it lives on: with steps of a second it has not ended before another turn begins elsewhere.
+    it lives on: with steps of a second it has not ended before another turn begins elsewhere. The last loses one of four nodes,
+    that of process 0, and there is no other.
     """
+    paced = {"PACED_TURNS": "2", "JAXLLM_GROW_TO": "4"}
     runs = SimpleNamespace(
         preempted=Run(submit, place, "preempted", STEPS, 2),
         powerless=Run(submit, place, "powerless", STEPS, 2),
         cut_off=Run(submit, place, "cut-off", LONG, 1),
+        shrinking=Run(submit, place, "shrinking", STEPS, 4, "--nodes=3-4", "--partition=apart", more=SHRINKS, **paced),
     )
     runs.preempted.wait_until_saved()
     lab.user("scancel", "--signal=TERM", runs.preempted.job.number)
@@ -654,6 +673,8 @@ def runs(lab, place, submit):
     lab.power_off(runs.powerless.nodes[1])
     runs.cut_off.wait_until_saved()
     lab.unplug(runs.cut_off.nodes[0])
+    runs.shrinking.wait_until_saved()
+    lab.power_off(runs.shrinking.nodes[0])
     for run in (runs.preempted, runs.cut_off):
         run.run_undisturbed()
     return runs
@@ -695,6 +716,39 @@ def test_a_process_behind_a_cut_cable_cannot_damage_the_run(runs):
     # Its supervisor restarts it: it is refused, or has nothing left to do.
     assert re.search(rf"0: jaxllm: run\.dir=\S+ was taken over by pid \d+ on {new}: pid \d+ on {old} writes", run.job.output)
     assert_same_run(run.folder, run.undisturbed, LONG)
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_a_run_trains_on_with_fewer_nodes_and_takes_one_back(lab, runs):
+    """The loss of each step is that of a run that lost none."""
+    run = runs.shrinking
+
+    def starts() -> list[dict]:
+        return [line for line in steps_of(run.folder) if "start_unix_s" in line]
+
+    wait_until(lambda: len(starts()) == 2, DOWN_S + JAX_START_S, lambda: f"a start with three nodes\n{run.job.output}")
+    shrunk = yaml.safe_load((run.folder / "config.yaml").read_text())["parallel"]
+    assert (shrunk["data"], shrunk["zero"]) == (3, 3)
+    assert len(run.job.nodes) == 3
+    lab.power_on(run.nodes[0])
+    assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
+    said = run.job.output
+    assert [(start["devices"], start.get("absent_hosts", 0)) for start in starts()] == [(4, 0), (3, 1), (4, 0)], said
+    assert run.job.show("Restarts") == "2"
+    # Nothing of it was a failure.
+    assert run.job.show("Comment") == "(jaxllm:"
+    assert "0 failures in a row)" in lab.user("scontrol", "show", "job", run.job.number)
+    assert "jaxllm: 3 nodes of at most 4: looks for idle nodes after 0 s" in said
+    assert "0: 1 host is missing: training on without, the same batches in 1 microbatch, not 3; with all again when" in said
+    assert re.search(r"jaxllm: saved, after \d+ s on 3 nodes; requeued for up to 4\n", said)
+    (sentence,) = summary.shrunk(read_run(run.folder))
+    assert "without 1 host, on 3 of 4 devices" in sentence
+    mesh = ("run.cpu_devices=8", "parallel.tensor=2", f"run.dir={run.undisturbed}")
+    fit(load_config(run.folder.parent / "tiny.yaml", [*run.command[3:], *mesh]))
+    found, expected = figures(run.folder), figures(run.undisturbed)
+    assert found["step"] == expected["step"] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
 # Last: its job, submitted with the first, waits for half a minute.
