@@ -14,7 +14,7 @@ from jaxllm.runtime.elastic_rendezvous import Elastic, WaitingRoom, at_home, com
 from jaxllm.runtime.launchers import Launch
 from jaxllm.runtime.rendezvous import open_port
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
-from jaxllm.runtime.rendezvous_client import RendezvousError
+from jaxllm.runtime.rendezvous_client import RendezvousError, Visit
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(1, 5))
 SECRET = b"s" * 32
@@ -222,6 +222,40 @@ def test_those_who_have_no_layout_say_so_and_wait(meeting, caplog):
     wait_until(lambda: "should divide over them): waiting for more." in caplog.text)
     assert not any(future.done() for future in futures)
     assert {answer.led.layout for answer in [future.result(timeout=LIMIT_S) for future in (*futures, run.come(3))]} == {""}
+
+
+def test_a_host_that_is_lost_while_the_leader_plans_makes_all_meet_again(meeting, launch):
+    planning, lost = threading.Event(), threading.Event()
+
+    def plans(hosts):
+        planning.set()
+        assert lost.wait(LIMIT_S)
+        return layout(hosts)
+
+    run = meeting(wait_s=1.0, layout=plans)
+    others = [run.come(rank) for rank in (0, 1)]
+    with joined(launch, 2):
+        assert planning.wait(LIMIT_S)
+    lost.set()
+    for future in others:
+        error = future.result(timeout=LIMIT_S)
+        assert isinstance(error, RendezvousError)
+        assert f"Process 2 on {HOSTS[2]} joined, but was gone when all were there" in str(error)
+    assert {answer.led.layout for answer in run.all([0, 1])} == {"layout of 2"}
+
+
+def joined(launch, rank):
+    """The connection of a process that leader 0 has taken."""
+    until_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            connection = elastic_rendezvous.connect(*launch.address_of(0), 1.0)
+            break
+        except OSError:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    assert Visit(connection, process(launch, rank), None).introduce(until_s)
+    return connection
 
 
 def test_a_host_trains_with_all_of_its_processes_or_with_none():
