@@ -260,7 +260,7 @@ class _Leader(_Patient):
             if (layout := self.layout(hosts[:count])) is not None:
                 if spares := hosts[count:]:
                     names = ", ".join(self.launch.hosts[ranks[0]] for ranks in spares)
-                    log.warning("No layout has this batch on %d hosts: training on %d without %s.", len(hosts), count, names)
+                    log.warning("No layout fits %d hosts: training on %d, without %s.", len(hosts), count, names)
                 return [rank for ranks in hosts[:count] for rank in ranks], layout
         if len(hosts) >= self._elastic.least_hosts:
             log.warning("%s: waiting for more.", self._without_layout(len(hosts)))
@@ -268,8 +268,8 @@ class _Leader(_Patient):
 
     def _without_layout(self, hosts: int) -> str:
         return (
-            f"No layout has this batch on {hosts} hosts or fewer, down to launch.least_hosts={self._elastic.least_hosts} "
-            "(train.global_batch_sequences should divide over them)"
+            f"No layout fits {hosts} hosts or fewer, down to launch.least_hosts={self._elastic.least_hosts} (the batch does "
+            "not divide over them, or their memory is too small)"
         )
 
     def _release(self, ranks: list[int], layout: str) -> Answer:

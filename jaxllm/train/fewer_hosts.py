@@ -2,8 +2,8 @@
 
     trainer's start      distributed.start(config.run, rules(config)); config = adapted(config)
 
-The model, the global batch and the order of the samples stay; mesh and microbatch may change, and ZeRO level, schedule and remat
-where nothing fits otherwise.
+The model, the global batch and the order of the samples stay; mesh and microbatch may change, and ZeRO level, schedule and
+remat where nothing fits otherwise.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MOST_BYTES = 2**16
 STAND_IN = "h100-80gb"
 """Ranks layouts for devices that the planner does not know, such as CPUs, as if their memory were without limit."""
 AS_BEFORE = ("schedule", "overlap_passes", "offload_state", "remat", "zero")
-"""Kept where something fits with them: the search is then a matter of seconds, and the program has been tried. The ZeRO level is
-the first to be given up: fewer ranks may need a higher one."""
+"""Kept where something fits with them: the search is then a matter of seconds, and the program has been tried. The ZeRO level
+is the first to be given up: fewer ranks may need a higher one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,13 @@ def rules(config: Config) -> Elastic | None:
     least, wait_s = config.launch.least_hosts, config.launch.wait_s
     if least is None:
         return None
-    return Elastic(least, wait_s, partial(layout_here, config), lambda hosts: _wanted(config) > sum(_devices(config, hosts)))
+    return Elastic(least, wait_s, partial(layout_here, config), partial(too_few, config))
+
+
+def too_few(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> bool:
+    """Whether the config's mesh has more devices than these hosts; False where they cannot be counted before JAX starts."""
+    uncounted = config.run.cpu_devices is None if _on_cpu(hosts) else any(info.gpus is None for one in hosts for info in one)
+    return not uncounted and _wanted(config) > sum(_devices(config, hosts))
 
 
 def layout_here(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str | None:

@@ -200,7 +200,7 @@ def test_hosts_of_such_a_launch_that_no_layout_uses_stay_in_reserve(meeting, lau
     wait_until(lambda: sum(future.done() for future in futures) == 3)
     (spare,) = (rank for rank, future in enumerate(futures) if not future.done())
     assert {future.result().led.layout for future in futures if future.done()} == {"layout of 3"}
-    assert f"No layout has this batch on 4 hosts: training on 3 without {HOSTS[spare]}." in caplog.text
+    assert f"No layout fits 4 hosts: training on 3, without {HOSTS[spare]}." in caplog.text
     (room,) = run.rooms
     room.grow = pytest.fail
     # It is there, all are, and they still are too few.
@@ -211,15 +211,15 @@ def test_hosts_of_such_a_launch_that_no_layout_uses_stay_in_reserve(meeting, lau
 def test_a_launch_without_any_layout_is_refused(meeting):
     errors = meeting(wait_s=10.0, too_few=lambda hosts: True, layout=lambda hosts: None).all(range(4))
     assert {str(error) for error in errors} == {
-        "No layout has this batch on 4 hosts or fewer, down to launch.least_hosts=2 (train.global_batch_sequences should "
-        "divide over them), and the launcher started no more."
+        "No layout fits 4 hosts or fewer, down to launch.least_hosts=2 (the batch does not divide over them, or their memory "
+        "is too small), and the launcher started no more."
     }
 
 
 def test_those_who_have_no_layout_say_so_and_wait(meeting, caplog):
     run = meeting(wait_s=0.3, layout=lambda hosts: None)
     futures = [run.come(rank) for rank in range(3)]
-    wait_until(lambda: "should divide over them): waiting for more." in caplog.text)
+    wait_until(lambda: "or their memory is too small): waiting for more." in caplog.text)
     assert not any(future.done() for future in futures)
     assert {answer.led.layout for answer in [future.result(timeout=LIMIT_S) for future in (*futures, run.come(3))]} == {""}
 

@@ -69,6 +69,24 @@ def test_gpus_of_a_host_are_those_that_any_of_its_processes_sees(tiny_config, mo
     assert layout_here(config, [*of("abcd")[:2], *of("abc")[:1]]) is None
 
 
+@pytest.mark.parametrize(
+    ("mesh", "cpu_devices", "host", "few"),
+    [
+        ("8", 2, {"cpu": True, "gpus": None}, True),
+        ("6", 2, {"cpu": True, "gpus": None}, False),
+        # XLA_FLAGS may have asked for more.
+        ("8", None, {"cpu": True, "gpus": None}, False),
+        ("8", None, {"cpu": False, "gpus": ["a", "b"]}, True),
+        ("4", None, {"cpu": False, "gpus": ["a", "b"]}, False),
+        ("auto", None, {"cpu": False, "gpus": ["a", "b"]}, False),
+        ("8", None, {"cpu": False, "gpus": None}, False),
+    ],
+)
+def test_a_mesh_of_more_devices_than_the_launch_has(tiny_config, mesh, cpu_devices, host, few):
+    config = tiny_config(*BATCH, f"parallel.data={mesh}", f"run.cpu_devices={cpu_devices or 'null'}", "launch.least_hosts=2")
+    assert rules(config).too_few([[SimpleNamespace(**host)]] * 3) is few
+
+
 def test_it_is_off_by_default(tiny_config):
     assert rules(tiny_config()) is None
     found = rules(tiny_config("launch.least_hosts=3", "launch.wait_s=7"))
