@@ -235,8 +235,14 @@ class _Leader(_Patient):
                 looked_at = there
                 if (chosen := self._choose(there)) is not None:
                     return chosen
-                if whole:
-                    raise ConfigError(f"{self._without_layout(len(hosts))}, and the launcher started no more.")
+                if len(hosts) >= (least := self._elastic.least_hosts):
+                    sentence = (
+                        f"No layout fits {len(hosts)} hosts or fewer, down to launch.least_hosts={least} (the batch does not "
+                        f"divide over them, or their memory is too small)"
+                    )
+                    if whole:
+                        raise ConfigError(f"{sentence}, and the launcher started no more.")
+                    log.warning("%s: waiting for more.", sentence)
             if now_s >= self.until_s:
                 raise RendezvousError(missing(self.launch, self.infos, there))
             self._look_for_a_rival()
@@ -262,15 +268,7 @@ class _Leader(_Patient):
                     names = ", ".join(self.launch.hosts[ranks[0]] for ranks in spares)
                     log.warning("No layout fits %d hosts: training on %d, without %s.", len(hosts), count, names)
                 return [rank for ranks in hosts[:count] for rank in ranks], layout
-        if len(hosts) >= self._elastic.least_hosts:
-            log.warning("%s: waiting for more.", self._without_layout(len(hosts)))
         return None
-
-    def _without_layout(self, hosts: int) -> str:
-        return (
-            f"No layout fits {hosts} hosts or fewer, down to launch.least_hosts={self._elastic.least_hosts} (the batch does "
-            "not divide over them, or their memory is too small)"
-        )
 
     def _release(self, ranks: list[int], layout: str) -> Answer:
         ranks.sort(key=lambda rank: (rank != self.own.rank, rank))

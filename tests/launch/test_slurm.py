@@ -283,6 +283,7 @@ def test_a_task_of_an_array_is_requeued_alone(slurm):
             {"JAXLLM_GROW_TO": "3-4"},
             "JAXLLM_GROW_TO=3-4 is no number of nodes: give the end of the range, 4 for sbatch",
         ),
+        (("jaxllm",), {"JAXLLM_GROW_TO": "08"}, "JAXLLM_GROW_TO=08 is no number of nodes"),
         (("jaxllm",), {"PYTHON": "/bin/false"}, "/bin/false has no jaxllm: submit from a checkout with an environment"),
         (("jaxllm",), {"JAXLLM_VENV": "here"}, "/here/bin/python has no jaxllm: submit from a checkout with"),
         (PREPARE, ARRAY, "the parts of an array need a node each: give sbatch --nodes=1."),
