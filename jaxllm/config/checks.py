@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.sections import LogConfig, ParallelConfig, TrainConfig
-from jaxllm.config.types import AUTO, LAST_OUTPUT, block_tensors, divisors
+from jaxllm.config.sections import LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
 
 MOST_STEP_TOKENS = 2**40
 """The largest runs have 2^26 tokens a step."""
@@ -108,6 +108,28 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
         raise refuse(
             f"train.diloco_after_steps={train.diloco_after_steps} leaves DiLoCo none of train.steps={train.steps}: "
             f"make it smaller, or leave train.diloco_steps out."
+        )
+
+
+def check_optimizer(optimizer: OptimizerConfig, parallel: ParallelConfig) -> None:
+    """Raises if the state of an optimizer that may need whole matrices would be updated a rank's piece at a time."""
+    if optimizer.name in ("muon", GIVEN) and parallel.offload_state != "none":
+        raise refuse(
+            f"optimizer.name={optimizer.name} takes whole matrices, and parallel.offload_state={parallel.offload_state} takes "
+            f"them apart: set offload_state=none, or optimizer.name to adamw, lion or sgd."
+        )
+
+
+def check_loss(train: TrainConfig, parallel: ParallelConfig, log: LogConfig) -> None:
+    """Raises if the config has what a loss of the caller's does not support: its count is known only after the step."""
+    unlike = {
+        f"train.z_loss_weight={train.z_loss_weight:g}": train.z_loss_weight > 0,
+        f"log.noise_scale_every={log.noise_scale_every}": log.noise_scale_every is not None,
+        f"parallel.offload_state={parallel.offload_state}": parallel.offload_state == "all",
+    }
+    if train.loss == GIVEN and (found := next((key for key, is_set in unlike.items() if is_set), None)):
+        raise refuse(
+            f"train.loss=given and {found} do not go together, as that belongs to cross-entropy: leave one of them out."
         )
 
 

@@ -22,6 +22,8 @@ from jaxllm.config.checks import (
     check_all_on_host,
     check_batch_schedule,
     check_diloco,
+    check_loss,
+    check_optimizer,
     check_remat,
     check_split,
     check_tokens,
@@ -41,7 +43,7 @@ from jaxllm.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from jaxllm.config.types import AUTO, Section, divisors
+from jaxllm.config.types import AUTO, GIVEN, Section, divisors
 from jaxllm.display import table
 
 
@@ -78,6 +80,8 @@ class Config(Section):
                 f"one of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
         check_diloco(train, parallel)
+        check_optimizer(self.optimizer, parallel)
+        check_loss(train, parallel, self.log)
         check_tokens(train)
         check_all_on_host(model, parallel, self.log)
         if parallel.data != AUTO:
@@ -234,7 +238,12 @@ def _devices(count: int) -> str:
 def _check_log(config: Config, of_bytes: bool) -> None:
     """Checks the log section. `of_bytes`: the run reads one text in memory, as bytes."""
     log = config.log
-    if config.data.held_out_fraction == 0 and (config.train.eval_every_steps or log.baselines):
+    wants = config.train.eval_every_steps or log.baselines
+    if config.data.source == GIVEN and wants:
+        raise refuse(
+            "train.eval_every_steps and log.baselines need held-out text, and data.source=given has none: remove them."
+        )
+    if config.data.held_out_fraction == 0 and wants:
         raise refuse(
             "train.eval_every_steps and log.baselines need held-out text: set data.held_out_fraction above 0 or remove them."
         )

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from jaxllm.config.errors import refuse
 from jaxllm.config.types import (
     AUTO,
+    GIVEN,
     PATHS_MEAN,
     BatchSchedule,
     Count,
@@ -110,15 +111,13 @@ class ParallelConfig(Section):
         return self
 
 
-SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron"]
+SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron", "given"]
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
-    if source == "python_stdlib":
+    if source in ("python_stdlib", GIVEN):
         if paths:
-            raise refuse(
-                f"{where}.paths is not read with {where}.source=python_stdlib: name another source, or remove the paths."
-            )
+            raise refuse(f"{where}.paths is not read with {where}.source={source}: name another source, or remove the paths.")
     elif not paths:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
     if source in ("files", "chat"):
@@ -153,7 +152,7 @@ class DataConfig(Section):
     source: SourceKind = "python_stdlib"
     """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
     conversations, with a loss on the answers only; prepared: folders that `jaxllm data prepare` wrote; megatron: Megatron-LM's
-    .bin and .idx."""
+    .bin and .idx; given: the batches that a Python program hands to Trainer (docs/extending.md), and nothing is held out."""
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
     prepared: folders; megatron: files without their .bin or .idx. With packing=best_fit, conversations that fit into a sequence
@@ -181,6 +180,10 @@ class DataConfig(Section):
             raise refuse(f"data.mixture and data.{sorted(extra)[0]} both name text to read: remove one of them.")
         for number, part in enumerate(self.mixture):
             _check_paths(f"data.mixture[{number}]", part.source, part.paths)
+            if part.source == GIVEN:
+                raise refuse(
+                    "data.mixture reads texts, and source=given names none: leave it out, or set data.source=given alone."
+                )
             if part.name in [other.name for other in self.mixture[:number]]:
                 raise refuse(f"data.mixture holds two sources named {part.name}: give each its own name.")
         if self.chat_template is not None:
@@ -199,15 +202,24 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter, 2019) with global-norm clipping; weight decay on matrices only."""
+    """The optimizer, with global-norm clipping; weight decay, times the learning rate, on matrices only."""
 
+    name: Literal["adamw", "muon", "lion", "sgd", "given"] = "adamw"
+    """adamw (Loshchilov and Hutter, 2019); muon (Jordan, 2024): each matrix of the blocks orthogonalised and scaled to the size
+    of AdamW's updates (Liu et al., 2025), and AdamW for all else; lion (Chen et al., 2023); sgd with momentum; given: the optax
+    transformation that a Python program hands to Trainer, with its own learning rate and weight decay."""
     learning_rate: PositiveFloat = 3e-4
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to this norm; null: never."""
     beta1: Decay = 0.9
+    """Of adamw, lion, and muon's AdamW; so is beta2."""
     beta2: Decay = 0.95
     epsilon: PositiveFloat = 1e-8
+    momentum: Decay = 0.95
+    """Of muon (Nesterov's) and sgd, which with 0 keeps no state."""
+    moments: NonNegativeFloat | None = None
+    """Float32 numbers that the state of a given optimizer has for each parameter, for the estimate. Trainer counts them."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after warm-up: half a cosine, linear, or (wsd) constant, then linear over the last decay_tokens."""
     warmup_tokens: Count = 0
@@ -216,6 +228,22 @@ class OptimizerConfig(Section):
     """For wsd only; default: the last fifth of training."""
     final_learning_rate_fraction: Fraction = 0.1
     """The learning rate at the end of the schedule, as a fraction of learning_rate."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.name == GIVEN) != (self.moments is not None):
+            raise refuse(
+                f"optimizer.name={self.name} and moments={'null' if self.moments is None else self.moments} do not fit: "
+                f"with name=given set moments to what it keeps for each parameter (Trainer counts it), else leave it out."
+            )
+        return self
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Float32 numbers in the optimizer's state for each element of a block's matrix, and for each other parameter."""
+        momentum = 1 if self.momentum else 0
+        known = {"adamw": (2, 2), "muon": (1, 2), "lion": (1, 1), "sgd": (momentum, momentum)}
+        return (self.moments, self.moments) if self.moments is not None else known[self.name]
 
 
 class TrainConfig(Section):
@@ -236,6 +264,8 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Start from the weights (without optimizer state) of a model folder (Hugging Face's or jaxllm's own), a run directory, or
     one of its checkpoints. Default: the folder of model.name, if it is a folder; null: fresh weights."""
+    loss: Literal["cross_entropy", "given"] = "cross_entropy"
+    """given: the loss that a Python program hands to Trainer (docs/extending.md)."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4). The reported loss does not include it."""
     max_skips_in_a_row: PositiveInt = 10

@@ -28,6 +28,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
+GIVEN = "given"
+"""The value of a key in whose place Trainer is given a Python object."""
 GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """Pipeline schedules."""
 AUTO = "auto"

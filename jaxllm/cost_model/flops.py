@@ -6,7 +6,7 @@ by rematerialisation counts once (MFU, not HFU; Chowdhery et al. 2022, "PaLM", a
 D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length.
 """
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import Config, ModelConfig
 from jaxllm.config.attention import window_shares
 from jaxllm.config.model_spec import layer_matmuls, layer_parameters, parameters
 
@@ -25,6 +25,18 @@ def layer_parameter_count(model: ModelConfig) -> int:
 def parameter_count(model: ModelConfig) -> int:
     """All parameters, without the padding a mesh may add; a tied embedding and head count once."""
     return sum(spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model))
+
+
+def moments_per_parameter(config: Config) -> float:
+    """Float32 numbers of the optimizer's state for each parameter, in the mean."""
+    in_matrices, elsewhere = config.optimizer.numbers
+    matrices = config.model.num_layers * sum(spec.size for spec in layer_matmuls(config.model))
+    return elsewhere + (in_matrices - elsewhere) * matrices / parameter_count(config.model)
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of the master weights and of the optimizer's state, all float32."""
+    return round(4 * parameter_count(config.model) * (1 + moments_per_parameter(config)))
 
 
 def matmul_parameters(model: ModelConfig) -> int:

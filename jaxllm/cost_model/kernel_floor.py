@@ -17,7 +17,7 @@ do without has no entry.
 from __future__ import annotations
 
 from jaxllm.config import Config
-from jaxllm.cost_model.flops import attention_flops_per_token
+from jaxllm.cost_model.flops import attention_flops_per_token, moments_per_parameter
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.kernel_rates import KernelRates
 from jaxllm.cost_model.layer_compute import BLOCK_NORM_MOVES
@@ -50,7 +50,7 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
         "loss": moved(columns, times=10, itemsize=1),
         # A row is read and written once forward; backward the gradient is read, and a float32 row is read and written.
         "embedding": moved(D, times=3 * sizes.itemsize + 8, itemsize=1),
-        "optimizer": (32 + sizes.itemsize) * parameters / rates.memory_bytes_per_s,
+        "optimizer": (16 + 8 * moments_per_parameter(config) + sizes.itemsize) * parameters / rates.memory_bytes_per_s,
     }
     if sizes.is_fp8:
         # XLA fuses most of them with the rounding of their results.

@@ -9,7 +9,7 @@ from math import fsum as sum  # As in step_parts.py.
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.activations import context_method
-from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.flops import moments_per_parameter, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.host_copies import HostCopies
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
@@ -375,9 +375,10 @@ class StepModel(HostCopies):
             transfers.add("data", all_gather_s(self.itemsize * gathered, group, links), times=each if zero == 3 else 1)
 
     def update(self) -> dict[str, float]:
-        """AdamW in float32: reads weight, two moments and gradient, and writes the first three; the gradient's norm; the copy
-        in the compute dtype."""
-        moved_bytes = self.shared_parameters() * (4 * 4 + 3 * 4 + 4 + 4 + self.itemsize)
+        """The update in float32: reads weight, moments and gradient, and writes all but that; the gradient's norm; the copy in
+        the compute dtype. Muon's matmuls are not counted."""
+        n = moments_per_parameter(self.config)
+        moved_bytes = self.shared_parameters() * (4 * (2 + n) + 4 * (1 + n) + 4 + 4 + self.itemsize)
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.kernel_s}
 
     def add_replicas(self, transfers: Transfers) -> None:

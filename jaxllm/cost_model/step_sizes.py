@@ -8,6 +8,7 @@ from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
+from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
@@ -69,14 +70,24 @@ class StepSizes:
         outer = 2 * FLOAT32 * self.all.master if self.config.train.diloco_steps is not None else 0
         return {
             "master_weights": 0 if offload in MASTER_ON_HOST else FLOAT32 * self.all.master,
-            "optimizer": 2 * FLOAT32 * self.all.master if offload == "none" else 0,
+            "optimizer": self.optimizer_state() if offload == "none" else 0,
             "outer_state": outer,
             "batch": self.microbatches * self.tokens * per_token,
         }
 
+    def optimizer_state(self) -> float:
+        """Bytes of the optimizer's moments."""
+        in_matrices, elsewhere = self.config.optimizer.numbers
+        of_layer = layer_parameters(self.model, self.parallel)
+        each = sum(of_layer[spec.path].master for spec in layer_matmuls(self.model))
+        matrices = each * self.config.chunk_layers * self.parallel.virtual_stages
+        return FLOAT32 * (in_matrices * matrices + elsewhere * (self.all.master - matrices))
+
     def on_host(self) -> float:
         offload = self.parallel.offload_state
-        state = {"none": 0, "optimizer": 2}.get(offload, 3) * FLOAT32 * self.all.master
+        state = 0 if offload == "none" else self.optimizer_state()
+        if offload in MASTER_ON_HOST:
+            state += FLOAT32 * self.all.master
         if self.layers_on_host:
             state += (self.itemsize + host_sum_itemsize(self.config)) * self.layers.master
         return state + self.slots * self.config.chunk_layers * sum(self.offloaded.values())

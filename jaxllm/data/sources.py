@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
+from jaxllm.config.types import GIVEN
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
 from jaxllm.data.documents import Documents, DocumentsInMemory, gather
@@ -91,6 +92,8 @@ class Data:
     @property
     def description(self) -> str:
         """One line of text for logs."""
+        if not self.sources:
+            return "batches of the caller"
         several = len(self.sources) > 1
         lines = [
             (f"{source.name} ({source.weight:g}): " if several else "")
@@ -126,8 +129,9 @@ class Data:
         return SampleStream(packed, [source.weight for source in self.sources], seed)
 
     def most_documents(self, stream: SampleStream) -> int:
-        """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one."""
-        return max(packed.packing.most_pieces for packed in (*stream.sources, *self.held_out()))
+        """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one. 0 if
+        nothing is read here."""
+        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out())), default=0)
 
     def held_out(self) -> list[PackedDocuments]:
         """Held-out documents of each source that has any, in the source's own order."""
@@ -153,6 +157,8 @@ def load_data(config: Config) -> Data:
     """
     data = config.data
     named = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    if data.source == GIVEN:
+        return Data(config, (), named)
     prepared = {part.name: open_prepared(part) for part in data.sources if part.source == "prepared"}
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)

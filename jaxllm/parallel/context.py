@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
@@ -24,7 +25,7 @@ from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, ch
 from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.tensor_ring import TensorRing
-from jaxllm.parallel.types import Params, WeightAccess
+from jaxllm.parallel.types import Batch, Loss, Params, WeightAccess
 from jaxllm.parallel.zero import Zero
 from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, unstack_layout, weight_rules
 
@@ -64,9 +65,11 @@ class ParallelContext:
     zero: Zero | None
     """What a region gathers and reduces itself, over several ranks; None: each rank has full weights and its own sum of
     gradients."""
+    loss: Loss | None = None
+    """None: cross-entropy (model/loss.py)."""
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh) -> ParallelContext:
+    def of(cls, config: Config, mesh: Mesh, loss: Loss | None = None) -> ParallelContext:
         """Raises ConfigError if a parameter does not fit the mesh, or the devices cannot run the model."""
         model, parallel, sizes, device = config.model, config.parallel, axis_sizes(config.parallel), mesh.devices.flat[0]
         require_device_runs(model, device)
@@ -84,7 +87,7 @@ class ParallelContext:
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
         zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None
-        return cls(config, mesh, graph, table, layouts, attention, ops, zero)
+        return cls(config, mesh, graph, table, layouts, attention, ops, zero, loss)
 
     def sending_once(self, microbatches: int) -> ParallelContext | None:
         """The context of a step that gathers and reduces each layer once, behind the compute of others; None if steps with so
@@ -164,9 +167,22 @@ class ParallelContext:
         mesh, axes = self.mesh, manual_axes(self.mesh)
         return jax.shard_map(function, mesh=mesh, axis_names=axes, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    @cached_property
-    def batch_spec(self) -> PartitionSpec:
-        return PartitionSpec(None, *batch_sharding(self.mesh).spec[1:])
+    def batch_specs(self, batch: Batch) -> dict[str, PartitionSpec]:
+        """PartitionSpecs of a batch's arrays, whose dims begin with microbatch, sequence and mostly position."""
+        spec = batch_sharding(self.mesh).spec
+        return {name: PartitionSpec(None, *spec[1 : x.ndim]) for name, x in batch.items()}
+
+    def loss_scale(self, batch: Batch) -> jax.Array:
+        """The share of each token's loss in the mean. 1 with a loss of the caller's, whose count divides later (own_loss.py).
+        Call it in a region."""
+        if self.loss is not None:
+            return jnp.ones((), jnp.float32)
+        return 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), self.loss_axes), 1).astype(jnp.float32)
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """Shape of what the microbatches add up to a step's loss: a sum, or with a loss of the caller's (sum, count)."""
+        return () if self.loss is None else (2,)
 
     @cached_property
     def layer_layouts(self) -> Any:

@@ -24,6 +24,7 @@ from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
 from jaxllm.parallel.layer_stacking import flatten_layers
+from jaxllm.parallel.own_loss import gather_over_stages, stage_gradients
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, Tree, WeightAccess
 from jaxllm.pipeline_schedule import forward_only, make_schedule
@@ -49,7 +50,7 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
         return g if name == "layers" and scatter else g[None]
 
     def region(weights: Params, batch: Batch):
-        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
+        scale = ctx.loss_scale(batch)
         flat = flatten_layers(weights, stack_dims)
         zeros = {name: new_sums(tree, ctx.access if name == "layers" else WeightAccess()) for name, tree in flat.items()}
         M, B, S = batch["tokens"].shape
@@ -122,6 +123,8 @@ class LlamaStage:
             largest=lambda x: jax.lax.pmax(x, PIPE),
         )
         self._bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
+        self._loss, self.sums_shape = ctx.loss, ctx.sums_shape
+        self._whole_head = None if ctx.loss is None else gather_over_stages(weights[self._head])
 
     @jax.named_scope("embedding")
     def look_up(self, microbatch: Microbatch) -> jax.Array:
@@ -159,12 +162,9 @@ class LlamaStage:
 
     def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: StageSums, valid: jax.Array):
         rows, gradients = microbatch.rows, sums.gradients
-        weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * self._scale, 0)
         normed_BSD, norm_backward = jax.vjp(self._norm, self._weights["final_norm"], h_BSD)
         before_VD = gradients[self._head] if self._tap is None else jnp.zeros_like(gradients[self._head])
-        inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS)
-        options = self._bounds | {"z_loss_weight": self._z_loss_weight, "dhead_VD": before_VD}
-        (_, loss), (dnormed_BSD, dhead_VD) = sums_and_gradients(*inputs, **options)
+        loss, dnormed_BSD, dhead_VD = self._loss_gradients(normed_BSD, rows, before_VD, valid)
         # Each stage runs the norm's backward on its part. The map is linear, so the parts are added after it.
         dnorm, dh_BSD = norm_backward(self._ops.constrain(dnormed_BSD, FULL_SEQUENCE))
         squares = sums.squares
@@ -174,6 +174,18 @@ class LlamaStage:
         dnorm = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients["final_norm"], dnorm)
         dh_BSD = sum_over_stages(self._ops.constrain(dh_BSD, SHARDED_SEQUENCE))
         return loss, dh_BSD, StageSums(gradients | {self._head: dhead_VD, "final_norm": dnorm}, squares)
+
+    def _loss_gradients(self, normed_BSD: jax.Array, rows: Rows, before_VD: jax.Array, valid: jax.Array):
+        """(loss, the stage's part of dnormed_BSD, before_VD with the head's gradient added)"""
+        if self._loss is not None:
+            inputs = (normed_BSD, self._whole_head, rows, valid)
+            sums, dnormed_BSD, dhead_VD = stage_gradients(self._loss, self._model.vocab_size, *inputs)
+            return sums, dnormed_BSD, before_VD + dhead_VD.astype(jnp.float32)
+        weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * self._scale, 0)
+        inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS)
+        options = self._bounds | {"z_loss_weight": self._z_loss_weight, "dhead_VD": before_VD}
+        (_, loss), (dnormed_BSD, dhead_VD) = sums_and_gradients(*inputs, **options)
+        return loss, dnormed_BSD, dhead_VD
 
     def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
         rows, head_VD = microbatch.rows, self._weights[self._head]

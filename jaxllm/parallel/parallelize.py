@@ -15,31 +15,44 @@ crosses between replicas.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import Config
+from jaxllm.config import Config, ConfigError
+from jaxllm.config.types import GIVEN
 from jaxllm.mesh import PIPE
 from jaxllm.parallel.activation_norms import layer_norms_region
 from jaxllm.parallel.context import ParallelContext, SpecTransform, leading_dims, master_specs, shared_by_replicas
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_stacking import join_layers
 from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
+from jaxllm.parallel.own_loss import mean
 from jaxllm.parallel.parameters import initial_params
 from jaxllm.parallel.regions import gradient_region, loss_region, once_gradient_region
-from jaxllm.parallel.types import Batch, GradientRegion, NoiseParts, Parallelized, Params
+from jaxllm.parallel.types import Batch, GradientRegion, Loss, NoiseParts, Parallelized, Params
 from jaxllm.sharding import Layout, Parameter, manual_spec, map_specs, partial_sum_spec, replica_spec
 
 
-def parallelize(config: Config, mesh: Mesh) -> Parallelized:
-    """Builds the functions of a resolved config for a mesh. Raises ConfigError if a parameter does not fit the mesh."""
-    ctx = ParallelContext.of(config, mesh)
+def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Parallelized:
+    """Builds the functions of a resolved config for a mesh.
+
+    Args:
+      loss: what is trained on; None: cross-entropy. `loss_sum` is always cross-entropy.
+
+    Raises:
+      ConfigError: a parameter does not fit the mesh, or there is no loss and train.loss=given.
+    """
+    if loss is None and config.train.loss == GIVEN:
+        raise ConfigError("train.loss=given needs a loss: call jaxllm.Trainer or jaxllm.fit with loss=, or set cross_entropy.")
+    ctx = ParallelContext.of(config, mesh, loss)
+    scored = replace(ctx, loss=None)
     is_pipeline = ctx.sizes[PIPE] > 1
     make_gradient = pipeline_gradient_region if is_pipeline else gradient_region
-    loss = pipeline_loss_region(ctx) if is_pipeline else loss_region(ctx)
+    loss_of = pipeline_loss_region(scored) if is_pipeline else loss_region(scored)
     plain, measuring = make_gradient(ctx), make_gradient(ctx, GradSquareNorms(ctx.step_layouts, ctx.layer_layouts, ctx.sizes))
     reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
 
@@ -52,13 +65,13 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         return reduction.run(measuring, params, batch)
 
     def without_gradients(region: Any, layouts: Any, params: Params, batch: Batch) -> Any:
-        specs = (ctx.weight_specs(layouts), ctx.batch_spec)
+        specs = (ctx.weight_specs(layouts), ctx.batch_specs(batch))
         return ctx.on_ranks(region, in_specs=specs, out_specs=PartitionSpec())(ctx.compute_copy(params, layouts), batch)
 
     return Parallelized(
         value_and_grad=value_and_grad,
         value_grad_and_parts=value_grad_and_parts,
-        loss_sum=partial(without_gradients, loss, ctx.step_layouts),
+        loss_sum=partial(without_gradients, loss_of, ctx.step_layouts),
         layer_norms=partial(without_gradients, norms, ctx.layouts),
         initialize=lambda key: jax.tree.map(lambda w, layout: layout.padded(w), initial_params(config, key), ctx.layouts),
         master=jax.tree.map(partial(_master, mesh), ctx.table, ctx.layouts),
@@ -89,7 +102,7 @@ class GradientReduction:
         ctx, layouts, numbers = self._ctx, self._ctx.step_layouts, self._weight_transform(PartitionSpec())
         on_ranks = ctx.on_ranks(
             partial(self._in_replica, region) if self._has_replicas else region,
-            in_specs=(map_specs(self._weight_transform, ctx.weight_specs(layouts)), ctx.batch_spec),
+            in_specs=(map_specs(self._weight_transform, ctx.weight_specs(layouts)), ctx.batch_specs(batch)),
             out_specs=(numbers, map_specs(self._gradient_transform, self._gradient_specs()), numbers),
         )
         loss, gradients, parts = on_ranks(ctx.compute_copy(params, layouts, self._weight_transform), batch)
@@ -98,6 +111,8 @@ class GradientReduction:
         if ctx.has_own_layers:
             joined = join_layers(gradients, leading_dims(self._weight_transform))
             gradients = ctx.pin(joined, master_specs(ctx.layouts), self._weight_transform)
+        if ctx.loss is not None:
+            loss, gradients = mean(loss, gradients)
         return loss, gradients, parts
 
     def _gradient_specs(self) -> Any:

@@ -29,6 +29,7 @@ from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.layer_stacking import cut_layers
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
+from jaxllm.parallel.own_loss import loss_sums
 from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
 from jaxllm.parallel.zero import Phase, zeros_of_shard
@@ -44,7 +45,7 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     gradient = jax.value_and_grad(microbatch_sums(ctx, tap), has_aux=True)
 
     def region(weights: Params, batch: Batch):
-        scale = _loss_scale(ctx, batch)
+        scale = ctx.loss_scale(batch)
 
         def microbatch(carry, rows: Rows):
             sums, loss = carry
@@ -61,7 +62,7 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
                 return loss, Accumulators(jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, own), squares)
 
         squares_MT: Any
-        start = (first_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros((), jnp.float32))
+        start = (first_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros(ctx.sums_shape, jnp.float32))
         (gradients, loss), squares_MT = jax.lax.scan(microbatch, start, batch)
         on_host = {"layers": gradients.pop("layers").rows} if ctx.layers_on_host else {}
         if ctx.zero is None:
@@ -84,7 +85,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
         return loss, kept, sums
 
     def region(shards: Params, batch: Batch):
-        scale = _loss_scale(ctx, batch)
+        scale = ctx.loss_scale(batch)
         batch = zero.in_turn(batch, lambda: scalar_token(scale))
         rows = jax.tree.map(lambda x: x[-1], batch)
         if len(batch["tokens"]) == 1:
@@ -118,7 +119,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
             part, _, sums = gradient(plain, Phase(), sums, weights, rows, scale)
             return (sums, loss + part), None
 
-        weights, loss, sums = shards, jnp.zeros((), jnp.float32), _zeros(ctx.table, jnp.float32)
+        weights, loss, sums = shards, jnp.zeros(ctx.sums_shape, jnp.float32), _zeros(ctx.table, jnp.float32)
         sums = cut_layers(sums) if ctx.has_own_layers else sums
         if zero.level == 1:
             rows, batch = (jax.tree.map(lambda x, part=part: x[part], batch) for part in (0, slice(1, None)))
@@ -142,11 +143,6 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
 
     return region
-
-
-def _loss_scale(ctx: ParallelContext, batch: Batch) -> jax.Array:
-    """The share of each token's loss in the mean."""
-    return 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
 
 
 def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
@@ -182,12 +178,12 @@ def _sums_token(ctx: ParallelContext, layers: Tree) -> jax.Array:
 
 def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, phase: Phase = Phase()) -> Sums:
     """The forward pass of one microbatch, to be differentiated."""
-    model, train, ops, zero = ctx.config.model, ctx.config.train, ctx.ops, ctx.zero
+    model, ops, zero = ctx.config.model, ctx.ops, ctx.zero
     network = nnx.merge(ctx.graph, ctx.table)
     norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
+    token_losses = _token_losses(ctx)
     of_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
     run_layers: Callable[..., tuple[jax.Array, Losses, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
-    loss_options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
 
     def sums(
         accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array, earlier: Params | None = None
@@ -221,19 +217,36 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
             h_BSD, norm_sum = own_sum("final_norm", h_BSD)
             final_norm = accumulate.accumulated(final_norm, norm_sum)
         h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
-        targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
-        losses: Any
-        if own is None:
-            losses = cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *loss_options)
-        else:
-            if head_sum is None:
-                h_BSD, head_sum = own_sum("head", h_BSD)
-            losses = accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, *loss_options)
-        objective, loss = losses
+        if own is not None and head_sum is None:
+            h_BSD, head_sum = own_sum("head", h_BSD)
+        objective, loss = token_losses(h_BSD, weights[head], head_sum, rows, scale)
         objective = sum((scale * x for x in own_losses.values()), start=objective)
         return objective, (loss, {**rest, "layers": kept} if kept is not None else None)
 
     return sums
+
+
+def _token_losses(ctx: ParallelContext) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """(h_BSD, head_VD, the head's accumulator or None, rows, scale) -> (objective, loss): sums over the tokens of a microbatch.
+    With a loss of the caller's `loss` is (sum, count)."""
+    model, train, own_loss = ctx.config.model, ctx.config.train, ctx.loss
+    options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
+
+    def default(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array | None, rows: Rows, scale: jax.Array) -> Any:
+        targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
+        if sum_VD is None:
+            return cross_entropy(h_BSD, head_VD, targets_BS, weights_BS, *options)
+        return accumulate.cross_entropy(h_BSD, head_VD, sum_VD, targets_BS, weights_BS, *options)
+
+    if own_loss is None:
+        return default
+
+    def own(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array | None, rows: Rows, scale: jax.Array) -> Any:
+        head_VD = head_VD if sum_VD is None else accumulate.accumulated(head_VD, sum_VD)
+        sums = loss_sums(own_loss, model.vocab_size, h_BSD, head_VD, rows)
+        return sums[0], sums
+
+    return own
 
 
 def _stacked_layers(

@@ -16,6 +16,9 @@ Batch = dict[str, jax.Array]
 """Arrays [microbatch, sequence, position]: tokens, targets, positions int32, mask bool, and segments int32 if packed."""
 Rows = dict[str, jax.Array]
 """One microbatch of a Batch: arrays [sequence, position]."""
+Loss = Callable[[jax.Array, jax.Array, Rows], tuple[jax.Array, jax.Array]]
+"""(final hidden states [sequence, position, width], head [vocab_size, width], rows) -> (sum, count), two scalars of one
+microbatch. The loss of a step is the sum of all sums, divided by the sum of all counts (docs/extending.md)."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
+from jaxllm.train.given import Given
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
@@ -66,12 +67,13 @@ class Training:
         return self.jit_create()(seed)
 
 
-def build_training(config: Config, mesh: Mesh) -> Training:
-    """The parts for a resolved config. Raises ConfigError if a parameter does not fit the mesh."""
+def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Training:
+    """The parts for a resolved config, with what the caller gives in the place of the usual. Raises ConfigError if a parameter
+    does not fit the mesh, or if the config names something that is not given."""
     offload = what_to_offload(config, mesh)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
-    functions = parallelize(config, mesh)
-    optimizer = make_optimizer(config, functions.table)
+    functions = parallelize(config, mesh, given.loss)
+    optimizer = make_optimizer(config, functions.table, given.optimizer)
 
     def create(seed: jax.Array | int) -> TrainState:
         params = functions.initialize(jax.random.key(seed))

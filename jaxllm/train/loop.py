@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
+import optax
 
 from jaxllm.checkpoint.files import describe_run, require_shared, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints
@@ -14,10 +17,12 @@ from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
 from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.parallel.types import Loss
 from jaxllm.runtime import distributed, exit_codes, progress, watchdog
 from jaxllm.train import fewer_hosts
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
+from jaxllm.train.given import Batches
 from jaxllm.train.memory_check import explain_out_of_memory
 from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong
 from jaxllm.train.metrics import Record, Sink, open_sinks
@@ -28,12 +33,21 @@ from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Trainer
 
 
-def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
+def fit(
+    config: Config,
+    *,
+    batches: Batches | None = None,
+    loss: Loss | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    on_step: Callable[[Record, Trainer], None] | None = None,
+    import_s: float = 0.0,
+) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it earlier;
     Trainer.stopped_by then names the signal. If a supervisor restarts the run and the signal comes before the first step, the
     process exits with exit_codes.RESTART instead.
 
     Args:
+      batches, loss, optimizer, on_step: as Trainer's (docs/extending.md).
       import_s: seconds that this process spent on imports and the config before the call; 0: not known.
     """
     timer = RunTimer(import_s)
@@ -46,16 +60,17 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         folder = make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
-        trainer = advice.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
+        given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
+        trainer = advice.trainer = Trainer(config, **given, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
         require = stack.enter_context(hold_run_dir(folder))
-        given, config = config, trainer.config
+        asked, config = config, trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint, require)
         stack.callback(checkpoints.close)
         print_header(console, trainer)
-        if missing := fewer_hosts.describe(given, config):
+        if missing := fewer_hosts.describe(asked, config):
             console.say(missing)
         if checkpoints.latest is not None:
             require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)

@@ -108,6 +108,8 @@ def diloco_line(config: Config) -> str:
 def note_epochs(console: Console, trainer: Trainer) -> None:
     """Prints the epochs of each source, if there are several or one is read more than once."""
     config, stream = trainer.config, trainer.stream
+    if not stream.sources:
+        return
     epochs = stream.epochs(config.sequences_before(config.train.steps))
     if len(epochs) > 1 or max(epochs.values()) > 1:
         console.say("epochs of the complete run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))

@@ -40,20 +40,22 @@ class TrainState:
 def state_shardings(
     parallelized: Parallelized, optimizer: optax.GradientTransformation, mesh: Mesh, offload: str = "none"
 ) -> TrainState:
-    """Shardings of a TrainState: moments are sharded like their parameter, counters are replicated.
+    """Shardings of a TrainState: moments are sharded like their parameter; counters, and what has another shape than the
+    parameter whose path it has, are replicated.
 
     Args:
       offload: the value of parallel.offload_state.
     """
     host = _in_host_memory if offload != "none" else lambda sharding: sharding
     params = parallelized.master_shardings
-    moments = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: host(sharding),
-        jax.eval_shape(optimizer.init, parallelized.master),
-        params,
-        transform_non_params=lambda _: replicated(mesh),
-    )
+    master = dict(jax.tree_util.tree_leaves_with_path(parallelized.master))
+
+    # By path, because optax.tree_map_params (optax 0.2.8) cannot map optimizers whose parts are for some parameters.
+    def sharding_of(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+        found = next((master[path[at:]] for at in range(len(path)) if path[at:] in master), None)
+        return host(found.sharding) if found is not None and found.shape == x.shape else replicated(mesh)
+
+    moments = jax.tree_util.tree_map_with_path(sharding_of, jax.eval_shape(optimizer.init, parallelized.master))
     # A tree of shardings, with the sharding of the step in its place.
     step: Any = replicated(mesh)
     return TrainState(step, jax.tree.map(host, params) if offload in MASTER_ON_HOST else params, moments)
@@ -87,3 +89,10 @@ def on_device(arrays: Any) -> Any:
         return jax.device_put(x, x.sharding.with_memory_kind("device")) if x.sharding.memory_kind == HOST else x
 
     return jax.tree.map(move, arrays)
+
+
+def give_up(arrays: Any) -> Any:
+    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
+    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+    jax.tree.map(lambda x: x.delete(), arrays)
+    return layout

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
@@ -32,6 +33,7 @@ from jaxllm.data.sources import load_data
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
+from jaxllm.parallel.types import Loss
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
 from jaxllm.train import diloco, fewer_hosts, run_programs
@@ -40,6 +42,7 @@ from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
+from jaxllm.train.given import Batches, Given, GivenBatches, adopted, require_same_optimizer
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM
 from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
@@ -47,7 +50,7 @@ from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms
 from jaxllm.train.saved_programs import SavedPrograms
 from jaxllm.train.signals import defer_sigint
-from jaxllm.train.state import on_device
+from jaxllm.train.state import give_up, on_device
 from jaxllm.train.step_watch import Watch, by_layer
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,12 @@ class Trainer:
     """One run on the local devices (or on run.cpu_devices). It writes no files; `fit` in loop.py does.
 
     Args:
+      batches: what to train on in the place of the text of data.*: a function from the number of steps done to the next batch,
+        or an iterable of the batches of all steps. A batch is a dict of arrays as the loader's (data/loader.py).
+      loss: what to train on in the place of cross-entropy (parallel/types.py); `evaluate` is always cross-entropy.
+      optimizer: an optax transformation with a learning rate of its own, in the place of optimizer.name.
+      on_step: called with the metrics of each step, when they are read, and the trainer, which has begun the next step. What it
+        raises ends the loop.
       resumes: `restore` will be called, so train.init_from is not read.
 
     Raises:
@@ -89,7 +98,18 @@ class Trainer:
       watch: the state of skipped steps and spikes.
     """
 
-    def __init__(self, config: Config, *, resumes: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        batches: Batches | None = None,
+        loss: Loss | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        on_step: Callable[[Record, Trainer], None] | None = None,
+        resumes: bool = False,
+    ):
+        self._given, self._on_step = Given(batches, loss, optimizer), on_step
+        config = adopted(config, self._given)
         # A wrong path is reported before any device is used.
         self.weights = None if resumes else initial_weights(config)
         with progress.phase("meet"):
@@ -106,6 +126,7 @@ class Trainer:
             self.stream = self.data.stream()
             most_documents = partial(self.data.most_documents, self.stream)
             self.config = config = with_room_for_documents(config, jax.local_devices()[0], most_documents)
+        self._own_batches = None if batches is None else GivenBatches(config, batches, jax.local_devices()[0])
         self.mesh = mesh_on_hosts(config.parallel)
         self.saved = SavedPrograms(config, self.mesh)
         self.programs = CompiledSteps(config, self.mesh, self.saved)
@@ -117,7 +138,7 @@ class Trainer:
                 create = self.saved.wrap(run_programs.INITIAL_STATE, training.jit_create())
                 self.state: State = create(config.train.seed)
             if self.weights is not None:
-                params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
+                params = read_weights(self.weights, give_up(self.state.params), self.parallelized.table)
                 self.state = dataclasses.replace(self.state, params=params)
         self.step = 0
         self.stopped_by: str | None = None
@@ -135,7 +156,7 @@ class Trainer:
         The caller converts the state.
         """
         config = self.config if in_rounds else diloco.without(self.config)
-        self._training = training = build_training(config, self.mesh)
+        self._training = training = build_training(config, self.mesh, self._given)
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
         self.programs.use(training)
@@ -204,7 +225,8 @@ class Trainer:
         norms = self._layer_norms_if_due(batch)
         with jax.set_mesh(self.mesh), progress.phase("step"):
             previous = self._start_step(batch, norms)
-            return finished or self._read(previous)
+            record = None if finished else self._read(previous)
+        return finished or self._handed_over(record)
 
     def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
         """Returns the previous step, whose metrics are not read yet: (its number, its metrics)."""
@@ -234,6 +256,12 @@ class Trainer:
         pending, self._pending = self._pending, None
         with progress.phase("step"):
             record, self._last_finish_s = self._read(pending), None
+        return self._handed_over(record)
+
+    def _handed_over(self, record: Record | None) -> Record | None:
+        """`record`, after the callback has it."""
+        if record is not None and self._on_step is not None:
+            self._on_step(record, self)
         return record
 
     def compile_step(self, batch: Any) -> None:
@@ -290,9 +318,10 @@ class Trainer:
                     f"{checkpoints.folder} has a model with model.{key}={saved}, not {wanted}: set model.{key}={saved}."
                 )
         diloco.require_same_replicas(meta, self.config)
+        require_same_optimizer(checkpoints.folder, meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
-        layouts = {self.rounds is not None: _give_up(self.state)}
+        layouts = {self.rounds is not None: give_up(self.state)}
 
         def like(meta: Meta) -> State:
             """State with the structure of a checkpoint, which may be an older one from before the first round."""
@@ -323,8 +352,10 @@ class Trainer:
         (parallel/zigzag.py) if parallel.context is above 1.
         """
         config = self.config
-        samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
-        samples = samples.reshape(-1, config.microbatch_rows)
+        samples = np.arange(config.phase_at(step).sequences).reshape(-1, config.microbatch_rows)
+        if self._own_batches is not None:
+            return put_global_batch(self.mesh, self._own_batches.reader(step), samples, config.train.sequence_length)
+        samples += config.sequences_before(step)
         return put_global_batch(self.mesh, self.stream.samples, samples, config.train.sequence_length)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -367,10 +398,3 @@ class Trainer:
     def close(self) -> None:
         """Stops the prefetching thread."""
         self.batches.close()
-
-
-def _give_up(arrays: Any) -> Any:
-    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
-    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
-    jax.tree.map(lambda x: x.delete(), arrays)
-    return layout
