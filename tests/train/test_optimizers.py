@@ -1,22 +1,20 @@
 """Each optimizer.name is optax's optimizer, and every mesh updates like one device."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 import pytest
 from meshes import Run, assert_close, unequal_batch
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from jaxllm.config import ConfigError, load_config
-from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.train.build import build_training
-from jaxllm.train.given import Given
-
 RATE, DECAY = 1e-2, 0.1
-FLAT = (f"optimizer.learning_rate={RATE}", "optimizer.schedule=constant", "optimizer.clip_norm=null", "model.hidden_size=36",
-    "model.head_dim=10")
+FLAT = (
+    f"optimizer.learning_rate={RATE}",
+    "optimizer.schedule=constant",
+    "optimizer.clip_norm=null",
+    "model.hidden_size=36",
+    "model.head_dim=10",
+)
 """A width of 36 over eight ranks: ZeRO pads it."""
 MESHES = {
     "muon": (8, ("parallel.zero=3",)),
