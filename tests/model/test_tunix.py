@@ -156,4 +156,4 @@ def test_tunix_prefers_with_it(tunix):
     config = dpo_trainer.DPOTrainingConfig(eval_every_n_steps=1000, max_steps=10)
     Trainer(TunixModel(network()), TunixModel(network()), optax.adamw(1e-3), config).train([pairs] * 10, None)
     assert losses[0] == pytest.approx(0, abs=1e-6)
-    assert losses[-1] > 1
+    assert losses[-1] > 0.5

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +168,21 @@ def test_the_config_says_what_is_given():
     assert load_config(config.model_dump(mode="json")) == config
     with pytest.raises(ConfigError, match=r"takes the place of data.source=files: set data.source=given"):
         adopted(load_config({**TINY, "data": {"source": "files", "paths": [__file__]}}), Given(batch_of))
+
+
+def test_the_page_runs():
+    """The code of docs/extending.md, in order, as one program. Each run begins near the entropy of uniform bytes."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    names, found = {}, []
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for block in blocks:
+            exec(
+                compile(block.replace('"data": {"source"', '"run": {"cpu_devices": 8}, "data": {"source"'), "page", "exec"),
+                names,
+            )
+            found += [names["losses"]] if "losses =" in block else []
+    # Of 256 tokens; the teacher's eight likeliest of them.
+    np.testing.assert_allclose(found, np.full((3, 2), np.log(256)), rtol=0.05)
+    assert [step for step, _ in names["seen"]] == [1, 2]

@@ -1,11 +1,18 @@
 """Each optimizer.name is optax's optimizer, and every mesh updates like one device."""
 
+import math
+
 import jax
 import optax
 import optax.contrib
 import pytest
 from meshes import Run, assert_close, unequal_batch
 from optax.contrib import MuonDimensionNumbers as Dims
+
+from jaxllm.cost_model.flops import moments_per_parameter, parameter_count, state_bytes
+from jaxllm.cost_model.memory import Step
+from jaxllm.mesh import axis_sizes, make_mesh
+from jaxllm.train.build import build_training
 
 RATE, DECAY = 1e-2, 0.1
 FLAT = (
@@ -75,3 +82,26 @@ def test_it_is_optaxs_on_every_mesh(tiny_config, name):
     run.losses(3)
     assert_close(one.plain(one.state.params), expected, 1e-5)
     assert_close(run.plain(run.state.params), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
+@pytest.mark.parametrize(
+    "mesh", [(), ("parallel.pipe=2", "parallel.zero=3"), ("parallel.tensor=2", "parallel.zero=1")], ids=str
+)
+def test_the_estimate_knows_the_bytes_of_the_state(tiny_config, name, mesh):
+    config = tiny_config(f"optimizer.name={name}", "parallel.data=4", *mesh)
+    run = config.resolve(math.prod(axis_sizes(config.parallel).values()))
+    devices = make_mesh(run.parallel, jax.devices()[: run.devices])
+    state = build_training(run, devices).layout().opt_state
+    on_a_device = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
+    # Beside counters.
+    assert 0 <= on_a_device - Step(run).resident()["optimizer"] < 64
+    whole = 4 * (1 + moments_per_parameter(run)) * parameter_count(run.model)
+    assert state_bytes(run) == pytest.approx(whole)
+
+
+def test_without_momentum_sgd_keeps_nothing(tiny_config):
+    config = tiny_config("optimizer.name=sgd", "optimizer.momentum=0", "parallel.data=1").resolve(1)
+    assert state_bytes(config) == 4 * parameter_count(config.model)
+    training = build_training(config, make_mesh(config.parallel, jax.devices()[:1]))
+    assert jax.tree.leaves(training.layout().opt_state) == []
