@@ -58,12 +58,12 @@ def of_optax(name, params):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_it_is_optaxs_on_every_mesh(tiny_config, name):
-    def make(data, *overrides):
+    def make(data=1, *overrides):
         sizes = (f"parallel.data={data}", "train.global_batch_sequences=16", f"train.microbatch_sequences={8 // data}")
         return Run(tiny_config(*FLAT, f"optimizer.name={name}", *sizes, *overrides), batch)
 
     data, overrides = MESHES[name]
-    one, run = make(1), make(data, *overrides)
+    one, run = make(), make(data, *overrides)
     optimizer = of_optax(name, one.state.params)
 
     @jax.jit
@@ -78,9 +78,7 @@ def test_it_is_optaxs_on_every_mesh(tiny_config, name):
         for seed in range(3):
             params, state = step(params, state, one.place(batch(seed)))
     expected = one.plain(params)
-    one.losses(3)
     run.losses(3)
-    assert_close(one.plain(one.state.params), expected, 1e-5)
     assert_close(run.plain(run.state.params), expected, 1e-4)
 
 
