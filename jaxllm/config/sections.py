@@ -111,7 +111,7 @@ class ParallelConfig(Section):
         return self
 
 
-SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron", "given"]
+SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron"]
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
@@ -149,7 +149,7 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """The text to read, and how documents become samples. The choice of held-out documents does not depend on the machine."""
 
-    source: SourceKind = "python_stdlib"
+    source: SourceKind | Literal["given"] = "python_stdlib"
     """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
     conversations, with a loss on the answers only; prepared: folders that `jaxllm data prepare` wrote; megatron: Megatron-LM's
     .bin and .idx; given: the batches that a Python program hands to Trainer (docs/extending.md), and nothing is held out."""
@@ -180,10 +180,6 @@ class DataConfig(Section):
             raise refuse(f"data.mixture and data.{sorted(extra)[0]} both name text to read: remove one of them.")
         for number, part in enumerate(self.mixture):
             _check_paths(f"data.mixture[{number}]", part.source, part.paths)
-            if part.source == GIVEN:
-                raise refuse(
-                    "data.mixture reads texts, and source=given names none: leave it out, or set data.source=given alone."
-                )
             if part.name in [other.name for other in self.mixture[:number]]:
                 raise refuse(f"data.mixture holds two sources named {part.name}: give each its own name.")
         if self.chat_template is not None:
@@ -197,7 +193,9 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The mixture. A single source is a mixture of one."""
+        """The mixture. A single source is a mixture of one; batches that are given are none."""
+        if self.source == GIVEN:
+            return ()
         return self.mixture or (SourceConfig(name=self.source, source=self.source, paths=self.paths, weight=1.0),)
 
 
