@@ -33,7 +33,7 @@ from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
 from jaxllm.runtime import exit_codes
 from jaxllm.train.loop import fit
-from jaxllm.train.trainer import _give_up
+from jaxllm.train.state import give_up
 
 CHECKOUT = Path(__file__).parents[2]
 # The vocabulary is padded to 260 on four tensor ranks. Constant rate: half a run sees the same rates as a complete one.
@@ -412,7 +412,7 @@ def test_another_model_is_refused(tiny_config, whole):
     with pytest.raises(ConfigError, match=r"has a model with model.intermediate_size=64, not 128: set model.intermediate_size"):
         restore(other, whole[0])
     with pytest.raises(ConfigError, match=r"layers\.\S+ has shape \(.*64.*\) in .* and \(.*128.*\) in this config"):
-        Checkpoints(whole[0], other.config.checkpoint).restore(_give_up(other.state), other.parallelized.table)
+        Checkpoints(whole[0], other.config.checkpoint).restore(give_up(other.state), other.parallelized.table)
 
 
 def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):
