@@ -22,8 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import Config, ConfigError
-from jaxllm.config.types import GIVEN
+from jaxllm.config import Config
 from jaxllm.mesh import PIPE
 from jaxllm.parallel.activation_norms import layer_norms_region
 from jaxllm.parallel.context import ParallelContext, SpecTransform, leading_dims, master_specs, shared_by_replicas
@@ -44,10 +43,8 @@ def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Paralle
       loss: what is trained on; None: cross-entropy. `loss_sum` is always cross-entropy.
 
     Raises:
-      ConfigError: a parameter does not fit the mesh, or there is no loss and train.loss=given.
+      ConfigError: a parameter does not fit the mesh.
     """
-    if loss is None and config.train.loss == GIVEN:
-        raise ConfigError("train.loss=given needs a loss: call jaxllm.Trainer or jaxllm.fit with loss=, or set cross_entropy.")
     ctx = ParallelContext.of(config, mesh, loss)
     scored = replace(ctx, loss=None)
     is_pipeline = ctx.sizes[PIPE] > 1

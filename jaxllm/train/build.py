@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm.config import Config
-from jaxllm.config.types import MASTER_ON_HOST
+from jaxllm.config import Config, ConfigError
+from jaxllm.config.types import GIVEN, MASTER_ON_HOST
 from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.types import Parallelized
@@ -70,6 +70,8 @@ class Training:
 def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Training:
     """The parts for a resolved config, with what the caller gives in the place of the usual. Raises ConfigError if a parameter
     does not fit the mesh, or if the config names something that is not given."""
+    if given.loss is None and config.train.loss == GIVEN:
+        raise ConfigError("train.loss=given needs a loss: call jaxllm.Trainer or jaxllm.fit with loss=, or set cross_entropy.")
     offload = what_to_offload(config, mesh)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
     functions = parallelize(config, mesh, given.loss)

@@ -66,6 +66,7 @@ def test_all_together_on_a_pipeline_equal_data_ranks():
     assert_close(params["pipeline"], params["data"], 1e-4)
 
 
+IDS = np.arange(16, dtype=np.int32)[None]
 GIVEN = {"loss": weighted, "optimizer": optax.lion(1e-2)}
 
 
@@ -78,6 +79,8 @@ def test_resuming_equals_never_stopping(tmp_path):
     resumed = jaxllm.fit(halves, batches=map(batch_of, itertools.count()), **GIVEN)
     assert resumed.step == 4
     jax.tree.map(np.testing.assert_array_equal, resumed.state, expected.state)
+    network = jaxllm.load_model(tmp_path / "halves")
+    np.testing.assert_allclose(network(IDS), resumed.model(IDS), atol=1e-5)
     refusals = {
         "optimizer.name=given, not adamw: set optimizer.name=given": {"batches": batch_of, "loss": weighted},
         "train.loss=given, not cross_entropy": {"batches": batch_of, "optimizer": GIVEN["optimizer"]},
