@@ -124,7 +124,7 @@ class LlamaStage:
         )
         self._bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
         self._loss, self.sums_shape = ctx.loss, ctx.sums_shape
-        self._whole_head = None if ctx.loss is None else gather_over_stages(weights[self._head])
+        self._whole_head: Any = None if ctx.loss is None else gather_over_stages(weights[self._head])
 
     @jax.named_scope("embedding")
     def look_up(self, microbatch: Microbatch) -> jax.Array:

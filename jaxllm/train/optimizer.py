@@ -67,7 +67,7 @@ def _muon(config: Config, table: Any) -> optax.GradientTransformation:
     of_dims, sizes = jax.tree.map(dims, table), jax.tree.map(size, table)
     orthogonal = optax.contrib.scale_by_muon(beta=o.momentum, weight_dimension_numbers=lambda updates: of_dims)
     scaled = optax.stateless(lambda updates, params: jax.tree.map(lambda size, u: size * u, sizes, updates))
-    kinds = {"muon": optax.chain(orthogonal, scaled), "adam": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
+    kinds: Any = {"muon": optax.chain(orthogonal, scaled), "adam": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
     return optax.partition(kinds, jax.tree.map(lambda p: "muon" if p.path in specs else "adam", table))
 
 
