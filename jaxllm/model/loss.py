@@ -134,7 +134,8 @@ def chunked(loss: Callable, chunk_tokens: int) -> Callable:
             total, count = loss(h_BCD, head32_VD.astype(head_VD.dtype), {**rows, **here})
             return (sums[0] + jnp.asarray(total, jnp.float32), sums[1] + jnp.asarray(count, jnp.float32)), None
 
-        return jax.lax.scan(add, (jnp.zeros((), jnp.float32),) * 2, (cut(h_BSD), by_position))[0]
+        zero = jnp.zeros((), jnp.float32)
+        return jax.lax.scan(add, (zero, zero), (cut(h_BSD), by_position))[0]
 
     return run
 
