@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.sections import LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from jaxllm.config.sections import DataConfig, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
 
 MOST_STEP_TOKENS = 2**40
@@ -121,16 +121,27 @@ def check_optimizer(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Non
 
 
 def check_loss(train: TrainConfig, parallel: ParallelConfig, log: LogConfig) -> None:
-    """Raises if the config has what a loss of the caller's does not support: its count is known only after the step."""
+    """Raises if the config has what another loss than cross-entropy does not support: its count is known only after the step."""
     unlike = {
         f"train.z_loss_weight={train.z_loss_weight:g}": train.z_loss_weight > 0,
         f"log.noise_scale_every={log.noise_scale_every}": log.noise_scale_every is not None,
         f"parallel.offload_state={parallel.offload_state}": parallel.offload_state == "all",
     }
-    if train.loss == GIVEN and (found := next((key for key, is_set in unlike.items() if is_set), None)):
+    if train.loss != "cross_entropy" and (found := next((key for key, is_set in unlike.items() if is_set), None)):
         raise refuse(
-            f"train.loss=given and {found} do not go together, as that belongs to cross-entropy: leave one of them out."
+            f"train.loss={train.loss} and {found} do not go together, as that belongs to cross-entropy: leave one of them out."
         )
+
+
+def check_preferences(train: TrainConfig, data: DataConfig) -> None:
+    """Raises if the loss and the sources of data do not belong together."""
+    kinds = {part.source for part in data.sources}
+    if train.loss != "dpo" and "preferences" in kinds:
+        raise refuse("data.source=preferences holds pairs of answers: set train.loss=dpo.")
+    if train.loss == "dpo" and kinds != {"preferences"}:
+        raise refuse("train.loss=dpo learns from pairs of answers alone: set data.source=preferences.")
+    if train.loss == "dpo" and train.init_from is None:
+        raise refuse("train.loss=dpo needs a model to begin with, which is the reference too: set train.init_from.")
 
 
 def check_all_on_host(model: ModelConfig, parallel: ParallelConfig, log: LogConfig) -> None:

@@ -24,6 +24,7 @@ from jaxllm.config.checks import (
     check_diloco,
     check_loss,
     check_optimizer,
+    check_preferences,
     check_remat,
     check_split,
     check_tokens,
@@ -34,6 +35,7 @@ from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import (
+    CONVERSATIONS,
     CheckpointConfig,
     DataConfig,
     LaunchConfig,
@@ -68,8 +70,10 @@ class Config(Section):
         for part in self.data.sources if reads_bytes and model.vocab_size < 256 else ():
             if part.source in ("python_stdlib", "files"):
                 raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={part.source} needs 256.")
-        if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
-            raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
+        for kind in CONVERSATIONS:
+            if kind in kinds and self.data.tokenizer is None and "prepared" not in kinds:
+                raise refuse(f"data.source={kind} needs a tokenizer: set data.tokenizer to the folder of the model.")
+        check_preferences(train, self.data)
         check_split(model, parallel, train.sequence_length)
         check_remat(model, parallel)
         windows = effective_windows(model.windows, train.sequence_length)

@@ -111,7 +111,8 @@ class ParallelConfig(Section):
         return self
 
 
-SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron", "given"]
+CONVERSATIONS = ("chat", "preferences")
+SourceKind = Literal["python_stdlib", "files", "chat", "preferences", "prepared", "megatron", "given"]
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
@@ -120,7 +121,7 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
             raise refuse(f"{where}.paths is not read with {where}.source={source}: name another source, or remove the paths.")
     elif not paths:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
-    if source in ("files", "chat"):
+    if source in ("files", "chat", "preferences"):
         # Only texts are looked for here.
         from jaxllm.file_patterns import MOST_ENTRIES, Listing
 
@@ -151,12 +152,13 @@ class DataConfig(Section):
 
     source: SourceKind = "python_stdlib"
     """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
-    conversations, with a loss on the answers only; prepared: folders that `jaxllm data prepare` wrote; megatron: Megatron-LM's
-    .bin and .idx; given: the batches that a Python program hands to Trainer (docs/extending.md), and nothing is held out."""
+    conversations, with a loss on the answers only; preferences: pairs of answers, for train.loss=dpo; prepared: folders that
+    `jaxllm data prepare` wrote; megatron: Megatron-LM's .bin and .idx; given: the batches that a Python program hands to
+    Trainer (docs/extending.md), and nothing is held out."""
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
-    prepared: folders; megatron: files without their .bin or .idx. With packing=best_fit, conversations that fit into a sequence
-    are not cut."""
+    preferences: the same with prompt, chosen and rejected; prepared: folders; megatron: files without their .bin or .idx. With
+    packing=best_fit, conversations that fit into a sequence are not cut."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several weighted sources, instead of source and paths."""
     tokenizer: str | None = None
@@ -187,10 +189,12 @@ class DataConfig(Section):
             if part.name in [other.name for other in self.mixture[:number]]:
                 raise refuse(f"data.mixture holds two sources named {part.name}: give each its own name.")
         if self.chat_template is not None:
-            if not any(part.source == "chat" for part in self.sources):
+            if not any(part.source in CONVERSATIONS for part in self.sources):
                 raise refuse("data.chat_template belongs to data.source=chat: name that source, or remove the template.")
             if not Path(self.chat_template).is_file():
                 raise refuse(f"data.chat_template={self.chat_template} is not a file in {Path.cwd()}: check the path.")
+        if any(part.source == "preferences" for part in self.sources) and self.packing != "best_fit":
+            raise refuse("data.source=preferences needs whole pairs: set data.packing=best_fit.")
         if self.packing == "best_fit" and not self.mask_documents:
             raise refuse("data.packing=best_fit keeps documents apart: set data.mask_documents=true, or packing=concat.")
         return self
@@ -264,8 +268,12 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Start from the weights (without optimizer state) of a model folder (Hugging Face's or jaxllm's own), a run directory, or
     one of its checkpoints. Default: the folder of model.name, if it is a folder; null: fresh weights."""
-    loss: Literal["cross_entropy", "given"] = "cross_entropy"
-    """given: the loss that a Python program hands to Trainer (docs/extending.md)."""
+    loss: Literal["cross_entropy", "dpo", "given"] = "cross_entropy"
+    """dpo: Direct Preference Optimization (Rafailov et al., 2023) of data.source=preferences, where the model of init_from is
+    the reference (docs/dpo.md); given: the loss that a Python program hands to Trainer (docs/extending.md)."""
+    dpo_beta: PositiveFloat = 0.1
+    """How strongly the log-probability of an answer, relative to the reference, counts in DPO's preference: the smaller, the
+    farther the model may go from the reference."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4). The reported loss does not include it."""
     max_skips_in_a_row: PositiveInt = 10

@@ -144,6 +144,7 @@ FP8_ROUNDING = "fp8_rounding"
 PATHS_MEAN = {
     "files": "files or glob patterns",
     "chat": "files of JSON lines or glob patterns",
+    "preferences": "files of JSON lines or glob patterns",
     "prepared": "folders",
     "megatron": "files without their .bin or .idx",
 }

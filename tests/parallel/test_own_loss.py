@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from meshes import Run, assert_close, unequal_batch
 
-from jaxllm.config import ConfigError
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.train.given import Given
