@@ -136,7 +136,7 @@ def test_pairs_longer_than_a_sequence_are_left_out_and_counted(tmp_path):
 
 def test_nothing_that_fits_is_refused(tmp_path):
     long = {"prompt": "why? ", "chosen": "a" * 30, "rejected": "b" * 30}
-    with pytest.raises(ConfigError, match="No pair of preferences fits into train.sequence_length=64: use longer sequences"):
+    with pytest.raises(ConfigError, match=r"No pair of preferences fits into train\.sequence_length=64: use longer sequences"):
         load_data(config_of(tmp_path, [long], {"held_out_fraction": 0.0})).stream()
 
 
