@@ -121,7 +121,7 @@ def check_optimizer(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Non
 
 
 def check_loss(train: TrainConfig, parallel: ParallelConfig, log: LogConfig) -> None:
-    """Raises if the config has what another loss than cross-entropy does not support: its count is known only after the step."""
+    """Raises if the config has what only cross-entropy supports, whose count is known before the step."""
     unlike = {
         f"train.z_loss_weight={train.z_loss_weight:g}": train.z_loss_weight > 0,
         f"log.noise_scale_every={log.noise_scale_every}": log.noise_scale_every is not None,

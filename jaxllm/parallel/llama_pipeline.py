@@ -19,6 +19,7 @@ from jaxllm.mesh import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.model.loss import VocabularySlice, sums_and_gradients
+from jaxllm.model.token_losses import token_losses
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
@@ -26,7 +27,7 @@ from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
 from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.own_loss import gather_over_stages, stage_gradients
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
-from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, Tree, WeightAccess
+from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
 from jaxllm.pipeline_schedule import forward_only, make_schedule
 from jaxllm.pipeline_table import Schedule
 
@@ -75,6 +76,19 @@ def pipeline_loss_region(ctx: ParallelContext) -> LossRegion:
         stage = LlamaStage(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
         total, _ = _run(ctx, schedule, stage, batch, None)
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
+
+    return region
+
+
+def pipeline_token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
+    """The forward pass of a pipeline alone, with the cross-entropy of each token."""
+    parallel = ctx.config.parallel
+
+    def region(weights: Params, batch: Batch):
+        schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
+        stage = TokenLossStage(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
+        stage.sums_shape = batch["tokens"].shape
+        return _run(ctx, schedule, stage, batch, None)[0]
 
     return region
 
@@ -211,6 +225,15 @@ class LlamaStage:
         if self._tap is not None:
             squares = self._tap.add(squares, microbatch.number, new)
         return self._ops.constrain(dh_BSD, SHARDED_SEQUENCE), StageSums(sums.gradients | {"layers": layers}, squares)
+
+
+class TokenLossStage(LlamaStage):
+    """A rank's work in a tick of a forward pass whose sum is an array of each token's loss."""
+
+    def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
+        normed_BSD = self._norm(self._weights["final_norm"], h_BSD)
+        found_BS = token_losses(normed_BSD, self._weights[self._head], microbatch.rows["targets"], **self._bounds)
+        return jnp.zeros(self.sums_shape, jnp.float32).at[microbatch.number].set(found_BS)
 
 
 def new_sums(weights: Tree, access: WeightAccess) -> Tree:

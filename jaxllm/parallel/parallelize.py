@@ -29,10 +29,10 @@ from jaxllm.parallel.activation_norms import layer_norms_region
 from jaxllm.parallel.context import ParallelContext, SpecTransform, leading_dims, master_specs, shared_by_replicas
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_stacking import join_layers
-from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
+from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region, pipeline_token_loss_region
 from jaxllm.parallel.own_loss import mean
 from jaxllm.parallel.parameters import initial_params
-from jaxllm.parallel.regions import gradient_region, loss_region, once_gradient_region
+from jaxllm.parallel.regions import gradient_region, loss_region, once_gradient_region, token_loss_region
 from jaxllm.parallel.types import Batch, GradientRegion, Loss, NoiseParts, Parallelized, Params
 from jaxllm.sharding import Layout, Parameter, manual_spec, map_specs, partial_sum_spec, replica_spec
 
@@ -53,6 +53,7 @@ def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Paralle
     is_pipeline = ctx.sizes[PIPE] > 1
     make_gradient = pipeline_gradient_region if is_pipeline else gradient_region
     loss_of = pipeline_loss_region(scored) if is_pipeline else loss_region(scored)
+    token_loss_of = pipeline_token_loss_region(scored) if is_pipeline else token_loss_region(scored)
     plain, measuring = make_gradient(ctx), make_gradient(ctx, GradSquareNorms(ctx.step_layouts, ctx.layer_layouts, ctx.sizes))
     reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
 
@@ -64,14 +65,19 @@ def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Paralle
     def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:
         return reduction.run(measuring, params, batch)
 
-    def without_gradients(region: Any, layouts: Any, params: Params, batch: Batch) -> Any:
-        specs = (ctx.weight_specs(layouts), ctx.batch_specs(batch))
-        return ctx.on_ranks(region, in_specs=specs, out_specs=PartitionSpec())(ctx.compute_copy(params, layouts), batch)
+    def without_gradients(region: Any, layouts: Any, params: Params, batch: Batch, like: str | None = None) -> Any:
+        """`like`: the array of the batch that the result is sharded as."""
+        specs = ctx.batch_specs(batch)
+        on_ranks = ctx.on_ranks(
+            region, in_specs=(ctx.weight_specs(layouts), specs), out_specs=specs[like] if like else PartitionSpec()
+        )
+        return on_ranks(ctx.compute_copy(params, layouts), batch)
 
     return Parallelized(
         value_and_grad=value_and_grad,
         value_grad_and_parts=value_grad_and_parts,
         loss_sum=partial(without_gradients, loss_of, ctx.step_layouts),
+        token_losses=partial(without_gradients, token_loss_of, ctx.step_layouts, like="tokens"),
         layer_norms=partial(without_gradients, norms, ctx.layouts),
         initialize=lambda key: jax.tree.map(lambda w, layout: layout.padded(w), initial_params(config, key), ctx.layouts),
         master=jax.tree.map(partial(_master, mesh), ctx.table, ctx.layouts),

@@ -22,6 +22,7 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy
+from jaxllm.model.token_losses import token_losses
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
@@ -31,7 +32,7 @@ from jaxllm.parallel.layer_stacking import cut_layers
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
 from jaxllm.parallel.own_loss import loss_sums
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
+from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree
 from jaxllm.parallel.zero import Phase, zeros_of_shard
 
 Sums = Callable[..., tuple[jax.Array, tuple[jax.Array, Params | None]]]
@@ -145,6 +146,21 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
     return region
 
 
+def token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
+    """The forward pass alone, with the cross-entropy of each token."""
+    options = (ctx.config.model.vocab_size, ctx.config.train.loss_chunk_tokens)
+
+    def losses_of(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: None, rows: Rows, scale: jax.Array) -> tuple[jax.Array, ...]:
+        return jnp.zeros((), jnp.float32), token_losses(h_BSD, head_VD, rows["targets"], *options)
+
+    sums = microbatch_sums(ctx, losses_of=losses_of)
+
+    def region(weights: Params, batch: Batch):
+        return jax.lax.map(lambda rows: sums(None, weights, rows, jnp.ones((), jnp.float32))[1][0], batch)
+
+    return region
+
+
 def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
     """Zeros for the sums of a rank's gradients: of the weights' shapes, or of its shards of them. They are float32, but for
     full layers with a single microbatch: nothing is added to their gradients, which stay as the matmuls make them. With
@@ -176,12 +192,21 @@ def _sums_token(ctx: ParallelContext, layers: Tree) -> jax.Array:
     return weights_token(*min(pairs, key=lambda pair: pair[0].size))
 
 
-def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, phase: Phase = Phase()) -> Sums:
-    """The forward pass of one microbatch, to be differentiated."""
+def microbatch_sums(
+    ctx: ParallelContext,
+    tap: GradSquareNorms | None = None,
+    phase: Phase = Phase(),
+    losses_of: Callable[..., Any] | None = None,
+) -> Sums:
+    """The forward pass of one microbatch, to be differentiated.
+
+    Args:
+      losses_of: in the place of _token_losses(ctx).
+    """
     model, ops, zero = ctx.config.model, ctx.ops, ctx.zero
     network = nnx.merge(ctx.graph, ctx.table)
     norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
-    token_losses = _token_losses(ctx)
+    losses_of = losses_of or _token_losses(ctx)
     of_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
     run_layers: Callable[..., tuple[jax.Array, Losses, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
 
@@ -219,7 +244,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
         h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
         if own is not None and head_sum is None:
             h_BSD, head_sum = own_sum("head", h_BSD)
-        objective, loss = token_losses(h_BSD, weights[head], head_sum, rows, scale)
+        objective, loss = losses_of(h_BSD, weights[head], head_sum, rows, scale)
         objective = sum((scale * x for x in own_losses.values()), start=objective)
         return objective, (loss, {**rest, "layers": kept} if kept is not None else None)
 

@@ -72,6 +72,10 @@ LossRegion = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 """(weights, batch) -> (sum of token losses over the batch of all ranks along batch_axes, number of targets)"""
 
 
+TokenLossRegion = Callable[[Params, Batch], jax.Array]
+"""(weights, batch) -> -log p of each target, float32 [microbatch, sequence, position]"""
+
+
 @dataclass(frozen=True)
 class Parallelized:
     """The functions that training needs of a model on one mesh."""
@@ -84,6 +88,8 @@ class Parallelized:
     (grad_square_norms.py)."""
     loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     """(master params, batch) -> (sum of -log p over valid targets, number of targets), without gradients."""
+    token_losses: Callable[[Params, Batch], jax.Array]
+    """(master params, batch) -> -log p of each target, float32 [microbatch, sequence, position], without gradients."""
     layer_norms: Callable[[Params, Batch], jax.Array]
     """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
     initialize: Callable[[jax.Array], Params]

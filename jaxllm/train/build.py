@@ -17,6 +17,7 @@ from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
+from jaxllm.train.dpo import dpo_loss
 from jaxllm.train.given import Given
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
@@ -72,7 +73,7 @@ def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Traini
     does not fit the mesh, or if the config names something that is not given."""
     offload = what_to_offload(config, mesh)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
-    functions = parallelize(config, mesh, given.loss)
+    functions = parallelize(config, mesh, dpo_loss(config) if config.train.loss == "dpo" else given.loss)
     optimizer = make_optimizer(config, functions.table, given.optimizer)
 
     def create(seed: jax.Array | int) -> TrainState:

@@ -26,7 +26,7 @@ from jaxllm.train.given import Batches
 from jaxllm.train.memory_check import explain_out_of_memory
 from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong
 from jaxllm.train.metrics import Record, Sink, open_sinks
-from jaxllm.train.run_dir import keep_companions, make_run_dir, require_same_run, write_config
+from jaxllm.train.run_dir import keep_companions, keep_reference, make_run_dir, require_same_run, write_config
 from jaxllm.train.run_timer import RunTimer
 from jaxllm.train.signals import SignalHandler
 from jaxllm.train.stragglers import Stragglers
@@ -79,6 +79,7 @@ def fit(
             for sentence in checkpoints.damaged:
                 console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
             console.say(f"resumed from step {trainer.step} in {folder}")
+        keep_reference(folder, trainer, require)
         first = trainer.step
         if first >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")

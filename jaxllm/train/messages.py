@@ -13,8 +13,9 @@ from jaxllm.pipeline_schedule import idle_share, microbatches_for
 from jaxllm.plan.noise_scale_text import reading
 from jaxllm.plan.pipeline_report import USUAL_IDLE
 from jaxllm.train.console import Console
+from jaxllm.train.evaluation import Evaluation
 from jaxllm.train.metrics import Record
-from jaxllm.train.trainer import Evaluation, Trainer
+from jaxllm.train.trainer import Trainer
 
 WELL_FILLED = 0.9
 """Fill ratio of sequences below which a run reports the free space."""

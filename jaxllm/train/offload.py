@@ -115,6 +115,7 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
         value_and_grad=lambda params, batch: functions.value_and_grad(load(params), batch),
         value_grad_and_parts=lambda params, batch: functions.value_grad_and_parts(load(params), batch),
         loss_sum=lambda params, batch: functions.loss_sum(load(params), batch),
+        token_losses=lambda params, batch: functions.token_losses(load(params), batch),
         layer_norms=lambda params, batch: functions.layer_norms(load(params), batch),
     )
 

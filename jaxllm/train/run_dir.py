@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,8 @@ from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.companions import copy_companions
 from jaxllm.pretrained.folder import TOKENIZER
+from jaxllm.runtime import distributed
+from jaxllm.train.dpo import Reference
 from jaxllm.train.json_lines import read_lines
 from jaxllm.train.trainer import Trainer
 
@@ -61,6 +64,18 @@ def keep_companions(folder: Path, trainer: Trainer) -> None:
     if aside.exists():
         aside.rename(home)
     shutil.rmtree(before, ignore_errors=True)
+
+
+def keep_reference(folder: Path, trainer: Trainer, require: Callable[[], None]) -> None:
+    """Stores what DPO's reference says of the text before the first step, and reads it when the run resumes. All processes call
+    it."""
+    if trainer.config.train.loss != "dpo":
+        return
+    if trainer.reference is None:
+        trainer.reference = Reference.load(folder, trainer.stream.sources)
+    elif distributed.is_main_process():
+        require()
+        trainer.reference.save(folder)
 
 
 def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str) -> None:

@@ -22,12 +22,18 @@ from jaxllm.train.build import Training, build_training
 from jaxllm.train.saved_programs import step_name
 
 INITIAL_STATE, EVALUATION, LAYER_NORMS = "initial state", "evaluation", "layer norms"
+TOKEN_LOSSES = "token losses"
 FIRST_ROUND, OUTER_STEP = "start of the first round", "outer step"
 
 
 def jit_evaluation(training: Training, mesh: Mesh) -> Any:
     """(weights, batch) -> the sum of losses and the number of tokens."""
     return jax.jit(training.functions.loss_sum, out_shardings=replicated(mesh))
+
+
+def jit_token_losses(training: Training, mesh: Mesh) -> Any:
+    """(weights, batch) -> the loss of each token."""
+    return jax.jit(training.functions.token_losses, out_shardings=replicated(mesh))
 
 
 def jit_layer_norms(training: Training, mesh: Mesh) -> Any:
@@ -40,11 +46,15 @@ def jit_first_round(training: Training, replicas: int) -> Any:
     return jax.jit(partial(diloco.begin, replicas=replicas), out_shardings=training.shardings)
 
 
-def batch_layout(config: Config, mesh: Mesh, microbatches: int, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch [microbatch, sequence, position] as shapes with shardings."""
+def batch_layout(
+    config: Config, mesh: Mesh, microbatches: int, rows: int, trains: bool = True
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch [microbatch, sequence, position] as shapes with shardings: one that a step trains on, or one to evaluate."""
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "mask": jnp.bool_}
     if config.data.mask_documents:
         dtypes["segments"] = jnp.int32
+    if config.train.loss == "dpo" and trains:
+        dtypes["reference"] = jnp.float32
     shape, sharding = (microbatches, rows, config.train.sequence_length), batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
@@ -89,5 +99,8 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
             if config.log.layer_norms_every is not None:
                 yield RunProgram(LAYER_NORMS, jit_layer_norms(training, mesh), (training.layout().params, batch))
     last = trainings[-1][0]
-    batch = batch_layout(config, mesh, config.parallel.pipe, rows)
-    yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (last.layout().params, batch))
+    batch = batch_layout(config, mesh, config.parallel.pipe, rows, trains=False)
+    if config.train.loss == "dpo":
+        yield RunProgram(TOKEN_LOSSES, jit_token_losses(last, mesh), (last.layout().params, batch))
+    else:
+        yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (last.layout().params, batch))

@@ -11,12 +11,11 @@ wait. After Ctrl-C, or a notebook's stop button, the state is that of a complete
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ from jaxllm.parallel.parameters import merge_model
 from jaxllm.parallel.types import Loss
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
-from jaxllm.train import diloco, fewer_hosts, run_programs
+from jaxllm.train import diloco, evaluation, fewer_hosts, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_training
@@ -47,24 +46,13 @@ from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM
 from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
-from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms
+from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms, jit_token_losses
 from jaxllm.train.saved_programs import SavedPrograms
 from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import give_up, on_device
 from jaxllm.train.step_watch import Watch, by_layer
 
 log = logging.getLogger(__name__)
-
-
-class Evaluation(NamedTuple):
-    """Losses on held-out text."""
-
-    loss: float
-    """Nats per token."""
-    tokens: int
-    """Number of scored tokens."""
-    by_source: dict[str, float]
-    """The loss of each source of a mixture."""
 
 
 class Trainer:
@@ -94,6 +82,8 @@ class Trainer:
       weights: the weights that train.init_from names; None without it.
       saved: programs that `jaxllm compile --save` compiled for this run.
       noise: the gradient noise scale so far, with log.noise_scale_every.
+      reference: with train.loss=dpo what the model said that training began with; None before `fit` has read a resumed run's.
+      loss_sum, token_losses: functions of Parallelized, jitted.
       stopped_by: the name of the signal that stopped `fit`, or None.
       watch: the state of skipped steps and spikes.
     """
@@ -140,6 +130,7 @@ class Trainer:
             if self.weights is not None:
                 params = read_weights(self.weights, give_up(self.state.params), self.parallelized.table)
                 self.state = dataclasses.replace(self.state, params=params)
+        self.reference = evaluation.reference_of(self) if config.train.loss == "dpo" and not resumes else None
         self.step = 0
         self.stopped_by: str | None = None
         self.watch = Watch(config)
@@ -160,7 +151,8 @@ class Trainer:
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
         self.programs.use(training)
-        self._loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))
+        self.loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))
+        self.token_losses = self.saved.wrap(run_programs.TOKEN_LOSSES, jit_token_losses(training, self.mesh))
         self._layer_norms = self.saved.wrap(run_programs.LAYER_NORMS, jit_layer_norms(training, self.mesh))
         return training
 
@@ -356,39 +348,21 @@ class Trainer:
         if self._own_batches is not None:
             return put_global_batch(self.mesh, self._own_batches.reader(step), samples, config.train.sequence_length)
         samples += config.sequences_before(step)
-        return put_global_batch(self.mesh, self.stream.samples, samples, config.train.sequence_length)
+        read = self.stream.samples if self.reference is None else partial(self.reference.samples, self.stream)
+        return put_global_batch(self.mesh, read, samples, config.train.sequence_length)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+    def evaluate(
+        self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> evaluation.Evaluation | None:
         """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
         True after a batch; it must return the same on all processes.
 
         Raises:
           ConfigError: nothing is held out.
         """
-        # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
-        M, R = self.config.parallel.pipe, self.config.microbatch_rows
-        length = self.config.train.sequence_length
-        sums: dict[str, tuple[float, int]] = {}
-        with jax.set_mesh(self.mesh):
-            for source in self.data.held_out():
-                total, count = 0.0, 0
-                for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    # Each batch counts as progress for the watchdog, because an evaluation may take hours.
-                    with progress.phase("evaluate"):
-                        batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
-                        part, tokens = self._loss_sum(self.state.params, batch)
-                        # Summed in float64, because a float32 sum over a million tokens would lose its last digits.
-                        total, count = total + float(part), count + int(tokens)
-                    if stop():
-                        return None
-                sums[source.name] = (total, count)
-        tokens = sum(count for _, count in sums.values())
-        if not tokens:
-            raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
-        by_source = {name: total / count for name, (total, count) in sums.items() if count}
-        return Evaluation(sum(total for total, _ in sums.values()) / tokens, tokens, by_source)
+        return evaluation.evaluate(self, max_batches, stop)
 
     @property
     def model(self) -> Llama:
