@@ -11,8 +11,9 @@ elsewhere.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +23,13 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import PackedDocuments, SampleStream
+from jaxllm.data.npy import read_npy
 from jaxllm.mesh import CONTEXT
 from jaxllm.model.token_losses import differentiable_token_losses
 from jaxllm.parallel.types import Loss, Rows
+from jaxllm.untrusted import RefusedInput, reason_of
 
-FILE = "reference.npz"
-Arrays = Mapping[str, np.ndarray]
+FILE = "reference.npy"
 Score = Callable[[PackedDocuments, np.ndarray], np.ndarray]
 """(source, numbers of its samples) -> -log p of each target, float32 [samples, S]"""
 
@@ -38,8 +40,8 @@ def dpo_loss(config: Config) -> Loss:
 
     def loss(h_BSD: jax.Array, head_VD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
         options = (model.vocab_size, train.loss_chunk_tokens)
-        log_p_BS = -differentiable_token_losses(h_BSD, head_VD, rows["targets"], *options)
-        ratio_BS = jnp.where(rows["mask"], log_p_BS, 0.0) - rows["reference"]
+        losses_BS: jax.Array = differentiable_token_losses(h_BSD, head_VD, rows["targets"], *options)
+        ratio_BS = jnp.where(rows["mask"], -losses_BS, 0.0) - rows["reference"]
         # Each text has a position at least, so there are no more than positions. The texts of a context rank's sequences may
         # be partly on others. Each rank then has all pairs, and each counts them: so sum, count and gradients grow alike.
         texts = train.sequence_length + 2 - train.sequence_length % 2
@@ -58,11 +60,17 @@ def log_p(source: PackedDocuments, samples: np.ndarray, score: Score) -> np.ndar
     """log p of the answer in each text of these samples, float32 [samples, texts of a sample]; NaN where there is no text."""
     rows, losses = source.in_order(samples.tolist()), score(source, samples)
     segments, mask = rows["segments"], rows["mask"]
-    sums, counts = np.zeros((2, len(samples), int(segments.max(initial=0)) + 1))
+    # The first column is free space.
+    sums, counts = np.zeros((2, len(samples), 1 + most_texts(source)))
     at = (np.arange(len(samples))[:, None], segments)
     np.add.at(sums, at, np.where(mask, -losses, 0.0))
     np.add.at(counts, at, mask)
     return np.where(counts > 0, sums, np.nan)[:, 1:].astype(np.float32)
+
+
+def most_texts(source: PackedDocuments) -> int:
+    """Texts of a sample at most."""
+    return 2 * source.packing.most_pieces
 
 
 @dataclass(frozen=True)
@@ -70,66 +78,55 @@ class Reference:
     """log p_ref of each text.
 
     Args:
-      sums: of each source of training and of held-out text what `log_p` returns for all samples.
+      train, held_out: what `log_p` returns for all samples of each source.
     """
 
-    sums: Mapping[str, np.ndarray]
+    train: list[np.ndarray]
+    held_out: list[np.ndarray]
 
     @classmethod
     def compute(cls, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments], score: Score) -> Reference:
-        sources = {_key("train", n): source for n, source in enumerate(train)}
-        sources |= {_key("held_out", n): source for n, source in enumerate(held_out)}
-        return cls({key: log_p(source, np.arange(source.packing.num_samples), score) for key, source in sources.items()})
+        every = [[log_p(each, np.arange(each.packing.num_samples), score) for each in part] for part in (train, held_out)]
+        return cls(*every)
 
     def save(self, run_dir: Path) -> None:
         """Writes FILE atomically."""
         aside = run_dir / f".{FILE}"
         with aside.open("wb") as file:
-            np.savez(file, **self.sums)
+            np.save(file, np.concatenate([sums.reshape(-1) for sums in (*self.train, *self.held_out)]))
             file.flush()
             os.fsync(file.fileno())
         aside.replace(run_dir / FILE)
 
     @classmethod
-    def load(cls, run_dir: Path, like: Sequence[PackedDocuments]) -> Reference:
-        """The reference of a run.
-
-        Args:
-          like: its sources of training text.
+    def load(cls, run_dir: Path, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments]) -> Reference:
+        """The reference of a run with this text.
 
         Raises:
           ConfigError: FILE is missing, or not that of this run.
         """
+        path, shapes = run_dir / FILE, [(each.packing.num_samples, most_texts(each)) for each in (*train, *held_out)]
         try:
-            with np.load(run_dir / FILE, allow_pickle=False) as found:
-                sums = {name: found[name] for name in found.files}
-        except (OSError, ValueError, KeyError, EOFError) as error:
+            flat = read_npy(path, np.float32)
+            if len(flat) != sum(map(math.prod, shapes)):
+                raise RefusedInput("it is that of another text")
+        except (OSError, RefusedInput) as error:
             raise ConfigError(
-                f"{run_dir / FILE}, the reference's log-probabilities, cannot be read ({error}): restore it, or begin again in "
-                f"another run.dir."
+                f"{path}, which holds the reference's log-probabilities, cannot be used ({reason_of(error)}): restore it, or "
+                f"begin again in another run.dir."
             ) from None
-        for number, source in enumerate(like):
-            held = sums.get(_key("train", number))
-            if held is None or held.shape[:1] != (source.packing.num_samples,):
-                raise ConfigError(f"{run_dir / FILE} is that of another run: restore this run's, or use another run.dir.")
-        return cls(sums)
-
-    def held_out(self, number: int) -> np.ndarray:
-        """Those of a source of held-out pairs, float32 [samples, texts]."""
-        return self.sums[_key("held_out", number)]
+        parts = np.split(flat, np.cumsum(list(map(math.prod, shapes)))[:-1])
+        every = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return cls(every[: len(train)], every[len(train) :])
 
     def samples(self, stream: SampleStream, ks: np.ndarray) -> dict[str, np.ndarray]:
         """Samples ks of the training stream, with `reference`."""
         batch, places = stream.samples(ks), [stream.locate(int(k)) for k in np.asarray(ks)]
-        sums = [self.sums[_key("train", source)][sample] for source, sample, _ in places]
-        batch["reference"] = np.stack(
-            [_at_starts(*row) for row in zip(sums, batch["segments"], batch["positions"], strict=True)]
+        rows = zip(
+            [self.train[source][sample] for source, sample, _ in places], batch["segments"], batch["positions"], strict=True
         )
+        batch["reference"] = np.stack([_at_starts(*row) for row in rows])
         return batch
-
-
-def _key(kind: str, number: int) -> str:
-    return f"{kind}_{number}"
 
 
 def _at_starts(sums: np.ndarray, segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -143,7 +140,7 @@ def judge(log_p: np.ndarray, reference: np.ndarray, beta: float) -> np.ndarray:
     Args:
       log_p, reference: of the texts of the same samples, [samples, texts]; NaN where there is none.
     """
-    ratios = log_p.astype(np.float64) - reference[:, : log_p.shape[1]]
+    ratios = log_p.astype(np.float64) - reference
     margins = beta * (ratios[:, ::2] - ratios[:, 1::2])
     margins = margins[~np.isnan(margins)]
     return np.array([np.logaddexp(0.0, -margins).sum(), len(margins), (margins > 0).sum()])

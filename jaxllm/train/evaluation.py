@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jaxllm.config import ConfigError
-from jaxllm.data.loader import PackedDocuments
+from jaxllm.config import Config, ConfigError
+from jaxllm.data.loader import PackedDocuments, SampleStream
+from jaxllm.data.sources import Data
 from jaxllm.mesh import CONTEXT
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.zigzag import inverse
 from jaxllm.runtime import progress
+from jaxllm.train.build import State
 from jaxllm.train.dpo import Reference, judge, log_p
 
-if TYPE_CHECKING:
-    from jaxllm.train.trainer import Trainer
+
+class Scoring(Protocol):
+    """What evaluation reads of a Trainer."""
+
+    config: Config
+    mesh: jax.sharding.Mesh
+    data: Data
+    stream: SampleStream
+    state: State
+    reference: Reference | None
+    loss_sum: Callable[..., Any]
+    token_losses: Callable[..., Any]
 
 
 class Evaluation(NamedTuple):
@@ -34,7 +46,7 @@ class Evaluation(NamedTuple):
     """Of pairs: the share whose chosen answer gained more log-probability over the reference than the rejected."""
 
 
-def evaluate(trainer: Trainer, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
+def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
     """See Trainer.evaluate."""
     # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
     together = trainer.config.parallel.pipe * trainer.config.microbatch_rows
@@ -58,14 +70,14 @@ def evaluate(trainer: Trainer, max_batches: int | None, stop: Callable[[], bool]
     return Evaluation(float(loss / count), int(count), by_source, float(right / count) if score is _pairs else None)
 
 
-def reference_of(trainer: Trainer) -> Reference:
+def reference_of(trainer: Scoring) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
     score = lambda source, samples: token_losses(trainer, source, samples)  # noqa: E731
     with jax.set_mesh(trainer.mesh):
         return Reference.compute(trainer.stream.sources, trainer.data.held_out(), score)
 
 
-def token_losses(trainer: Trainer, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def token_losses(trainer: Scoring, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     """-log p of each target of these samples, float32 [samples, S], on every process."""
     config = trainer.config
     M, R, S = config.parallel.pipe, config.microbatch_rows, config.train.sequence_length
@@ -79,7 +91,7 @@ def token_losses(trainer: Trainer, source: PackedDocuments, samples: np.ndarray)
     return np.concatenate(found)[: len(samples), inverse(S, trainer.mesh.shape[CONTEXT])]
 
 
-def _text(trainer: Trainer, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def _text(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     config = trainer.config
     rows = samples.reshape(config.parallel.pipe, config.microbatch_rows)
     batch = put_global_batch(trainer.mesh, source.in_order, rows, config.train.sequence_length)
@@ -87,8 +99,8 @@ def _text(trainer: Trainer, number: int, source: PackedDocuments, samples: np.nd
     return np.array([float(loss), int(tokens), 0])
 
 
-def _pairs(trainer: Trainer, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def _pairs(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     assert trainer.reference is not None, "computed or read before the first step"
     samples = samples[samples < source.packing.num_samples]
     now = log_p(source, samples, lambda source, samples: token_losses(trainer, source, samples))
-    return judge(now, trainer.reference.held_out(number)[samples], trainer.config.train.dpo_beta)
+    return judge(now, trainer.reference.held_out[number][samples], trainer.config.train.dpo_beta)

@@ -72,7 +72,7 @@ def keep_reference(folder: Path, trainer: Trainer, require: Callable[[], None]) 
     if trainer.config.train.loss != "dpo":
         return
     if trainer.reference is None:
-        trainer.reference = Reference.load(folder, trainer.stream.sources)
+        trainer.reference = Reference.load(folder, trainer.stream.sources, trainer.data.held_out())
     elif distributed.is_main_process():
         require()
         trainer.reference.save(folder)

@@ -129,7 +129,8 @@ PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
     [
         (
             PART | {"source": "fils"},
-            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, chat, prepared, megatron.",
+            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, chat, preferences, prepared, "
+            "megatron, given.",
         ),
         (PART | {"path": "x"}, "Unknown key data.mixture[0].path: did you mean data.mixture[0].paths?"),
         (PART | {"steps": 3}, "Unknown key data.mixture[0].steps: did you mean train.steps?"),
@@ -212,7 +213,8 @@ def test_every_recipe_loads(tmp_path, monkeypatch):
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 256}
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}))
     (model / "tokenizer.json").touch()
-    (tmp_path / "data" / "chatterbot.jsonl").touch()
+    for name in ("data/chatterbot.jsonl", "pairs.jsonl"):
+        (tmp_path / name).touch()
     for path in recipes:
         assert load_config(path).train.steps > 0
 

@@ -12,7 +12,7 @@ from tiny import TINY
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.parallel.parameters import merge_model
-from jaxllm.train.dpo import FILE
+from jaxllm.train.dpo import FILE, Reference
 from jaxllm.train.loop import fit
 from jaxllm.train.trainer import Trainer
 
@@ -152,11 +152,11 @@ def test_a_run_begins_at_log_2_and_learns_what_is_preferred(whole, config_of, fi
 def test_the_reference_is_what_the_first_model_says(whole, config_of, first):
     config = run_of(config_of, first, whole, "parallel.pipe=2", "parallel.context=2")
     trainer = Trainer(config)
-    with np.load(whole / FILE) as stored:
-        for key, sums in trainer.reference.sums.items():
-            np.testing.assert_allclose(sums, stored[key], rtol=1e-5, err_msg=key)
-        expected = stored["train_0"]
     source, model = trainer.stream.sources[0], trainer.model
+    stored = Reference.load(whole, trainer.stream.sources, trainer.data.held_out())
+    for found, kept in ((trainer.reference.train, stored.train), (trainer.reference.held_out, stored.held_out)):
+        np.testing.assert_allclose(found[0], kept[0], rtol=1e-5)
+    expected = stored.train[0]
     rows = source.in_order(range(3))
     log_p_BSV = jax.nn.log_softmax(model(*(jnp.asarray(rows[name]) for name in ("tokens", "positions", "segments"))))
     log_p_BS = np.take_along_axis(np.asarray(log_p_BSV), rows["targets"][..., None], axis=-1)[..., 0]
@@ -176,5 +176,7 @@ def test_a_resumed_run_keeps_its_reference_bit_for_bit(whole, config_of, first, 
     losses = [[record["loss"] for record in records(path) if "loss" in record] for path in (whole, folder)]
     assert losses[0] == losses[1]
     (folder / FILE).unlink()
-    with pytest.raises(ConfigError, match=rf"{FILE}, the reference's log-probabilities, cannot be read"):
+    with pytest.raises(
+        ConfigError, match=rf"{FILE}, which holds the reference's log-probabilities, cannot be used \(No such file"
+    ):
         fit(run_of(config_of, first, folder, steps=14))
