@@ -43,7 +43,7 @@ class Evaluation(NamedTuple):
     by_source: dict[str, float]
     """The loss of each source of a mixture."""
     accuracy: float | None = None
-    """Of pairs: the share whose chosen answer gained more log-probability over the reference than the rejected."""
+    """Share of pairs whose chosen answer gained more log-probability over the reference than the rejected; None for text."""
 
 
 def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
