@@ -217,11 +217,11 @@ class OptimizerConfig(Section):
     clip_norm: PositiveFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to this norm; null: never."""
     beta1: Decay = 0.9
-    """Of adamw, lion, and muon's AdamW; so is beta2."""
+    """Decay of the mean of gradients, in adamw, lion, and muon's AdamW; beta2 belongs to the same."""
     beta2: Decay = 0.95
     epsilon: PositiveFloat = 1e-8
     momentum: Decay = 0.95
-    """Of muon (Nesterov's) and sgd, which with 0 keeps no state."""
+    """Decay in muon (Nesterov's) and sgd, which with 0 keeps no state."""
     moments: NonNegativeFloat | None = None
     """Float32 numbers that the state of a given optimizer has for each parameter, for the estimate. Trainer counts them."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"

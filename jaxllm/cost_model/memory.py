@@ -23,6 +23,7 @@ A step is fullest at one of a few moments, whose sums are compared:
                 all activations, the gradients, and one layer's backward at its three fullest moments
     head        the head's gradient is reduce-scattered beside all activations (ZeRO 2 and 3)
     embedding   the embedding's gradient exists with all rows, in float32, before it is reduce-scattered (ZeRO 2 and 3)
+    muon        the update by Muon: all gradients and updates, and one stack of matrices being orthogonalised
     reduce      the gradients are summed over ranks in float32, beside the last of them (ZeRO 0, one microbatch, with
                 unrolled layers or where the noise scale is measured)
 """
@@ -169,6 +170,8 @@ class Step(StepSizes):
         held = {"weights": self.weights(), **self.gradients(), **self.activations(), **self.fp8_layouts()}
         gather = self.gather(held)
         moments = {"gather": gather} if gather else {}
+        if self.config.optimizer.name == "muon":
+            moments["muon"] = self.orthogonal_update()
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
             return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
@@ -220,6 +223,12 @@ class Step(StepSizes):
         of_layer = layer_parameters(self.model, self.parallel)
         last = min(of_layer[spec.path].master for spec in layer_matmuls(self.model))
         return {"gradients": FLOAT32 * self.vocabulary.master, "update": FLOAT32 * (3 * self.layer.master + 4 * last)}
+
+    def orthogonal_update(self) -> dict[str, float]:
+        """Terms of an update by Muon. A stack is whole, as if XLA gathered it, and there four times, in float32: as it was, as
+        it is next, and their product with its transpose's."""
+        update = FLOAT32 * (self.block_matrices + 4 * self.largest_stack)
+        return {"gradients": FLOAT32 * self.all.master, "update": update}
 
     def logits(self) -> float:
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""

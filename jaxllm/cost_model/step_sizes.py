@@ -78,10 +78,14 @@ class StepSizes:
     def optimizer_state(self) -> float:
         """Bytes of the optimizer's moments."""
         in_matrices, elsewhere = self.config.optimizer.numbers
+        return FLOAT32 * (in_matrices * self.block_matrices + elsewhere * (self.all.master - self.block_matrices))
+
+    @property
+    def block_matrices(self) -> int:
+        """Elements of the blocks' matrices, between steps."""
         of_layer = layer_parameters(self.model, self.parallel)
         each = sum(of_layer[spec.path].master for spec in layer_matmuls(self.model))
-        matrices = each * self.config.chunk_layers * self.parallel.virtual_stages
-        return FLOAT32 * (in_matrices * matrices + elsewhere * (self.all.master - matrices))
+        return each * self.config.chunk_layers * self.parallel.virtual_stages
 
     def on_host(self) -> float:
         offload = self.parallel.offload_state

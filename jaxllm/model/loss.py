@@ -112,6 +112,33 @@ def sums_and_gradients(
     return (objective, loss), (dh_BSD, dhead_VD)
 
 
+def chunked(loss: Callable, chunk_tokens: int) -> Callable:
+    """A loss (parallel/types.py: Loss) that calls `loss` for a chunk of positions at a time and adds up what it returns. Logits
+    exist for at most `chunk_tokens` of the tokens, or for one position of each sequence; the backward pass computes them again.
+
+    Args:
+      loss: takes each position for itself. Arrays [sequence] are whole in every chunk.
+    """
+
+    def run(h_BSD: Array, head_VD: Array, rows: dict[str, Array]) -> tuple[Array, Array]:
+        B, S, _ = h_BSD.shape
+        chunks = next(n for n in range(1, S + 1) if S % n == 0 and (n == S or B * S // n <= chunk_tokens))
+        cut = lambda x: jnp.moveaxis(x.reshape(B, chunks, S // chunks, *x.shape[2:]), 1, 0)  # noqa: E731
+        by_position = {name: cut(x) for name, x in rows.items() if x.ndim > 1}
+        # Float32 outside, so that the gradients of chunks are added in float32.
+        head32_VD = head_VD.astype(jnp.float32)
+
+        @jax.checkpoint
+        def add(sums, inputs):
+            h_BCD, here = inputs
+            total, count = loss(h_BCD, head32_VD.astype(head_VD.dtype), {**rows, **here})
+            return (sums[0] + jnp.asarray(total, jnp.float32), sums[1] + jnp.asarray(count, jnp.float32)), None
+
+        return jax.lax.scan(add, (jnp.zeros((), jnp.float32),) * 2, (cut(h_BSD), by_position))[0]
+
+    return run
+
+
 def _forward(h_BSD, head_VD, *arguments):
     zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
     sums, (dh_BSD, dhead_VD) = sums_and_gradients(h_BSD, head_VD, *arguments, dhead_VD=zeros_VD)

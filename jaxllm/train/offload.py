@@ -27,7 +27,8 @@ from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
 from jaxllm.sharding import Parameter, stack_dims
-from jaxllm.train.optimizer import clip_scale, make_optimizer
+from jaxllm.train.clipping import clip_scale
+from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import Clipping, Update, make_update
 

@@ -107,16 +107,3 @@ def make_learning_rate(config: Config) -> LearningRate:
         return o.learning_rate * warmup * decay * jnp.asarray(factor)[phase]
 
     return learning_rate
-
-
-def clip_by_norm(gradients: Any, norm: jax.Array, limit: float | None) -> Any:
-    """Scales gradients down so that their global norm, given as `norm`, is at most `limit`."""
-    if limit is None:
-        return gradients
-    scale = clip_scale(norm, limit)
-    return jax.tree.map(lambda g: g * scale, gradients)
-
-
-def clip_scale(norm: jax.Array, limit: float) -> jax.Array:
-    """What clip_by_norm multiplies gradients by."""
-    return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
