@@ -29,6 +29,7 @@ from jaxllm.config.checks import (
     repeats,
 )
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
+from jaxllm.config.frozen import check_frozen, frozen_parameters
 from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import (
@@ -70,6 +71,7 @@ class Config(Section):
             raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
         check_split(model, parallel, train.sequence_length)
         check_remat(model, parallel)
+        check_frozen(model, parallel, train, self.log)
         windows = effective_windows(model.windows, train.sequence_length)
         if parallel.context > 1 and parallel.pipe > 1 and not repeats(windows, self.chunk_layers):
             raise refuse(
@@ -151,6 +153,11 @@ class Config(Section):
         """The phase with the largest batch that the run reaches."""
         reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
         return max(reached, key=lambda phase: phase.sequences)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Paths of the parameters that are not trained (config/model_spec.py)."""
+        return frozen_parameters(self.model, self.train)
 
     @property
     def devices(self) -> int:

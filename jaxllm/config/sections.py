@@ -236,6 +236,11 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Start from the weights (without optimizer state) of a model folder (Hugging Face's or jaxllm's own), a run directory, or
     one of its checkpoints. Default: the folder of model.name, if it is a folder; null: fresh weights."""
+    init_adapter: str | None = None
+    """Start the adapters of model.lora from those of a folder in PEFT's format; null: A random, B zero."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_more)] = ()
+    """Parameters that are not trained, by patterns of the names that `jaxllm inspect` prints, such as [embedding,
+    layers.mlp.*]. They stay in model.compute_dtype, without gradients and moments."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4). The reported loss does not include it."""
     max_skips_in_a_row: PositiveInt = 10

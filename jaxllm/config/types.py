@@ -123,6 +123,7 @@ def _pairs(schedule: Any) -> Any:
 
 
 BatchSchedule = Annotated[tuple[tuple[Tokens, PositiveInt], ...], BeforeValidator(_pairs)]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
 
 

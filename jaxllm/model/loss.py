@@ -58,13 +58,14 @@ def sums_and_gradients(
     z_loss_weight,
     *,
     dhead_VD=None,
+    with_gradients=None,
     part: VocabularySlice = VocabularySlice(),
 ) -> tuple[Any, Any]:
     """((objective, loss), (dh_BSD, dhead_VD)): cross_entropy's sums and the objective's gradients, for a head with a `part` of
     the vocabulary. dh_BSD is this rank's part of a sum over ranks. The float32 dhead_VD is the argument with the gradient
-    added. Without it there are no gradients: None.
+    added. Without it there are no gradients: None; or `with_gradients` that of h alone, and None for the head's.
     """
-    with_gradients = dhead_VD is not None
+    with_gradients = dhead_VD is not None or bool(with_gradients)
     B, S, D = h_BSD.shape
     chunks = min(S, -(-B * S // chunk_tokens))
     C = -(-S // chunks)
@@ -100,7 +101,8 @@ def sums_and_gradients(
             dlogits_BCV = (probability_BCV * z_slope_BC[..., None] - is_target_BCV.astype(jnp.float32)) * weights_BC[..., None]
             dlogits_BCV = dlogits_BCV.astype(h_BCD.dtype)
             dh_BCD = jnp.einsum("BCV,VD->BCD", dlogits_BCV, head_VD)
-            dhead_VD += jnp.einsum("BCV,BCD->VD", dlogits_BCV, h_BCD, preferred_element_type=jnp.float32)
+            if dhead_VD is not None:
+                dhead_VD += jnp.einsum("BCV,BCD->VD", dlogits_BCV, h_BCD, preferred_element_type=jnp.float32)
         return (objective, loss, dhead_VD), dh_BCD
 
     zero = jnp.zeros((), jnp.float32)

@@ -17,13 +17,14 @@ from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability, require_device_runs
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.model.layers import Ops
-from jaxllm.model.llama import layer_kinds
+from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.host_layers import from_host
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, split_letters
 from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.tensor_ring import TensorRing
+from jaxllm.parallel.trained import marked, trained
 from jaxllm.parallel.types import Params, WeightAccess
 from jaxllm.parallel.zero import Zero
 from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, unstack_layout, weight_rules
@@ -83,7 +84,7 @@ class ParallelContext:
             ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
-        zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None
+        zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape), table=table) if shards_gradients else None
         return cls(config, mesh, graph, table, layouts, attention, ops, zero)
 
     def sending_once(self, microbatches: int) -> ParallelContext | None:
@@ -194,7 +195,19 @@ class ParallelContext:
 
     def by_zero_level(self, level_from: int, sharded: Any, full: Any) -> Any:
         """For each top-level entry its value in `sharded` if ZeRO shards it from this level on, else its value in `full`."""
-        return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in self.table}
+        return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in full}
+
+    def trained(self, tree: Params) -> Params:
+        """The trained part of a tree with an entry for each parameter."""
+        return trained(tree, self.table)
+
+    def trained_layer(self, tree: Params) -> Params:
+        """The trained part of one layer, or of the stack of layers."""
+        return trained(tree, self.table["layers"])
+
+    def block(self, graph: nnx.GraphDef, ops: Ops | None = None) -> BlockFunction:
+        """One block as a function of its parameters. `graph`: of the layers."""
+        return marked(partial(apply_block, graph, ops or self.ops), self.table["layers"])
 
     def pin(self, tree: Params, specs: Any, transform: SpecTransform) -> Params:
         """`tree` constrained to `specs`, which `transform` extends to replicas. Layers on the host are left as they are."""

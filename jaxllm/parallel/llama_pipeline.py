@@ -7,6 +7,7 @@ the vocabulary, of the embedding and of the head.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from flax import nnx
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
-from jaxllm.model.llama import BlockContext, apply_block
+from jaxllm.model.llama import BlockContext
 from jaxllm.model.loss import VocabularySlice, sums_and_gradients
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.embedding import add_over_ranks
@@ -51,14 +52,16 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
     def region(weights: Params, batch: Batch):
         scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
         flat = flatten_layers(weights, stack_dims)
-        zeros = {name: new_sums(tree, ctx.access if name == "layers" else WeightAccess()) for name, tree in flat.items()}
+        zeros = {name: new_sums(tree, WeightAccess()) for name, tree in ctx.trained(flat).items() if name != "layers"}
+        zeros["layers"] = new_sums(flat["layers"], ctx.access, ctx.trained_layer)
         M, B, S = batch["tokens"].shape
         schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
         stage_tap = StageTap(tap, ctx.ops, schedule, ctx.config.model.tie_embeddings) if tap else None
         squares = stage_tap.new((B, S, ctx.config.model.hidden_size)) if stage_tap else None
         stage = LlamaStage(ctx, flat, scale, tap, stage_tap)
         loss, sums = _run(ctx, schedule, stage, batch, StageSums(zeros, squares))
-        gradients = {name: jax.tree.map(partial(finalize, name), sums.gradients[name], weights[name]) for name in weights}
+        own = ctx.trained(weights)
+        gradients = {name: jax.tree.map(partial(finalize, name), sums.gradients[name], own[name]) for name in own}
         parts = tap.parts(sums.squares.by_microbatch, batch["mask"], ctx.loss_axes) if tap else None
         return jax.lax.psum(loss, ctx.loss_axes), gradients, parts
 
@@ -113,9 +116,9 @@ class LlamaStage:
         self._z_loss_weight = train.z_loss_weight
         network = nnx.merge(ctx.graph, weights)
         self._norm_graph = nnx.split(network.final_norm)[0]
-        block = partial(apply_block, nnx.split(network.layers)[0], ctx.ops)
-        policy = policy_of(parallel.remat, model)
-        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, unroll=unrolling(model))
+        block, policy = ctx.block(nnx.split(network.layers)[0]), policy_of(parallel.remat, model)
+        more = {"trained": ctx.trained_layer, "unroll": unrolling(model)}
+        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, **more)
         part = VocabularySlice(
             first=lambda rows: jax.lax.axis_index(PIPE) * rows,
             total=lambda x: jax.lax.psum(x, PIPE),
@@ -130,6 +133,8 @@ class LlamaStage:
 
     @jax.named_scope("embedding_backward")
     def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: StageSums) -> StageSums:
+        if "embedding" not in sums.gradients:
+            return sums
         dh_BSD = scaled_embeddings(self._model, dh_BSD)
         add = partial(add_over_ranks, ids_BS=microbatch.rows["tokens"], dh_BSD=dh_BSD, pipe=self._pipe, tensor=self._tensor)
         before_VD = sums.gradients["embedding"]
@@ -161,9 +166,9 @@ class LlamaStage:
         rows, gradients = microbatch.rows, sums.gradients
         weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * self._scale, 0)
         normed_BSD, norm_backward = jax.vjp(self._norm, self._weights["final_norm"], h_BSD)
-        before_VD = gradients[self._head] if self._tap is None else jnp.zeros_like(gradients[self._head])
+        before_VD = gradients.get(self._head) if self._tap is None else jnp.zeros_like(gradients[self._head])
         inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS)
-        options = self._bounds | {"z_loss_weight": self._z_loss_weight, "dhead_VD": before_VD}
+        options = {**self._bounds, "z_loss_weight": self._z_loss_weight, "dhead_VD": before_VD, "with_gradients": True}
         (_, loss), (dnormed_BSD, dhead_VD) = sums_and_gradients(*inputs, **options)
         # Each stage runs the norm's backward on its part. The map is linear, so the parts are added after it.
         dnorm, dh_BSD = norm_backward(self._ops.constrain(dnormed_BSD, FULL_SEQUENCE))
@@ -171,9 +176,11 @@ class LlamaStage:
         if self._tap is not None:
             squares = self._tap.on_head(squares, microbatch.number, rows["tokens"], dhead_VD, dnorm, valid)
             dhead_VD = gradients[self._head] + dhead_VD
-        dnorm = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients["final_norm"], dnorm)
+        new = {self._head: dhead_VD}
+        if "final_norm" in gradients:
+            new["final_norm"] = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients["final_norm"], dnorm)
         dh_BSD = sum_over_stages(self._ops.constrain(dh_BSD, SHARDED_SEQUENCE))
-        return loss, dh_BSD, StageSums(gradients | {self._head: dhead_VD, "final_norm": dnorm}, squares)
+        return loss, dh_BSD, StageSums(gradients | {name: new[name] for name in new if name in gradients}, squares)
 
     def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
         rows, head_VD = microbatch.rows, self._weights[self._head]
@@ -201,15 +208,15 @@ class LlamaStage:
         return self._ops.constrain(dh_BSD, SHARDED_SEQUENCE), StageSums(sums.gradients | {"layers": layers}, squares)
 
 
-def new_sums(weights: Tree, access: WeightAccess) -> Tree:
-    """Zeros for gradients: of the weights' shapes, or of a rank's shard of them if `access` scatters."""
+def new_sums(weights: Tree, access: WeightAccess, trained: Callable[[Tree], Tree] = lambda tree: tree) -> Tree:
+    """Zeros for gradients of the trained weights: of their shapes, or of a rank's shard of them if `access` scatters."""
     gather, scatter = access.gather, access.scatter
     if scatter is None:
-        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained(weights))
     layers = jax.tree.leaves(weights)[0].shape[0]
 
     def shard(weights):
         layer = jax.tree.map(lambda w: w[0], weights)
-        return scatter(gather(layer) if gather else layer)
+        return scatter(trained(gather(layer) if gather else layer))
 
     return jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), jnp.float32), jax.eval_shape(shard, weights))

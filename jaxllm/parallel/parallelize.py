@@ -40,7 +40,8 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     is_pipeline = ctx.sizes[PIPE] > 1
     make_gradient = pipeline_gradient_region if is_pipeline else gradient_region
     loss = pipeline_loss_region(ctx) if is_pipeline else loss_region(ctx)
-    plain, measuring = make_gradient(ctx), make_gradient(ctx, GradSquareNorms(ctx.step_layouts, ctx.layer_layouts, ctx.sizes))
+    tap = GradSquareNorms(ctx.trained(ctx.step_layouts), ctx.trained_layer(ctx.layer_layouts), ctx.sizes)
+    plain, measuring = make_gradient(ctx), make_gradient(ctx, tap)
     reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
@@ -94,7 +95,7 @@ class GradientReduction:
         )
         loss, gradients, parts = on_ranks(ctx.compute_copy(params, layouts, self._weight_transform), batch)
         with jax.named_scope("reduce_gradients"):
-            gradients = ctx.pin(self._reduce(gradients), master_specs(layouts), self._weight_transform)
+            gradients = ctx.pin(self._reduce(gradients), master_specs(ctx.trained(layouts)), self._weight_transform)
         if ctx.has_own_layers:
             joined = join_layers(gradients, leading_dims(self._weight_transform))
             gradients = ctx.pin(joined, master_specs(ctx.layouts), self._weight_transform)
@@ -102,7 +103,8 @@ class GradientReduction:
 
     def _gradient_specs(self) -> Any:
         """PartitionSpecs over the manual axes of the gradients that a region returns."""
-        shard, full = (jax.tree.map(partial(manual_spec, share=share), self._ctx.step_layouts) for share in (True, False))
+        layouts = self._ctx.trained(self._ctx.step_layouts)
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
         return self._ctx.by_zero_level(2, shard, jax.tree.map(partial_sum_spec, full))
 
     def _in_replica(self, region: GradientRegion, weights: Params, batch: Batch) -> tuple[Any, ...]:
@@ -114,7 +116,7 @@ class GradientReduction:
 
     def _reduce(self, gradients: Params) -> Params:
         """The sum over ranks, and over replicas that share weights."""
-        rank_dim, layouts = 1 if self._has_replicas else 0, self._ctx.step_layouts
+        rank_dim, layouts = 1 if self._has_replicas else 0, self._ctx.trained(self._ctx.step_layouts)
         # Padded before the sum, or XLA would all-reduce it.
         total = partial(jax.tree.map, lambda g, layout: layout.padded(g, rank_dim + 1).sum(rank_dim))
         gradients = {

@@ -163,8 +163,10 @@ def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Para
 def _sums_on_device(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
     if ctx.zero is None:
         layers = jnp.float32 if microbatches > 1 else ctx.config.model.compute_dtype
-        return {name: _zeros(tree, layers if name == "layers" else jnp.float32) for name, tree in weights.items()}
-    return jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
+        dtypes = {name: layers if name == "layers" else jnp.float32 for name in weights}
+        return {name: _zeros(tree, dtypes[name]) for name, tree in ctx.trained(weights).items()}
+    table, layouts = ctx.trained(ctx.table), ctx.trained(ctx.layouts)
+    return jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), table, layouts)
 
 
 def _zeros(weights: Tree, dtype: Any) -> Tree:
@@ -209,7 +211,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
 
         tokens, final_norm, head_sum = rows["tokens"], weights["final_norm"], None
         with jax.named_scope("embedding"):
-            if own is None:
+            if own is None or "embedding" not in own:
                 h_BSD = ops.look_up(weights["embedding"], tokens)
             else:
                 look_up = partial(accumulate.look_up, ops, ctx.config.parallel.tensor, is_head=model.tie_embeddings)
@@ -217,13 +219,15 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
             h_BSD = ops.constrain(scaled_embeddings(model, h_BSD), SHARDED_SEQUENCE)
         block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
         h_BSD, own_losses, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
-        if own is not None:
+        if own is not None and "final_norm" in own:
             h_BSD, norm_sum = own_sum("final_norm", h_BSD)
             final_norm = accumulate.accumulated(final_norm, norm_sum)
         h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
         targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
         losses: Any
-        if own is None:
+        if accumulators is not None and head not in accumulators.sums:
+            losses = accumulate.cross_entropy(h_BSD, weights[head], None, targets_BS, weights_BS, *loss_options)
+        elif own is None:
             losses = cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *loss_options)
         else:
             if head_sum is None:
@@ -249,10 +253,10 @@ def _stacked_layers(
     tap: GradSquareNorms | None,
 ) -> tuple[jax.Array, Losses, Tree | None]:
     """(h, sums of the layers' own losses, the layers' full weights if the phase keeps them)"""
-    model, block, zero = ctx.config.model, partial(apply_block, graph, ctx.ops), ctx.zero
+    model, block, zero = ctx.config.model, ctx.block(graph), ctx.zero
     access = zero.access(phase) if zero and zero.once else ctx.access
     policy = policy_of(ctx.config.parallel.remat, model)
-    loop = LayerLoop(block, model.num_layers, policy, access, tap, unroll=unrolling(model))
+    loop = LayerLoop(block, model.num_layers, policy, access, tap, trained=ctx.trained_layer, unroll=unrolling(model))
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 

@@ -74,8 +74,9 @@ class Parallelized:
     """The functions that training needs of a model on one mesh."""
 
     value_and_grad: Callable[[Params, Batch], tuple[jax.Array, Params]]
-    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
-    train.diloco_steps all three have a leading replica dim, and each replica's loss is the mean over its own targets."""
+    """(master params, batch) -> (loss, float32 gradients of the trained parameters in the master layout). Loss: nats, mean over
+    valid targets. With train.diloco_steps all three have a leading replica dim, and each replica's loss is the mean over its
+    own targets."""
     value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts]]
     """value_and_grad, and the sums from which the gradient noise scale is measured. Costs a little more
     (grad_square_norms.py)."""

@@ -15,13 +15,14 @@ from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.trained import freezes, trained, with_trained
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Clipping, Metrics, Observe, make_train_step, make_update
+from jaxllm.train.step import Clipping, Metrics, Observe, Update, make_train_step, make_update
 
 State = TrainState | diloco.DilocoState
 """The training state: a DilocoState with train.diloco_steps, else a TrainState."""
@@ -71,12 +72,13 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     offload = what_to_offload(config, mesh)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
     functions = parallelize(config, mesh)
-    optimizer = make_optimizer(config, functions.table)
+    table = trained(functions.table, functions.table)
+    optimizer = make_optimizer(config, table)
 
     def create(seed: jax.Array | int) -> TrainState:
         params = functions.initialize(jax.random.key(seed))
         recent = Recent.empty() if config.train.skip_spikes else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained(params, functions.table)), recent)
 
     shardings = state_shardings(functions, optimizer, mesh, offload)
     if config.train.skip_spikes:
@@ -84,7 +86,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     if offload == "none":
         update = make_update(optimizer)
     else:
-        update = streamed_update(config, functions.table, shardings, mesh)
+        of_trained = dataclasses.replace(shardings, params=trained(shardings.params, functions.table))
+        update = streamed_update(config, table, of_trained, mesh)
+    if freezes(functions.table):
+        update = _update_of_trained(update, functions.table)
     if offload in MASTER_ON_HOST:
         functions = loading_params(config, functions, mesh)
     is_diloco, replicas = config.train.diloco_steps is not None, config.parallel.replica
@@ -97,7 +102,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
             config.optimizer.clip_norm,
             each=diloco.vmap_over_replicas(replicas) if is_diloco else lambda apply: apply,
             should_apply=_skip_policy(config),
-            observe=_observer(config, functions.table),
+            observe=_observer(config, table),
             clipping=streamed_clipping(functions, mesh) if offload == "all" else Clipping(),
         )
         return diloco.inner_step(step) if is_diloco else step
@@ -113,6 +118,16 @@ def build_training(config: Config, mesh: Mesh) -> Training:
             "metrics_sharding": diloco.metrics_sharding(mesh),
         }
     return Training(functions=functions, step=step, measuring_step=measuring_step, **state)
+
+
+def _update_of_trained(update: Update, table: Any) -> Update:
+    """`update` of the trained part of the parameters. The others stay as they are."""
+
+    def run(gradients: Any, opt_state: Any, params: Any, *how: jax.Array) -> tuple[Any, Any]:
+        part, opt_state = update(gradients, opt_state, trained(params, table), *how)
+        return with_trained(params, part), opt_state
+
+    return run
 
 
 def _skip_policy(config: Config) -> SkipPolicy:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
+from jaxllm.parallel.trained import trained, with_trained
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
 from jaxllm.sharding import Parameter, stack_dims
@@ -102,13 +103,14 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
     specs = jax.tree.map(lambda sharding: sharding.spec, functions.master_shardings)
 
     def load(params: Tree) -> Tree:
-        loaded = {}
-        for name, part in functions.table.items():
+        # Frozen weights are on the device already.
+        loaded, own, own_specs = {}, trained(params, functions.table), trained(specs, functions.table)
+        for name, part in trained(functions.table, functions.table).items():
             on_host = config.parallel.offload_state == "all" and name == "layers"
             run = partial(_cast_part_on_host if on_host else _cast_part, config.model.compute_dtype, part)
-            mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs[name],), out_specs=specs[name], check_vma=False)
-            loaded[name] = mapped(params[name])
-        return loaded
+            mapped = jax.shard_map(run, mesh=mesh, in_specs=(own_specs[name],), out_specs=own_specs[name], check_vma=False)
+            loaded[name] = mapped(own[name])
+        return with_trained(params, loaded)
 
     return dataclasses.replace(
         functions,

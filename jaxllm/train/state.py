@@ -1,4 +1,5 @@
-"""The training state: step, master parameters, optimizer moments. All are float32 and created with their final sharding.
+"""The training state: step, master parameters, optimizer moments. All are float32 and created with their final sharding; but
+frozen parameters are in the compute dtype, and have no moments.
 
 Moments, and optionally master parameters, may be in pinned host memory (parallel.offload_state). Only their shardings show
 this.
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import HOST, replicated
+from jaxllm.parallel.trained import trained, with_trained
 from jaxllm.parallel.types import Parallelized
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ class TrainState:
     step: jax.Array
     """Number of steps done, int32."""
     params: Any
-    """Master parameters, float32, a nested dict."""
+    """Master parameters, float32, and frozen ones in the compute dtype: a nested dict."""
     opt_state: Any
     recent: Any = None
     """The last losses and gradient norms (instability.Recent), with train.skip_spikes."""
@@ -46,17 +48,19 @@ def state_shardings(
       offload: the value of parallel.offload_state.
     """
     host = _in_host_memory if offload != "none" else lambda sharding: sharding
-    params = parallelized.master_shardings
+    params, table = parallelized.master_shardings, parallelized.table
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: host(sharding),
-        jax.eval_shape(optimizer.init, parallelized.master),
-        params,
+        jax.eval_shape(optimizer.init, trained(parallelized.master, table)),
+        trained(params, table),
         transform_non_params=lambda _: replicated(mesh),
     )
     # A tree of shardings, with the sharding of the step in its place.
     step: Any = replicated(mesh)
-    return TrainState(step, jax.tree.map(host, params) if offload in MASTER_ON_HOST else params, moments)
+    if offload in MASTER_ON_HOST:
+        params = with_trained(params, jax.tree.map(host, trained(params, table)))
+    return TrainState(step, params, moments)
 
 
 def what_to_offload(config: Config, mesh: Mesh) -> str:

@@ -1,0 +1,55 @@
+"""The part of a tree of parameters that is trained: gradients, moments and updates have no more.
+
+Frozen weights are stored in the compute dtype, below ZeRO 3 in the layout of the train step. In a block they are marked, so
+that matmuls make no gradients for them (model/adapters.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxllm.model.adapters import Frozen
+from jaxllm.model.llama import BlockFunction
+from jaxllm.parallel.types import Tree
+from jaxllm.sharding import Parameter
+
+
+def freezes(table: Tree) -> bool:
+    """Whether some parameter is frozen. `table`: nested dict of Parameter."""
+    return not all(parameter.trainable for parameter in jax.tree.leaves(table))
+
+
+def trained(tree: Tree, table: Tree) -> Tree:
+    """The trained part of a nested dict with an entry for each parameter; all of it if nothing is frozen. Its "layers" may be
+    empty, but are there."""
+    if not freezes(table):
+        return tree
+    found = {}
+    for name, entry in table.items():
+        if not isinstance(entry, Parameter):
+            part = trained(tree[name], entry)
+            if part or name == "layers":
+                found[name] = part
+        elif entry.trainable:
+            found[name] = tree[name]
+    return found
+
+
+def with_trained(tree: Tree, part: Tree) -> Tree:
+    """`tree` with the leaves of its trained part replaced by those of `part`."""
+    if not isinstance(tree, dict):
+        return part
+    return {name: with_trained(entry, part[name]) if name in part else entry for name, entry in tree.items()}
+
+
+def marked(block: BlockFunction, table: Tree) -> BlockFunction:
+    """The block of one layer, with its frozen matrices marked. `table`: of the layers."""
+    if not freezes(table):
+        return block
+
+    def mark(w: jax.Array, parameter: Parameter) -> Any:
+        return Frozen(w) if parameter.is_matrix and not parameter.trainable else w
+
+    return lambda layer, h_BSD, block_context: block(jax.tree.map(mark, layer, table), h_BSD, block_context)
