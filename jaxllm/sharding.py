@@ -44,6 +44,11 @@ class Parameter:
     trainable: bool = True
 
     @property
+    def is_lora(self) -> bool:
+        """Whether it is a matrix of an adapter."""
+        return LORA_RANK in self.dims
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 

@@ -79,6 +79,13 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # a pathlib path works
 
 
+def give_up(arrays: Any) -> Any:
+    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
+    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+    jax.tree.map(lambda x: x.delete(), arrays)
+    return layout
+
+
 def on_host(arrays: Any) -> bool:
     """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
     return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(arrays))

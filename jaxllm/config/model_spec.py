@@ -156,7 +156,7 @@ _TABLE = (
     _Row("final_norm.scale", "D", "model.norm.weight", initial="norm"),
     _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),
 )
-LORA_TARGETS = tuple(row.hugging_face.split(".")[-2] for row in _TABLE if row.output)
+LORA_TARGETS: tuple[Any, ...] = tuple(row.hugging_face.split(".")[-2] for row in _TABLE if row.output)
 """PEFT's names of a layer's matrices."""
 MATMUL_OUTPUTS = tuple(row.output for row in _TABLE if row.output)
 """Names of the results of a block's matmuls, in order of computation."""

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.config import ModelConfig
 from jaxllm.config.model_spec import LORA_A, LORA_B
 from jaxllm.model.fp8 import letters
 
@@ -46,13 +47,17 @@ class Adapted(NamedTuple):
     scale: float
 
 
-def matrix_of(module: nnx.Module, name: str, dtype: Any) -> Any:
+def lora_scale(model: ModelConfig) -> float:
+    return 1.0 if model.lora is None else model.lora.scale
+
+
+def matrix_of(module: nnx.Module, name: str, dtype: Any, scale: float) -> Any:
     """A matrix of `module` in `dtype`, with its adapter if it has one."""
     weight, a, b = (getattr(module, name + end, None) for end in ("", LORA_A, LORA_B))
     assert weight is not None, name
     if a is None or b is None:
         return weight[...].astype(dtype)
-    return Adapted(weight[...].astype(dtype), a[...].astype(dtype), b[...].astype(dtype), module.lora_scale)
+    return Adapted(weight[...].astype(dtype), a[...].astype(dtype), b[...].astype(dtype), scale)
 
 
 def multiply(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
 from jaxllm.config.model_spec import LORA_RANK, ParameterSpec, parameters
-from jaxllm.model.adapters import matrix_of, multiply
+from jaxllm.model.adapters import lora_scale, matrix_of, multiply
 from jaxllm.model.attention import Attend, xla_attention
 
 
@@ -85,7 +85,7 @@ class Ops:
 
     def multiply(self, spec: str, x: jax.Array, weight: Any) -> jax.Array:
         """x times a weight: an array, or one of those in adapters.py."""
-        return multiply(self.matmul, partial(self.constrain, dims=LORA_ACTIVATIONS), spec, x, weight)
+        return multiply(self.matmul, lambda x: self.constrain(x, LORA_ACTIVATIONS), spec, x, weight)
 
 
 def parameter(rngs: nnx.Rngs, model: ModelConfig, spec: ParameterSpec, zero_rows: int = 0) -> nnx.Param:
@@ -109,8 +109,6 @@ def parameter(rngs: nnx.Rngs, model: ModelConfig, spec: ParameterSpec, zero_rows
 
 def add_parameters(module: nnx.Module, model: ModelConfig, path: str, rngs: nnx.Rngs) -> None:
     """Gives `module` the parameters that are declared directly under `path` (config/model_spec.py), by their names."""
-    if model.lora is not None:
-        module.lora_scale = model.lora.scale
     for spec in parameters(model):
         if spec.path.rpartition(".")[0] == path:
             setattr(module, spec.name, parameter(rngs, model, spec))
@@ -239,6 +237,7 @@ class Attention(nnx.Module):
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         # Kernels of attention divide scores by sqrt(head_dim).
         self.query_factor = math.sqrt(model.head_dim / (model.query_pre_attn_scalar or model.head_dim))
+        self.lora_scale = lora_scale(model)
         add_parameters(self, model, "layers.attention", rngs)
         if model.qk_norm is not None:
             self.query_norm = RMSNorm(model, "layers.attention.query_norm", rngs=rngs)
@@ -247,7 +246,7 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
         dtype = x_BSD.dtype
-        weights = tuple(matrix_of(self, name, dtype) for name in ("query", "key", "value"))
+        weights = tuple(matrix_of(self, name, dtype, self.lora_scale) for name in ("query", "key", "value"))
         specs = "BSD,DNH->BSNH", "BSD,DKH->BSKH", "BSD,DKH->BSKH"
         outputs = ops.gather_matmul(specs, x_BSD, weights, in_order=True)
         biases = (self.query_bias, self.key_bias, self.value_bias)
@@ -257,7 +256,7 @@ class Attention(nnx.Module):
         v_BSKH = checkpoint_name(v_BSKH, "value")
         with jax.named_scope("attend"):
             o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
-        return ops.matmul_scatter("BSNH,NHD->BSD", o_BSNH, matrix_of(self, "out", dtype), in_order=True)
+        return ops.matmul_scatter("BSNH,NHD->BSD", o_BSNH, matrix_of(self, "out", dtype, self.lora_scale), in_order=True)
 
 
 def _add(x_BSNH: Float[Array, "B S N H"], bias: nnx.Param) -> Float[Array, "B S N H"]:
@@ -290,20 +289,21 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[model.activation]
+        self.lora_scale = lora_scale(model)
         add_parameters(self, model, "layers.mlp", rngs)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         dtype, wide = x_BSD.dtype, ("batch", "sequence", "mlp")
         # Without these constraints XLA shards the backward pass by sequence too, and gathers the weights over tensor for it.
-        weights = tuple(matrix_of(self, name, dtype) for name in ("gate", "up"))
+        weights = tuple(matrix_of(self, name, dtype, self.lora_scale) for name in ("gate", "up"))
         outputs = ops.gather_matmul(("BSD,DF->BSF",) * 2, x_BSD, weights, in_order=False)
         gate_BSF, up_BSF = (
             checkpoint_name(ops.constrain(x_BSF, wide), name)
             for x_BSF, name in zip(outputs, ("mlp_gate", "mlp_up"), strict=True)
         )
         product_BSF = ops.constrain(self.activation(gate_BSF) * up_BSF, wide)
-        return ops.matmul_scatter("BSF,FD->BSD", product_BSF, matrix_of(self, "down", dtype), in_order=False)
+        return ops.matmul_scatter("BSF,FD->BSD", product_BSF, matrix_of(self, "down", dtype, self.lora_scale), in_order=False)
 
 
 Losses = dict[str, jax.Array]

@@ -6,6 +6,7 @@ that matmuls make no gradients for them (model/adapters.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,26 +23,28 @@ def freezes(table: Tree) -> bool:
 
 
 def trained(tree: Tree, table: Tree) -> Tree:
-    """The trained part of a nested dict with an entry for each parameter; all of it if nothing is frozen. Its "layers" may be
-    empty, but are there."""
-    if not freezes(table):
-        return tree
+    """The trained part of a nested dict with an entry for each parameter; all of it if nothing is frozen."""
+    return chosen(tree, table, lambda parameter: parameter.trainable) if freezes(table) else tree
+
+
+def chosen(tree: Tree, table: Tree, which: Callable[[Parameter], bool]) -> Tree:
+    """The part of a nested dict whose parameters `which` chooses. Its "layers" may be empty, but are there."""
     found = {}
     for name, entry in table.items():
         if not isinstance(entry, Parameter):
-            part = trained(tree[name], entry)
+            part = chosen(tree[name], entry, which)
             if part or name == "layers":
                 found[name] = part
-        elif entry.trainable:
+        elif which(entry):
             found[name] = tree[name]
     return found
 
 
-def with_trained(tree: Tree, part: Tree) -> Tree:
-    """`tree` with the leaves of its trained part replaced by those of `part`."""
+def with_part(tree: Tree, part: Tree) -> Tree:
+    """`tree` with the leaves that are in `part`, a part of it, replaced by these."""
     if not isinstance(tree, dict):
         return part
-    return {name: with_trained(entry, part[name]) if name in part else entry for name, entry in tree.items()}
+    return {name: with_part(entry, part[name]) if name in part else entry for name, entry in tree.items()}
 
 
 def marked(block: BlockFunction, table: Tree) -> BlockFunction:

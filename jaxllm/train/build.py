@@ -15,7 +15,7 @@ from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.trained import freezes, trained, with_trained
+from jaxllm.parallel.trained import freezes, trained, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
@@ -125,7 +125,7 @@ def _update_of_trained(update: Update, table: Any) -> Update:
 
     def run(gradients: Any, opt_state: Any, params: Any, *how: jax.Array) -> tuple[Any, Any]:
         part, opt_state = update(gradients, opt_state, trained(params, table), *how)
-        return with_trained(params, part), opt_state
+        return with_part(params, part), opt_state
 
     return run
 

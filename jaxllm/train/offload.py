@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
-from jaxllm.parallel.trained import trained, with_trained
+from jaxllm.parallel.trained import trained, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
 from jaxllm.sharding import Parameter, stack_dims
@@ -110,7 +110,7 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
             run = partial(_cast_part_on_host if on_host else _cast_part, config.model.compute_dtype, part)
             mapped = jax.shard_map(run, mesh=mesh, in_specs=(own_specs[name],), out_specs=own_specs[name], check_vma=False)
             loaded[name] = mapped(own[name])
-        return with_trained(params, loaded)
+        return with_part(params, loaded)
 
     return dataclasses.replace(
         functions,

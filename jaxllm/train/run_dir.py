@@ -78,7 +78,7 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
     free |= {("data", key) for key in ("paths", "tokenizer", "chat_template", "max_documents")}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
-    keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
+    keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences", "freeze")]
     for section, key in keys:
         # A key that is newer than the run had its default value.
         default = type(getattr(config, section)).model_fields[key].get_default()

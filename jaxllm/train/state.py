@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import HOST, replicated
-from jaxllm.parallel.trained import trained, with_trained
+from jaxllm.parallel.trained import trained, with_part
 from jaxllm.parallel.types import Parallelized
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def state_shardings(
     # A tree of shardings, with the sharding of the step in its place.
     step: Any = replicated(mesh)
     if offload in MASTER_ON_HOST:
-        params = with_trained(params, jax.tree.map(host, trained(params, table)))
+        params = with_part(params, jax.tree.map(host, trained(params, table)))
     return TrainState(step, params, moments)
 
 

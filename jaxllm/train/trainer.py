@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.checkpoint.arrays import give_up
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.checkpoint.weights import MUST_AGREE, initial_weights, read_weights
+from jaxllm.checkpoint.weights import MUST_AGREE, initial_adapter, initial_weights, read_initial
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
 from jaxllm.cost_model.hardware import require_device_runs
@@ -91,7 +92,7 @@ class Trainer:
 
     def __init__(self, config: Config, *, resumes: bool = False):
         # A wrong path is reported before any device is used.
-        self.weights = None if resumes else initial_weights(config)
+        self.weights, adapter = (None, None) if resumes else (initial_weights(config), initial_adapter(config))
         with progress.phase("meet"):
             distributed.start(config.run, fewer_hosts.rules(config))
         distributed.require_same_config(config)
@@ -116,8 +117,8 @@ class Trainer:
             with jax.set_mesh(self.mesh):
                 create = self.saved.wrap(run_programs.INITIAL_STATE, training.jit_create())
                 self.state: State = create(config.train.seed)
-            if self.weights is not None:
-                params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
+            if self.weights is not None or adapter is not None:
+                params = read_initial(self.weights, adapter, self.state.params, self.parallelized.table)
                 self.state = dataclasses.replace(self.state, params=params)
         self.step = 0
         self.stopped_by: str | None = None
@@ -292,7 +293,7 @@ class Trainer:
         diloco.require_same_replicas(meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
-        layouts = {self.rounds is not None: _give_up(self.state)}
+        layouts = {self.rounds is not None: give_up(self.state)}
 
         def like(meta: Meta) -> State:
             """State with the structure of a checkpoint, which may be an older one from before the first round."""
@@ -367,10 +368,3 @@ class Trainer:
     def close(self) -> None:
         """Stops the prefetching thread."""
         self.batches.close()
-
-
-def _give_up(arrays: Any) -> Any:
-    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
-    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
-    jax.tree.map(lambda x: x.delete(), arrays)
-    return layout
