@@ -173,8 +173,9 @@ def to_hf(
         copy_companions(folder.companions, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Rounding to another dtype makes another model.
-        ours = (aside,) if wanted else (Path(source), step, adapters)
-        agreement = require_agreement(aside, *ours) if verify else None
+        agreement = None
+        if verify:
+            agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, Path(source), step, adapters)
     names = tuple(sorted({move.dtype.name for move in moves}))
     described = found.description
     return Conversion(described, destination, len(moves), layout.total_bytes, names, len(layout.files), (), agreement)
