@@ -55,15 +55,30 @@ def causal_pairs(length: float, window: float | None) -> float:
     return length * window - window**2 / 2
 
 
-def train_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool = True) -> int:
+def train_flops_per_token(
+    model: ModelConfig, sequence_length: int, causal: bool = True, frozen: frozenset[str] = frozenset()
+) -> int:
     """Model FLOPs of forward and backward per token: 6 x matmul_parameters + 3 x attention_flops_per_token.
 
-    The backward pass does twice the forward's work: one matmul for each of a matmul's two inputs.
+    The backward pass does twice the forward's work: one matmul for each of a matmul's two inputs. Those of the paths `frozen`
+    have no gradient, and take a third less; LoRA's matrices are added.
     """
-    return 6 * matmul_parameters(model) + 3 * attention_flops_per_token(model, sequence_length, causal)
+    head = "embedding" if model.tie_embeddings else "head"
+    sizes = {spec.path: model.num_layers * spec.size for spec in layer_matmuls(model)}
+    sizes[head] = model.vocab_size * model.hidden_size
+    adapters = model.num_layers * sum(spec.size for spec in layer_parameters(model) if spec.is_lora)
+    fewer = 2 * sum(size for path, size in sizes.items() if path in frozen)
+    attention = 3 * attention_flops_per_token(model, sequence_length, causal)
+    return 6 * (matmul_parameters(model) + adapters) - fewer + attention
 
 
-def mfu(tokens_per_s_per_device: float, model: ModelConfig, sequence_length: int, peak_flops: float) -> float:
+def mfu(
+    tokens_per_s_per_device: float,
+    model: ModelConfig,
+    sequence_length: int,
+    peak_flops: float,
+    frozen: frozenset[str] = frozenset(),
+) -> float:
     """Model FLOPs utilisation with causal attention, as a fraction of `peak_flops` (FLOP/s: the dense peak of the compute
     dtype)."""
-    return tokens_per_s_per_device * train_flops_per_token(model, sequence_length) / peak_flops
+    return tokens_per_s_per_device * train_flops_per_token(model, sequence_length, frozen=frozen) / peak_flops

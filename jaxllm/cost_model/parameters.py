@@ -28,9 +28,7 @@ class Elements:
         return Elements(count * self.compute, count * self.master)
 
 
-def parameters(
-    model: ModelConfig, parallel: ParallelConfig, frozen: frozenset[str] = frozenset()
-) -> Mapping[str, Elements]:
+def parameters(model: ModelConfig, parallel: ParallelConfig, frozen: frozenset[str] = frozenset()) -> Mapping[str, Elements]:
     """Elements of each parameter on one device, by path; for a layer's parameter, those of one layer.
 
     Args:

@@ -266,7 +266,7 @@ def quote(
     if (tokens := terms.number_of_tokens) is None:
         return None
     parameters, achieved = parameter_count(config.model), terms.achieved_tflops
-    flops = train_flops_per_token(config.model, config.train.sequence_length)
+    flops = train_flops_per_token(config.model, config.train.sequence_length, frozen=config.frozen)
     rate = flops * tokens_per_s_per_gpu
     if achieved is not None:
         _require_possible(achieved, gpu)

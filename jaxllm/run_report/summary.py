@@ -73,7 +73,7 @@ class RunReport:
     def mfu(self) -> float | None:
         """MFU with causal attention; None if the device's peak is not known."""
         peak, rate, config = self.history.last("device_peak_flops"), self.tokens_per_s_per_device, self.history.config
-        return mfu(rate, config.model, config.train.sequence_length, peak) if peak and rate else None
+        return mfu(rate, config.model, config.train.sequence_length, peak, config.frozen) if peak and rate else None
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:

@@ -125,7 +125,7 @@ def train(
         if record["skipped"] or record["loss_spike"]:
             console.say(what_went_wrong(record))
         rate = float(record["tokens_per_s_per_device"])
-        utilisation = mfu(rate, config.model, config.train.sequence_length, peak_flops) if peak_flops else None
+        utilisation = mfu(rate, config.model, config.train.sequence_length, peak_flops, config.frozen) if peak_flops else None
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (first + 1, config.train.steps)
         console.step(record, utilisation, due)
 
