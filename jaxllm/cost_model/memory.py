@@ -182,7 +182,7 @@ class Step(StepSizes):
             at_loss["microbatch_gradients"] = 0
         if not self.runs_ahead:
             at_loss["activations.fetched"] = 0
-        at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, int(self.layers_on_host)) * self.units["layer"]
+        at_loss["waiting_layer"] = self.waiting_layers() * self.units["trained_layer" if self.zero == 2 else "layer"]
         # The head's input and its gradient; where the head is trained, other moments are fuller by far more than these.
         hidden = 0 if self.trained_head.compute else 2 * self.units["whole"]
         moments["loss"] = {**at_loss, "logits": self.logits(), "hidden_states": hidden}
@@ -202,6 +202,13 @@ class Step(StepSizes):
             if self.trained_embedding.compute:
                 moments["embedding"] = at_end
         return moments
+
+    def waiting_layers(self) -> int:
+        """Layers whose weights, or with ZeRO 2 gradients, are there at the loss; a single microbatch with frozen weights has
+        fewer (by compiled steps)."""
+        if self.zero == 3 and self.config.frozen and not self.accumulates:
+            return 1
+        return {2: 1, 3: 2}.get(self.zero, int(self.layers_on_host))
 
     def gather(self, held: dict[str, float]) -> dict[str, float]:
         """Terms while the weights arrive; empty if that is never the fullest moment."""

@@ -8,7 +8,7 @@ from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
-from jaxllm.config.model_spec import LAYERS
+from jaxllm.config.model_spec import LAYERS, layer_matmuls
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
@@ -62,6 +62,12 @@ class StepSizes:
         self.trained_layers = self.trained_layer.times(here)
         self.trained_embedding, self.trained_head = trained["embedding"], trained.get("head", trained["embedding"])
         self.trained_vocabulary = self.trained_embedding + (none if self.model.tie_embeddings else self.trained_head)
+        # ZeRO 3 gathers a matrix along the dim that it shards. XLA turns the stacks in which that is the last dim; those of
+        # trained weights are cast, and so turned for nothing.
+        self.turned = 0
+        if self.zero == 3 and p.pipe == 1:
+            last = [spec.path for spec in layer_matmuls(self.model) if spec.dims[-1] == "embed" and spec.path in config.frozen]
+            self.turned = here * sum(table[path].master for path in last)
         self.trained = self.trained_layers + self.trained_vocabulary + trained["final_norm.scale"]
         self.rows = self.head.compute // self.model.hidden_size
         self.pipelined = p.pipe > 1
@@ -302,7 +308,7 @@ class StepSizes:
         share = vocabulary.master if self.zero == 3 else vocabulary.compute
         head = self.head if self.zero == 3 else self.trained_head
         whole = head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
-        return self.itemsize * (layers + (share if self.accumulates else 0) + whole)
+        return self.itemsize * (layers + (share if self.accumulates else 0) + whole + self.turned)
 
     def fp8_layouts(self) -> dict[str, float]:
         """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
