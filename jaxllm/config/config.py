@@ -22,14 +22,15 @@ from jaxllm.config.checks import (
     check_all_on_host,
     check_batch_schedule,
     check_diloco,
+    check_frozen,
     check_remat,
     check_split,
     check_tokens,
     effective_windows,
+    frozen_parameters,
     repeats,
 )
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
-from jaxllm.config.frozen import check_frozen, frozen_parameters
 from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import (

@@ -16,6 +16,7 @@ from jaxllm.config.checks import repeats
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability, require_device_runs
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
+from jaxllm.model.adapters import Frozen
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
 from jaxllm.parallel.embedding import look_up_over_ranks
@@ -24,10 +25,20 @@ from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, ch
 from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.tensor_ring import TensorRing
-from jaxllm.parallel.trained import marked, trained
+from jaxllm.parallel.trained import freezes, trained
 from jaxllm.parallel.types import Params, WeightAccess
 from jaxllm.parallel.zero import Zero
-from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, unstack_layout, weight_rules
+from jaxllm.sharding import (
+    Parameter,
+    constrainer,
+    is_zero_sharded,
+    layout,
+    manual_spec,
+    map_specs,
+    named,
+    unstack_layout,
+    weight_rules,
+)
 
 SpecTransform = Callable[[PartitionSpec], PartitionSpec]
 """PartitionSpec inside a replica -> PartitionSpec on the mesh with all replicas."""
@@ -205,9 +216,16 @@ class ParallelContext:
         """The trained part of one layer, or of the stack of layers."""
         return trained(tree, self.table["layers"])
 
-    def block(self, graph: nnx.GraphDef, ops: Ops | None = None) -> BlockFunction:
-        """One block as a function of its parameters. `graph`: of the layers."""
-        return marked(partial(apply_block, graph, ops or self.ops), self.table["layers"])
+    def block(self, graph: nnx.GraphDef) -> BlockFunction:
+        """One block as a function of its parameters. Its frozen matrices have no gradients. `graph`: of the layers."""
+        block, table = partial(apply_block, graph, self.ops), self.table["layers"]
+        if not freezes(table):
+            return block
+
+        def marked(w: jax.Array, parameter: Parameter) -> Any:
+            return Frozen(w) if parameter.is_matrix and not parameter.trainable else w
+
+        return lambda layer, h_BSD, block_context: block(jax.tree.map(marked, layer, table), h_BSD, block_context)
 
     def pin(self, tree: Params, specs: Any, transform: SpecTransform) -> Params:
         """`tree` constrained to `specs`, which `transform` extends to replicas. Layers on the host are left as they are."""

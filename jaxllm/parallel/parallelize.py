@@ -64,6 +64,7 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
         initialize=lambda key: jax.tree.map(lambda w, layout: layout.padded(w), initial_params(config, key), ctx.layouts),
         master=jax.tree.map(partial(_master, mesh), ctx.table, ctx.layouts),
         table=ctx.table,
+        trained=ctx.trained,
         attention=ctx.attention,
     )
 

@@ -1,7 +1,7 @@
 """The part of a tree of parameters that is trained: gradients, moments and updates have no more.
 
-Frozen weights are stored in the compute dtype, below ZeRO 3 in the layout of the train step. In a block they are marked, so
-that matmuls make no gradients for them (model/adapters.py).
+Frozen weights are stored in the compute dtype, below ZeRO 3 in the layout of the train step. Matmuls make no gradients for them
+(ParallelContext.block).
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.model.adapters import Frozen
-from jaxllm.model.llama import BlockFunction
 from jaxllm.parallel.types import Tree
-from jaxllm.sharding import Parameter
 
 
 def freezes(table: Tree) -> bool:
@@ -27,11 +24,11 @@ def trained(tree: Tree, table: Tree) -> Tree:
     return chosen(tree, table, lambda parameter: parameter.trainable) if freezes(table) else tree
 
 
-def chosen(tree: Tree, table: Tree, which: Callable[[Parameter], bool]) -> Tree:
-    """The part of a nested dict whose parameters `which` chooses. Its "layers" may be empty, but are there."""
+def chosen(tree: Tree, table: Tree, which: Callable[[Any], bool]) -> Tree:
+    """The part of a nested dict whose Parameters `which` chooses. Its "layers" may be empty, but are there."""
     found = {}
     for name, entry in table.items():
-        if not isinstance(entry, Parameter):
+        if isinstance(entry, dict):
             part = chosen(tree[name], entry, which)
             if part or name == "layers":
                 found[name] = part
@@ -45,14 +42,3 @@ def with_part(tree: Tree, part: Tree) -> Tree:
     if not isinstance(tree, dict):
         return part
     return {name: with_part(entry, part[name]) if name in part else entry for name, entry in tree.items()}
-
-
-def marked(block: BlockFunction, table: Tree) -> BlockFunction:
-    """The block of one layer, with its frozen matrices marked. `table`: of the layers."""
-    if not freezes(table):
-        return block
-
-    def mark(w: jax.Array, parameter: Parameter) -> Any:
-        return Frozen(w) if parameter.is_matrix and not parameter.trainable else w
-
-    return lambda layer, h_BSD, block_context: block(jax.tree.map(mark, layer, table), h_BSD, block_context)

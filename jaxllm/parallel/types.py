@@ -90,6 +90,8 @@ class Parallelized:
     """Nested dict of ShapeDtypeStruct: the master params as stored, with ZeRO's padding and shardings."""
     table: Any
     """Nested dict of Parameter, with the shapes that the train step computes with."""
+    trained: Callable[[Any], Any]
+    """A nested dict with an entry for each parameter -> its part with the trained parameters (trained.py)."""
     attention: str
     """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
 

@@ -15,7 +15,7 @@ from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.trained import freezes, trained, with_part
+from jaxllm.parallel.trained import freezes, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
@@ -72,13 +72,13 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     offload = what_to_offload(config, mesh)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
     functions = parallelize(config, mesh)
-    table = trained(functions.table, functions.table)
+    table = functions.trained(functions.table)
     optimizer = make_optimizer(config, table)
 
     def create(seed: jax.Array | int) -> TrainState:
         params = functions.initialize(jax.random.key(seed))
         recent = Recent.empty() if config.train.skip_spikes else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained(params, functions.table)), recent)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(functions.trained(params)), recent)
 
     shardings = state_shardings(functions, optimizer, mesh, offload)
     if config.train.skip_spikes:
@@ -86,10 +86,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     if offload == "none":
         update = make_update(optimizer)
     else:
-        of_trained = dataclasses.replace(shardings, params=trained(shardings.params, functions.table))
+        of_trained = dataclasses.replace(shardings, params=functions.trained(shardings.params))
         update = streamed_update(config, table, of_trained, mesh)
     if freezes(functions.table):
-        update = _update_of_trained(update, functions.table)
+        update = _update_of_trained(update, functions.trained)
     if offload in MASTER_ON_HOST:
         functions = loading_params(config, functions, mesh)
     is_diloco, replicas = config.train.diloco_steps is not None, config.parallel.replica
@@ -120,11 +120,11 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     return Training(functions=functions, step=step, measuring_step=measuring_step, **state)
 
 
-def _update_of_trained(update: Update, table: Any) -> Update:
+def _update_of_trained(update: Update, trained: Callable[[Any], Any]) -> Update:
     """`update` of the trained part of the parameters. The others stay as they are."""
 
     def run(gradients: Any, opt_state: Any, params: Any, *how: jax.Array) -> tuple[Any, Any]:
-        part, opt_state = update(gradients, opt_state, trained(params, table), *how)
+        part, opt_state = update(gradients, opt_state, trained(params), *how)
         return with_part(params, part), opt_state
 
     return run

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh import HOST, replicated
-from jaxllm.parallel.trained import trained, with_part
 from jaxllm.parallel.types import Parallelized
 
 log = logging.getLogger(__name__)
@@ -48,18 +47,18 @@ def state_shardings(
       offload: the value of parallel.offload_state.
     """
     host = _in_host_memory if offload != "none" else lambda sharding: sharding
-    params, table = parallelized.master_shardings, parallelized.table
+    params, trained = parallelized.master_shardings, parallelized.trained
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: host(sharding),
-        jax.eval_shape(optimizer.init, trained(parallelized.master, table)),
-        trained(params, table),
+        jax.eval_shape(optimizer.init, trained(parallelized.master)),
+        trained(params),
         transform_non_params=lambda _: replicated(mesh),
     )
     # A tree of shardings, with the sharding of the step in its place.
     step: Any = replicated(mesh)
     if offload in MASTER_ON_HOST:
-        params = with_part(params, jax.tree.map(host, trained(params, table)))
+        params = jax.tree.map(lambda p, there: host(there) if p.trainable else there, parallelized.table, params)
     return TrainState(step, params, moments)
 
 

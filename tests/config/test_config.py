@@ -94,11 +94,16 @@ REFUSALS = {
     ("model.lora.rank=0",): "model.lora.rank=0 is not valid: it should be greater than or equal to 1.",
     ("model.lora.alpha=8",): "model.lora.rank is missing",
     ("model.lora.rank=4", "model.lora.targets=[lm_head]"): "model.lora.targets",
-    ("model.lora.rank=4", "train.freeze=[embedding]"): "model.lora freezes all other parameters already: leave train.freeze out.",
+    (
+        "model.lora.rank=4",
+        "train.freeze=[embedding]",
+    ): "model.lora freezes all other parameters already: leave train.freeze out.",
     ("model.lora.rank=4", "parallel.tensor=2", "parallel.tensor_ring=true"): "parallel.tensor_ring=true does not go together "
     "with model.lora: leave one of them out.",
+    ("train.freeze=[head]", "parallel.replica=2", "train.diloco_steps=2"): "train.diloco_steps=2 does not go together with "
+    "train.freeze: leave one of them out.",
     ("train.freeze=[head]", "parallel.offload_state=all"): "parallel.offload_state=all does not go together with train.freeze",
-    ("train.freeze=[layers.3.mlp.*]",): "train.freeze='layers.3.mlp.*' is the name of no parameter: use patterns of embedding,",
+    ("train.freeze=[layers.3.mlp.*]",): "train.freeze=layers.3.mlp.* is the name of no parameter: use patterns of embedding,",
     ("train.freeze=['*']",): "train.freeze leaves no parameter to train: remove one of its patterns.",
     ("train.init_adapter=x",): "train.init_adapter has no effect without model.lora: set model.lora.rank, or leave it out.",
     ("steps=3",): "Cannot read the override 'steps=3': write section.key=value, such as train.steps=100.",

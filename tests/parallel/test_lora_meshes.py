@@ -1,4 +1,4 @@
-"""LoRA and frozen parameters: loss and gradients of every mesh equal one device's, and nothing is computed for what is frozen."""
+"""LoRA and frozen parameters: loss and gradients of every mesh equal one device's, and nothing is computed in vain."""
 
 import dataclasses
 
