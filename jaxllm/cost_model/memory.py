@@ -219,7 +219,7 @@ class Step(StepSizes):
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
         if self.zero == 2 and not (self.accumulates or self.policy.offload):
             # Layers only: a single microbatch gathers the vocabulary when it is needed.
-            weights = {"weights": self.itemsize * self.layers.compute, "relayout": self.itemsize * self.largest_stack}
+            weights = {"weights": self.itemsize * self.trained_layers.compute, "relayout": self.itemsize * self.largest_stack}
             return {**self.activations(), **weights}
         if self.zero == 3 and not self.runs_ahead and not self.pipelined:
             gathered = self.embedding.compute + (0 if self.model.tie_embeddings else self.head.compute)
@@ -245,4 +245,4 @@ class Step(StepSizes):
 
     def relayout(self) -> float:
         """Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix."""
-        return self.itemsize * (self.largest_stack + self.embedding.compute)
+        return self.itemsize * (self.largest_stack + self.trained_embedding.compute)

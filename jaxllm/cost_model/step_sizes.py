@@ -54,7 +54,7 @@ class StepSizes:
         here = config.chunk_layers * p.virtual_stages
         self.layer = sum(of_layer.values(), Elements(0, 0))
         self.layers = self.layer.times(here)
-        self.largest_stack = here * max(e.compute for e in of_layer.values())
+        self.largest_stack = here * max(trained[path].compute for path in of_layer)
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
         self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
         self.all = self.layers + self.vocabulary + table["final_norm.scale"]

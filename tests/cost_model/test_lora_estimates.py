@@ -21,6 +21,10 @@ CASES = {
     "8B": ("llama-3-8b", 1, "h100-80gb", 8, 2048, (*LORA, "parallel.remat=full")),
     "8B, no remat": ("llama-3-8b", 1, "h100-80gb", 8, 4096, (*LORA, "parallel.remat=none")),
     "8B, ZeRO 2": ("llama-3-8b", 8, "h100-80gb", 16, 4096, (*LORA, "parallel.zero=2", "parallel.remat=full")),
+    "8B, ZeRO 2, tensor": (
+        *("llama-3-8b", 8, "h100-80gb", 4, 2048),
+        (*LORA, "parallel.zero=2", "parallel.tensor=2", "parallel.remat=full"),
+    ),
     "8B, ZeRO 3": ("llama-3-8b", 8, "h100-80gb", 16, 8192, (*LORA, "parallel.zero=3")),
     "8B, tensor": ("llama-3-8b", 8, "h100-80gb", 16, 8192, (*LORA, "parallel.tensor=4")),
     "8B, pipe": ("llama-3-8b", 8, "h100-80gb", 16, 8192, (*LORA, "parallel.pipe=4")),
