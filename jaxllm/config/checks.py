@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.model_spec import parameters
+from jaxllm.config.model_spec import LAYERS, parameters
 from jaxllm.config.sections import LogConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, LAST_OUTPUT, block_tensors, divisors
 from jaxllm.untrusted import shown
@@ -248,10 +248,12 @@ def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
     if len(frozen) == len(paths):
         raise refuse("train.freeze leaves no parameter to train: remove one of its patterns.")
     what = "model.lora" if model.lora is not None else "train.freeze"
+    trains_layers = any(path.startswith(LAYERS) for path in paths if path not in frozen)
     unlike = {
         f"train.diloco_steps={train.diloco_steps}": train.diloco_steps is not None,
         f"parallel.offload_state={parallel.offload_state}": parallel.offload_state == "all"
-        or (parallel.offload_state != "none" and not any(p.startswith("layers.") for p in set(paths) - frozen)),
+        or (parallel.offload_state != "none" and not trains_layers),
+        f"log.layer_norms_every={log.layer_norms_every}": log.layer_norms_every is not None and not trains_layers,
         f"log.noise_scale_every={log.noise_scale_every}": log.noise_scale_every is not None and parallel.pipe > 1,
         "parallel.tensor_ring=true": model.lora is not None and parallel.tensor_ring is True,
     }

@@ -82,7 +82,7 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
     for section, key in keys:
         # A key that is newer than the run had its default value.
         default = type(getattr(config, section)).model_fields[key].get_default()
-        old, new = before.get(section, {}).get(key, default), now[section][key]
+        old, new = before.get(section, {}).get(key, [] if default == () else default), now[section][key]
         if key == "mixture":
             old, new = ([{k: v for k, v in part.items() if k != "paths"} for part in parts] for parts in (old, new))
         if key == "rope_scaling" and isinstance(old, dict):
