@@ -49,6 +49,9 @@ def evaluate(
         int | None,
         typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
     ] = None,
+    by_position: Annotated[
+        bool, typer.Option("--by-position", help="Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
+    ] = False,
     tokenizer: OtherTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,9 +59,9 @@ def evaluate(
     from jaxllm.commands import predict
     from jaxllm.commands.plan import progress_bar
 
-    options = {"sequence_length": sequence_length, "stride": stride, "tokenizer": tokenizer, "say": tell}
+    options = {"sequence_length": sequence_length, "stride": stride, "by_position": by_position, "tokenizer": tokenizer}
     with progress_bar() as progress:
-        score = predict.evaluate(model, text, overrides or [], **options, progress=progress)
+        score = predict.evaluate(model, text, overrides or [], **options, say=tell, progress=progress)
     show(json.dumps(score.to_json()) if as_json else fitted(score.lines()))
 
 

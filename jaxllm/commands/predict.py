@@ -46,6 +46,7 @@ def evaluate(
     *,
     sequence_length: int | None = None,
     stride: int | None = None,
+    by_position: bool = False,
     tokenizer: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -59,6 +60,7 @@ def evaluate(
         and bfloat16 on GPUs. Without parallel.*, the weights are distributed over all local devices.
       sequence_length: S, tokens per window; default: 1024, or the model's own length if that is less.
       stride: tokens from the start of one window to the next; default: S.
+      by_position: fill Score.by_position too: the loss by powers of two of the tokens before.
       tokenizer: a folder with tokenizer.json, or bytes; default: the model's own.
       say: receives lines of text for the terminal.
       progress: called with (description, windows done, total).
@@ -76,7 +78,8 @@ def evaluate(
     loaded = _open(model, overrides, width)
     _say_model(say, loaded)
     _note_length(say, home, length)
-    return score(loaded.functions, loaded.params, loaded.mesh, windows, width=width, progress=progress)
+    options = {"width": width, "by_position": by_position, "progress": progress}
+    return score(loaded.functions, loaded.params, loaded.mesh, windows, **options)
 
 
 @dataclass(frozen=True)
