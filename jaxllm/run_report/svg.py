@@ -257,16 +257,16 @@ def _drawn(curve: Curve, across: Scale, up: Scale) -> Iterator[str]:
 
 
 def _end_labels(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[str]:
-    """Each label beside the last point of its curve, or below another label that is there."""
+    """Each label beside the last point of its curve, or at the nearest height of the chart where no other one is."""
     placed: list[tuple[float, float]] = []
-    ends = []
     for curve in curves:
         there = np.flatnonzero(np.isfinite(curve.x) & np.isfinite(curve.y))
-        if curve.end_label and there.size:
-            ends.append((float(up(curve.y[there[-1]])), float(across(curve.x[there[-1]])), curve))
-    for y, x, curve in sorted(ends, key=lambda end: end[0]):
-        near = [other for at, other in placed if abs(at - x) < 2 * CHARACTER and abs(other - y) < LINE]
-        y = max(near) + LINE if near else y
+        if not curve.end_label or not there.size:
+            continue
+        x, end = float(across(curve.x[there[-1]])), float(up(curve.y[there[-1]]))
+        heights = [end, *sorted(np.arange(up.end, up.start, LINE), key=lambda y, end=end: abs(y - end))]
+        near = [other for at, other in placed if abs(at - x) < 2 * CHARACTER]
+        y = next((y for y in heights if all(abs(y - other) >= LINE for other in near)), end)
         placed.append((x, y))
         yield _text(x + 3, y + 4, curve.end_label, "start", curve.color).replace("<text", '<text class="end"', 1)
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import time
-from html.parser import HTMLParser
 from itertools import pairwise
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -12,6 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import yaml
+from stored_runs import BATCH, ONE, RATE, Tags, pictures, steps, timed, write_config, write_lines
 from tiny import TINY
 from typer.testing import CliRunner
 
@@ -44,35 +44,11 @@ from jaxllm.train.memory_check import check_memory
 from jaxllm.train.run_timer import start_keys
 
 H100 = GPUS["h100-80gb"]
-BATCH = 128
-"""Tokens per step of TINY: 8 sequences of 16."""
-RATE = 1000.0
-ONE = ("data.source=python_stdlib", "parallel.data=1", "parallel.zero=0")
 BIG = {
     "model": {"name": "llama-3.2-1b"},
     "parallel": {"data": 8},
     "train": {"steps": 100, "sequence_length": 4096, "global_batch_sequences": 32, "microbatch_sequences": 1},
 }
-
-
-def write_config(folder, config):
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def steps(count, batch=BATCH, first=1, tokens=0, **more):
-    """Metrics lines of steps whose loss falls by a hundredth each."""
-    return [
-        {
-            **{"step": step, "tokens": tokens + (step - first + 1) * batch, "loss": 5 * 0.99**step, "grad_norm": 1.0},
-            **{"learning_rate": 1e-3, "tokens_per_s_per_device": RATE},
-            **more,
-        }
-        for step in range(first, first + count)
-    ]
 
 
 @pytest.fixture
@@ -198,12 +174,6 @@ def test_what_fits_nowhere_is_said():
 
 
 # ---------------------------------------------------------------------------------------------------------------- the run
-
-
-def timed(lines, *unix_s, **first):
-    """The lines with times; each step waited half a second for its batch."""
-    found = [line | {"unix_s": at, "data_s": 0.5} for line, at in zip(lines, unix_s, strict=True)]
-    return [found[0] | first, *found[1:]]
 
 
 def test_every_second_is_some_parts(run):
@@ -379,28 +349,6 @@ def test_without_a_prediction_or_its_batch_nothing_is_said_of_it(run):
 
 
 # --------------------------------------------------------------------------------------------------------------- the page
-
-
-class Tags(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open, self.seen, self.attributes = [], set(), {}
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.add(tag)
-        self.attributes |= {name: value for name, value in attrs if name in ("src", "href", "style", "onclick")}
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.seen.add(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def pictures(text):
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(run, tmp_path):
