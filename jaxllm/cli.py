@@ -279,10 +279,7 @@ def schedule(
 
 @app.command("report", **example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
 def report_(
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="Run directories (run.dir), several to compare. Only the page is written."),
-    ],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories (run.dir); several are compared.")],
     out: Annotated[
         str | None,
         typer.Option(
