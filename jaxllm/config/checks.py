@@ -38,8 +38,8 @@ def repeats(kinds: Sequence[int | None], length: int) -> bool:
     return all(kind == kinds[at % length] for at, kind in enumerate(kinds))
 
 
-def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
-    """Raises if heads, widths, sequence or layers do not divide over the axes that split them."""
+def check_split(model: ModelConfig, parallel: ParallelConfig, S: int, key: str = "train.sequence_length") -> None:
+    """Raises if heads, widths, sequence or layers do not divide over the axes that split them. key: where S comes from."""
     if model.num_heads % parallel.tensor:
         raise refuse(
             f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
@@ -66,16 +66,13 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
     if S % unit:
         nearest = f"{S // unit * unit} or {math.ceil(S / unit) * unit}" if unit < S else str(unit)
         parts = f"in two chunks over parallel.context={c} and each part " if c > 1 else ""
-        raise refuse(
-            f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
-            f"set train.sequence_length={nearest}."
-        )
+        raise refuse(f"{key}={S} does not divide {parts}over parallel.tensor={parallel.tensor}: set {key}={nearest}.")
     # The gradient of a weight sums over the tokens. A block of them must be of one chunk, or the mesh would change it.
     tokens, least = causal_block_length(S, c), FP8_UNITS["mxfp8"]
     if model.matmul_dtype == "mxfp8" and tokens % least:
         where = f"a chunk of parallel.context={c} has {tokens}" if c > 1 else f"a sequence has {tokens} on a rank"
         raise refuse(
-            f"model.matmul_dtype=mxfp8 multiplies {least} tokens at a time, and {where}: make train.sequence_length a multiple "
+            f"model.matmul_dtype=mxfp8 multiplies {least} tokens at a time, and {where}: make {key} a multiple "
             f"of {least * S // tokens}, or set model.matmul_dtype=compute_dtype."
         )
     chunks = parallel.pipe * parallel.virtual_stages
@@ -193,11 +190,18 @@ def check_tokens(train: TrainConfig) -> None:
 
 def check_batch_schedule(train: TrainConfig) -> None:
     """Raises if the thresholds do not rise, or if batch_lr is set without a schedule."""
-    thresholds = [tokens for tokens, _ in train.batch_schedule]
-    for before, after in itertools.pairwise(thresholds):
-        if after <= before:
+    for key, schedule, name in (
+        ("batch_schedule", train.batch_schedule, "from_tokens"),
+        ("length_schedule", train.length_schedule, "until_tokens"),
+    ):
+        for (before, _), (after, _) in itertools.pairwise(schedule):
+            if after <= before:
+                raise refuse(f"train.{key} goes from {before:,} tokens to {after:,}: its {name} must rise; put them in order.")
+    for _, length in train.length_schedule:
+        if train.sequence_length % length:
             raise refuse(
-                f"train.batch_schedule goes from {before:,} tokens to {after:,}: its from_tokens must rise; put them in order."
+                f"train.length_schedule has a length of {length}, which does not divide train.sequence_length="
+                f"{train.sequence_length}: use one of {list(divisors(train.sequence_length))}."
             )
     if train.batch_lr != "none" and not train.batch_schedule:
         raise refuse(

@@ -83,6 +83,8 @@ class Config(Section):
         if parallel.data != AUTO:
             _check_microbatches(self)
         check_batch_schedule(train)
+        for number, (_, length) in enumerate(train.length_schedule):
+            check_split(model, parallel, length, f"train.length_schedule[{number}].length")
         if train.skip_spikes and train.spike_deviations is None:
             raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
@@ -114,9 +116,13 @@ class Config(Section):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of the batch schedule, in order. Without train.batch_schedule there is one phase."""
+        """The phases of train.batch_schedule and train.length_schedule, in order. Without them there is one phase."""
         train = self.train
-        return phases_of(train.global_batch_sequences, train.batch_schedule, train.sequence_length)
+        return phases_of(train.global_batch_sequences, train.batch_schedule, train.sequence_length, train.length_schedule)
+
+    @property
+    def has_phases(self) -> bool:
+        return bool(self.train.batch_schedule or self.train.length_schedule)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -135,22 +141,39 @@ class Config(Section):
         """Tokens that the first `step` steps consume."""
         return self.sequences_before(step) * self.train.sequence_length
 
+    def cut(self, parts: int) -> Config:
+        """This config with each sequence cut into so many, and as many tokens in a step and in a microbatch; needs a concrete
+        parallel.data."""
+        train = self.train
+        update = {
+            "sequence_length": train.sequence_length // parts,
+            "global_batch_sequences": train.global_batch_sequences * parts,
+            "microbatch_sequences": self.microbatch_sequences * parts,
+            "batch_schedule": tuple((tokens, sequences * parts) for tokens, sequences in train.batch_schedule),
+            "length_schedule": (),
+        }
+        return self.model_copy(update={"train": train.model_copy(update=update)})
+
+    def length_of(self, phase: Phase) -> int | None:
+        """Tokens of a sequence in the phase; None if all phases have the same."""
+        return self.train.sequence_length // phase.parts if self.train.length_schedule else None
+
     def in_phase(self, phase: Phase) -> Config:
-        """This config with the batch size of `phase` for all steps; needs a concrete parallel.data."""
-        batch = {"global_batch_sequences": phase.sequences, "batch_schedule": (), "batch_lr": "none"}
-        train = self.train.model_copy(update={**batch, "microbatch_sequences": self.microbatch_sequences})
-        return self.model_copy(update={"train": train})
+        """This config with the batch size and the length of `phase` for all steps; needs a concrete parallel.data."""
+        cut = self.cut(phase.parts)
+        batch = {"global_batch_sequences": phase.sequences * phase.parts, "batch_schedule": (), "batch_lr": "none"}
+        return cut.model_copy(update={"train": cut.train.model_copy(update=batch)})
 
     @property
     def at_largest_batch(self) -> Config:
         """`in_phase` of `largest_phase`, whose step needs most memory. Unchanged without a schedule."""
-        return self.in_phase(self.largest_phase) if self.train.batch_schedule else self
+        return self.in_phase(self.largest_phase) if self.has_phases else self
 
     @property
     def largest_phase(self) -> Phase:
-        """The phase with the largest batch that the run reaches."""
+        """The phase with the largest batch that the run reaches, and of these with the longest sequences."""
         reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
-        return max(reached, key=lambda phase: phase.sequences)
+        return max(reached, key=lambda phase: (phase.sequences, -phase.parts))
 
     @property
     def devices(self) -> int:

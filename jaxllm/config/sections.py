@@ -15,6 +15,7 @@ from jaxllm.config.types import (
     Count,
     Decay,
     Fraction,
+    LengthSchedule,
     NonNegativeFloat,
     OffloadState,
     Paths,
@@ -227,6 +228,10 @@ class TrainConfig(Section):
     """[[from_tokens, global_batch_sequences], ...]: the batch size after from_tokens consumed tokens, such as
     [[1_000_000_000, 2048], [4_000_000_000, 4096]]. The microbatch size stays the same, and a step has more microbatches.
     train.steps counts steps of any batch size."""
+    length_schedule: LengthSchedule = ()
+    """[[until_tokens, length], ...]: until so many tokens are consumed, sequences are cut into parts of `length`, such as
+    [[1_000_000_000, 512], [4_000_000_000, 1024]]; then sequence_length. A step has the same tokens and microbatches, in more
+    rows, and each length is compiled once."""
     batch_lr: Literal["none", "sqrt", "linear"] = "none"
     """Scales the learning rate by batch / last batch of batch_schedule (linear), by the square root of that (sqrt, usual for
     Adam) or not at all (none). optimizer.learning_rate is the rate of the last batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -111,18 +111,19 @@ def one_or_more(given: Any) -> Any:
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
 
 
-def _pairs(schedule: Any) -> Any:
+def _pairs(key: str, names: str, schedule: Any) -> Any:
     if schedule is None:
         return ()
     if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
         raise refuse(
-            f"train.batch_schedule={shown(schedule)} is not a list of pairs: write [[from_tokens, global_batch_sequences], "
-            f"...], such as [[1000000000, 2048]]."
+            f"train.{key}={shown(schedule)} is not a list of pairs: write [[{names}], ...], such as [[1000000000, 2048]]."
         )
     return schedule
 
 
-BatchSchedule = Annotated[tuple[tuple[Tokens, PositiveInt], ...], BeforeValidator(_pairs)]
+_Pairs = tuple[tuple[Tokens, PositiveInt], ...]
+BatchSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "batch_schedule", "from_tokens, global_batch_sequences"))]
+LengthSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "length_schedule", "until_tokens, sequence_length"))]
 XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
 
 

@@ -173,7 +173,7 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
     batch = ranks * microbatches
     values = {
         **{"steps": steps, "sequence_length": S, "global_batch_sequences": batch, "microbatch_sequences": 1},
-        **{"init_from": None, "eval_every_steps": None, "eval_batches": None},
+        **{"init_from": None, "eval_every_steps": None, "eval_batches": None, "length_schedule": ()},
     }
     if train.batch_schedule:
         # As many batch sizes, each for as many steps.

@@ -115,6 +115,15 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     return Training(functions=functions, step=step, measuring_step=measuring_step, **state)
 
 
+def build_trainings(config: Config, mesh: Mesh) -> dict[int, Training]:
+    """{parts that train.length_schedule cuts sequences into: the training of such steps}. The whole sequences come first. All
+    have the same state."""
+    return {
+        parts: build_training(config.cut(parts) if parts > 1 else config, mesh)
+        for parts in sorted({1, *(phase.parts for phase in config.phases)})
+    }
+
+
 def _skip_policy(config: Config) -> SkipPolicy:
     if not config.train.skip_spikes:
         return skip_not_finite

@@ -125,7 +125,8 @@ def train(
         if record["skipped"] or record["loss_spike"]:
             console.say(what_went_wrong(record))
         rate = float(record["tokens_per_s_per_device"])
-        utilisation = mfu(rate, config.model, config.train.sequence_length, peak_flops) if peak_flops else None
+        length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
+        utilisation = mfu(rate, config.model, length, peak_flops) if peak_flops else None
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (first + 1, config.train.steps)
         console.step(record, utilisation, due)
 

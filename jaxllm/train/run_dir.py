@@ -102,16 +102,23 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
 
 
 def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
-    """Refuses a train.batch_schedule that differs for the steps already done; later steps may change."""
+    """Refuses a train.batch_schedule or train.length_schedule that differs for the steps already done; later steps may
+    change."""
     train, step = meta["config"]["train"], meta["step"]
     first, length = train["global_batch_sequences"], train["sequence_length"]
-    before = done_by(phases_of(first, train.get("batch_schedule", ()), length), step)
-    if before != done_by(config.phases, step):
+    batches, lengths, given = train.get("batch_schedule", ()), train.get("length_schedule", ()), config.train
+    before = done_by(phases_of(first, batches, length), step)
+    if before != done_by(phases_of(given.global_batch_sequences, given.batch_schedule, given.sequence_length), step):
         schedule = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
         raise ConfigError(
             f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
             f"train.batch_schedule=[{schedule}], but the given schedule differs for them: begin it with these, or choose "
             f"another run.dir."
+        )
+    if done_by(phases_of(first, batches, length, lengths), step) != done_by(config.phases, step):
+        raise ConfigError(
+            f"{folder} holds a run of {step} steps with train.length_schedule={[list(pair) for pair in lengths]}, but the "
+            f"given schedule differs for them: begin it with these, or choose another run.dir."
         )
 
 

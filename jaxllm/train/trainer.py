@@ -37,14 +37,14 @@ from jaxllm.runtime import distributed, progress
 from jaxllm.train import diloco, fewer_hosts, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
-from jaxllm.train.build import State, Training, build_training
+from jaxllm.train.build import State, Training, build_trainings
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM
 from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
-from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms
+from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms, layer_norms_name
 from jaxllm.train.saved_programs import SavedPrograms
 from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import on_device
@@ -135,12 +135,16 @@ class Trainer:
         The caller converts the state.
         """
         config = self.config if in_rounds else diloco.without(self.config)
-        self._training = training = build_training(config, self.mesh)
+        trainings = build_trainings(config, self.mesh)
+        self._training = training = trainings[1]
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
-        self.programs.use(training)
+        self.programs.use(trainings)
         self._loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))
-        self._layer_norms = self.saved.wrap(run_programs.LAYER_NORMS, jit_layer_norms(training, self.mesh))
+        names = {phase.parts: layer_norms_name(config.length_of(phase)) for phase in config.phases}
+        self._layer_norms = {
+            parts: self.saved.wrap(name, jit_layer_norms(trainings[parts], self.mesh)) for parts, name in names.items()
+        }
         return training
 
     # ------------------------------------------------------------------------------------------------------------ training
@@ -227,7 +231,7 @@ class Trainer:
         if every is None or (self.step + 1) % every:
             return {}
         with jax.set_mesh(self.mesh), progress.phase("evaluate"):
-            return {LAYER_ACTIVATION_NORM: self._layer_norms(self.state.params, batch)}
+            return {LAYER_ACTIVATION_NORM: self._layer_norms[self.config.phase_at(self.step).parts](self.state.params, batch)}
 
     def finish(self) -> Record | None:
         """Waits for the running step and returns its metrics. The timer of tokens_per_s_per_device stops until the next."""
@@ -271,8 +275,11 @@ class Trainer:
         self._last_finish_s = now
         record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values), "tokens_per_s_per_device": rate}
         record |= self.noise.see(values)
+        phase = self.config.phase_at(step - 1)
         if self.config.train.batch_schedule:
-            record["batch_sequences"] = self.config.phase_at(step - 1).sequences
+            record["batch_sequences"] = phase.sequences
+        if (length := self.config.length_of(phase)) is not None:
+            record["sequence_length"] = length
         if len(self.stream.sources) > 1:
             epochs = self.stream.epochs(self.config.sequences_before(step))
             record |= {f"epochs/{name}": count for name, count in epochs.items()}
@@ -322,10 +329,17 @@ class Trainer:
         is laid out [microbatch, sequence, position] on the mesh; each host reads its part. Positions are in zigzag order
         (parallel/zigzag.py) if parallel.context is above 1.
         """
-        config = self.config
-        samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
-        samples = samples.reshape(-1, config.microbatch_rows)
-        return put_global_batch(self.mesh, self.stream.samples, samples, config.train.sequence_length)
+        config, phase = self.config, self.config.phase_at(step)
+        parts = phase.parts
+
+        def read(rows: np.ndarray) -> dict[str, np.ndarray]:
+            """Rows parts k to parts k + parts - 1 are sample k, cut. A process reads whole samples, in order."""
+            found = self.stream.samples(rows[::parts] // parts)
+            return {name: array.reshape(len(rows), -1) for name, array in found.items()}
+
+        rows = parts * config.sequences_before(step) + np.arange(parts * phase.sequences)
+        rows = rows.reshape(-1, parts * config.microbatch_rows)
+        return put_global_batch(self.mesh, read, rows, config.train.sequence_length // parts)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
