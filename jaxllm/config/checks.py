@@ -38,8 +38,8 @@ def repeats(kinds: Sequence[int | None], length: int) -> bool:
     return all(kind == kinds[at % length] for at, kind in enumerate(kinds))
 
 
-def check_split(model: ModelConfig, parallel: ParallelConfig, S: int, key: str = "train.sequence_length") -> None:
-    """Raises if heads, widths, sequence or layers do not divide over the axes that split them. key: where S comes from."""
+def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
+    """Raises if heads, widths, sequence or layers do not divide over the axes that split them."""
     if model.num_heads % parallel.tensor:
         raise refuse(
             f"model.num_heads={model.num_heads} cannot be split over parallel.tensor={parallel.tensor}: "
@@ -66,13 +66,16 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int, key: str =
     if S % unit:
         nearest = f"{S // unit * unit} or {math.ceil(S / unit) * unit}" if unit < S else str(unit)
         parts = f"in two chunks over parallel.context={c} and each part " if c > 1 else ""
-        raise refuse(f"{key}={S} does not divide {parts}over parallel.tensor={parallel.tensor}: set {key}={nearest}.")
+        raise refuse(
+            f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
+            f"set train.sequence_length={nearest}."
+        )
     # The gradient of a weight sums over the tokens. A block of them must be of one chunk, or the mesh would change it.
     tokens, least = causal_block_length(S, c), FP8_UNITS["mxfp8"]
     if model.matmul_dtype == "mxfp8" and tokens % least:
         where = f"a chunk of parallel.context={c} has {tokens}" if c > 1 else f"a sequence has {tokens} on a rank"
         raise refuse(
-            f"model.matmul_dtype=mxfp8 multiplies {least} tokens at a time, and {where}: make {key} a multiple "
+            f"model.matmul_dtype=mxfp8 multiplies {least} tokens at a time, and {where}: make train.sequence_length a multiple "
             f"of {least * S // tokens}, or set model.matmul_dtype=compute_dtype."
         )
     chunks = parallel.pipe * parallel.virtual_stages

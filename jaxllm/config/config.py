@@ -25,6 +25,7 @@ from jaxllm.config.checks import (
     check_remat,
     check_split,
     check_tokens,
+    sequence_unit,
     effective_windows,
     repeats,
 )
@@ -83,8 +84,14 @@ class Config(Section):
         if parallel.data != AUTO:
             _check_microbatches(self)
         check_batch_schedule(train)
-        for number, (_, length) in enumerate(train.length_schedule):
-            check_split(model, parallel, length, f"train.length_schedule[{number}].length")
+        unit = sequence_unit(parallel.context, parallel.tensor)
+        for _, length in train.length_schedule:
+            if length % unit:
+                raise refuse(
+                    f"train.length_schedule has a length of {length}, which does not divide over parallel.context="
+                    f"{parallel.context} and tensor={parallel.tensor}: use a multiple of {unit}."
+                )
+            check_split(model, parallel, length)
         if train.skip_spikes and train.spike_deviations is None:
             raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
