@@ -25,9 +25,9 @@ from jaxllm.config.checks import (
     check_remat,
     check_split,
     check_tokens,
-    sequence_unit,
     effective_windows,
     repeats,
+    sequence_unit,
 )
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides

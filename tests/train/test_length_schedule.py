@@ -136,8 +136,8 @@ def test_the_lengths_are_announced(tiny_config):
         ),
         (
             ["train.length_schedule=[[256, 2]]", "parallel.context=2"],
-            "train.length_schedule has a length of 2, which does not divide over parallel.context=2 and tensor=1: use a multiple "
-            "of 4.",
+            "train.length_schedule has a length of 2, which does not divide over parallel.context=2 and tensor=1: use a "
+            "multiple of 4.",
         ),
         (["train.length_schedule=256"], "train.length_schedule=256 is not a list of pairs: write [[until_tokens, "),
     ],
