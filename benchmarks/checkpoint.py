@@ -1,10 +1,11 @@
-"""Cost of a save for the training loop: asynchronous and synchronous saves, and the speed of steps during one. Cost of a
-restore, with and without the verification of every byte.
+"""Cost of a save for the training loop: asynchronous and synchronous saves, saves in memory, and the speed of steps during one.
+Cost of a restore, with and without the verification of every byte.
 
     python benchmarks/checkpoint.py [section.key=value ...] [--saves N] [--quick] [--json]
 
 The model has about 12 M parameters, so 145 MB of state with both moments in float32, by default on one CPU device. Each save
-completes before the next; the two kinds alternate. A wait is the time that the loop spends in Checkpoints.save. A step is timed
+completes before the next; the kinds alternate. A wait is the time that the loop spends in Checkpoints.save, or in
+MemoryCheckpoints.save with checkpoint.memory_dir of one host, without a neighbour. A step is timed
 from one reading of a loss to the next. Restores read files that the system has cached.
 """
 
@@ -43,7 +44,7 @@ RECIPE = {
 }
 QUIET_STEPS = 20
 """Number of steps without a save, for comparison."""
-KINDS = ("asynchronous", "synchronous")
+KINDS = ("asynchronous", "synchronous", "in memory")
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def measure(config: Config, saves: int) -> dict[str, Any]:
     """Trains and saves. Times in seconds: `wait_s` per save, `write_s` from the start of a save until it is complete, `step_s`
-    of each step during an asynchronous save, and `quiet_step_s` of steps without one. `restore_s` of each restore, `read_s`
+    of each step during a save, and `quiet_step_s` of steps without one. `restore_s` of each restore, `read_s`
     without verification, and `verify_s` of the verification alone.
 
     Raises:
@@ -80,6 +81,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     import jaxllm
     from jaxllm.checkpoint.files import describe_run, saved_steps
     from jaxllm.checkpoint.manager import Checkpoints
+    from jaxllm.checkpoint.memory import MemoryCheckpoints
     from jaxllm.pretrained.folder import versions
 
     trainer = jaxllm.Trainer(config)
@@ -95,8 +97,8 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
         "versions": versions(),
     } | {kind: {"wait_s": [], "write_s": [], "step_s": []} for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
-        stores = {}
-        for kind in KINDS:
+        stores: dict[str, Any] = {"in memory": MemoryCheckpoints(Path(folder), config.checkpoint, trainer.state)}
+        for kind in KINDS[:2]:
             chosen = config.checkpoint.model_copy(update={"asynchronous": kind == "asynchronous", "keep": 1})
             stores[kind] = Checkpoints(Path(folder) / kind, chosen)
         # The first save of each kind also creates folders and threads.
@@ -108,7 +110,8 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
                 started = time.perf_counter()
                 checkpoints.save(step, trainer.state, describe_run(trainer.config, step, "benchmark"))
                 wait_s, step_s = time.perf_counter() - started, []
-                while step not in saved_steps(checkpoints.folder):
+                is_memory = isinstance(checkpoints, MemoryCheckpoints)
+                while checkpoints.is_writing if is_memory else step not in saved_steps(checkpoints.folder):
                     step_s.append(step_seconds(trainer))
                 write_s = time.perf_counter() - started
                 checkpoints.wait()
@@ -118,6 +121,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
                     figures["write_s"].append(write_s)
                     # The first includes time in which no step was running.
                     figures["step_s"] += step_s[1:]
+        stores.pop("in memory").close(is_useless=True)
         for checkpoints in stores.values():
             checkpoints.close()
         report |= restore_seconds(trainer, Path(folder) / KINDS[0], saves)

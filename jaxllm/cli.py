@@ -277,11 +277,14 @@ def schedule(
     print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
 
 
-@app.command("report", **example("report runs/quickstart"))
+@app.command("report", **example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
 def report_(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory (run.dir). It is only read, except for the page.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories (run.dir); several are compared.")],
     out: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="The page; default: report.html in RUN. It is overwritten.")
+        str | None,
+        typer.Option(
+            metavar="FILE.html", help="The page; default: report.html in RUN, of several comparison.html in the first."
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
@@ -296,12 +299,21 @@ def report_(
         bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
     ] = False,
 ) -> None:
-    """Reports on a run, with charts in one HTML page. Also predicts the effect of more data ranks."""
-    from jaxllm.run_report.page import FILE_NAME, write_page
-    from jaxllm.run_report.summary import report_on
+    """Reports on runs, with charts in one HTML page. Of one run it also predicts the effect of more data ranks."""
+    report: Any
+    if len(runs) > 1:
+        from jaxllm.run_report.comparison import compare
+        from jaxllm.run_report.comparison_page import FILE_NAME, write_page
 
-    report = report_on(run, gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
-    page = None if as_json and out is None else write_page(report, Path(run) / FILE_NAME if out is None else out)
+        if gpu is not None or gpus_per_host is not None:
+            raise ConfigError("--gpu and --gpus-per-host predict more data ranks of one run: leave them out, or give one RUN.")
+        report = compare(runs, loss=loss)
+    else:
+        from jaxllm.run_report.page import FILE_NAME, write_page
+        from jaxllm.run_report.summary import report_on
+
+        report = report_on(runs[0], gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
+    page = None if as_json and out is None else write_page(report, Path(runs[0]) / FILE_NAME if out is None else out)
     print(json.dumps(report.to_json()) if as_json else fitted([*report.lines(), "", f"page {page}"]))
 
 

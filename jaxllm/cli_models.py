@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli_options import (
+    Adapter,
     AsJson,
     Force,
     ModelFolder,
@@ -21,6 +22,7 @@ from jaxllm.cli_options import (
     show_at_once,
     tell,
 )
+from jaxllm.config import ConfigError
 
 
 def export(
@@ -49,16 +51,26 @@ def evaluate(
         int | None,
         typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
     ] = None,
+    by_position: Annotated[
+        bool, typer.Option("--by-position", help="Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
+    ] = False,
     tokenizer: OtherTokenizer = None,
+    adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
     """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
     from jaxllm.commands import predict
     from jaxllm.commands.plan import progress_bar
 
-    options = {"sequence_length": sequence_length, "stride": stride, "tokenizer": tokenizer, "say": tell}
+    options = {
+        "sequence_length": sequence_length,
+        "stride": stride,
+        "by_position": by_position,
+        "tokenizer": tokenizer,
+        "adapter": adapter or (),
+    }
     with progress_bar() as progress:
-        score = predict.evaluate(model, text, overrides or [], **options, progress=progress)
+        score = predict.evaluate(model, text, overrides or [], **options, say=tell, progress=progress)
     show(json.dumps(score.to_json()) if as_json else fitted(score.lines()))
 
 
@@ -87,6 +99,7 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
     ] = None,
     tokenizer: OtherTokenizer = None,
+    adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
     """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
@@ -108,6 +121,7 @@ def generate(
         seed=seed,
         stop=stop or [],
         tokenizer=tokenizer,
+        adapter=adapter or (),
         say=tell,
         **({} if as_json else {"on_text": on_text}),
     )
@@ -186,12 +200,21 @@ def convert_to_hf(
         int | None,
         typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
     ] = None,
+    adapter: Adapter = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the adapter of a run with model.lora alone, in PEFT's format.")
+    ] = False,
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Writes a model or a run as a Hugging Face folder. Verifies the result."""
-    from jaxllm.checkpoint.hf_convert import parse_size, to_hf
+    """Writes a model or a run as a Hugging Face folder, with LoRA adapters merged. Verifies the result."""
+    from jaxllm.checkpoint.hf_convert import adapter_to_peft, parse_size, to_hf
 
+    if adapter_only:
+        if adapter or verify or max_position is not None:
+            raise ConfigError("--adapter-only writes no model: leave out --adapter, --verify and --max-position.")
+        print("\n".join(adapter_to_peft(source, destination, step=step, dtype=dtype, force=force).lines()))
+        return
     done = to_hf(
         source,
         destination,
@@ -201,5 +224,6 @@ def convert_to_hf(
         max_position=max_position,
         force=force,
         verify=verify,
+        adapters=adapter or (),
     )
     print("\n".join(done.lines()))

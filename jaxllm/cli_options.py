@@ -25,6 +25,10 @@ CacheDir = Annotated[
     str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FOLDER", help="Merge a LoRA adapter in PEFT's format into the weights. Repeatable."),
+]
 SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
 Verify = Annotated[

@@ -21,6 +21,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig, zero_shard
+from jaxllm.config.model_spec import LORA_RANK
 from jaxllm.mesh import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -40,6 +41,12 @@ class Parameter:
     dims: Dims
     is_matrix: bool
     """False: a norm's scale or a bias."""
+    trainable: bool = True
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether it is a matrix of an adapter."""
+        return LORA_RANK in self.dims
 
     @property
     def size(self) -> int:
@@ -95,6 +102,7 @@ def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tupl
         "kv_heads": (TENSOR,) if model.num_kv_heads % parallel.tensor == 0 else (),
         "head_dim": (),
         "mlp": (TENSOR,),
+        LORA_RANK: (),
     }
 
 
@@ -107,6 +115,7 @@ ACTIVATION_RULES: Rules = {
     "embed": (),
     "heads": (TENSOR,),
     "mlp": (TENSOR,),
+    LORA_RANK: (),
 }
 
 
@@ -146,7 +155,8 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     sizes = axis_sizes(parallel)
     compute = match(parameter.path, parameter.shape, parameter.dims, rules, sizes)
     ranks = math.prod(sizes[axis] for axis in ZERO_AXES)
-    if parallel.zero == 0 or ranks == 1:
+    # Below level 3 ZeRO shards what only the optimizer reads, and it does not read what is frozen.
+    if parallel.zero == 0 or ranks == 1 or not (parameter.trainable or is_zero_sharded(parameter.path, parallel, 3)):
         return Layout(compute, compute, None)
     split = {dim: math.prod(sizes[axis] for axis in rules[dim]) for dim in parameter.dims}
     found = zero_shard(dict(zip(parameter.dims, parameter.shape, strict=True)), split, ranks, parameter.is_matrix)

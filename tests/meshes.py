@@ -4,11 +4,13 @@ import math
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
 from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
+from jaxllm.train.given import Given
 
 
 class Run:
@@ -17,18 +19,24 @@ class Run:
 
     first = 0
 
-    def __init__(self, config, batch):
+    def __init__(self, config, batch, given=Given()):
         devices = jax.devices()[: math.prod(axis_sizes(config.parallel).values())]
         self.config, self.batch = config.resolve(len(devices)), batch
         self.mesh = make_mesh(self.config.parallel, devices)
-        training = build_training(self.config, self.mesh)
+        training = build_training(self.config, self.mesh, given)
         self.functions, self.step = training.functions, training.step
         with jax.set_mesh(self.mesh):
             self.state = training.create_state(self.config.train.seed)
 
     def place(self, arrays):
         dealt = order(self.config.train.sequence_length, self.config.parallel.context)
-        return {name: jax.device_put(a[:, :, dealt], batch_sharding(self.mesh)) for name, a in arrays.items()}
+        sharding = batch_sharding(self.mesh)
+
+        def put(a):
+            a = a[:, :, dealt] if a.ndim > 2 else a
+            return jax.device_put(a, NamedSharding(self.mesh, PartitionSpec(*sharding.spec[: a.ndim])))
+
+        return {name: put(a) for name, a in arrays.items()}
 
     def gradients(self, seed=0):
         with jax.set_mesh(self.mesh):

@@ -133,8 +133,8 @@ def recipe_for(name: str, page: Path) -> dict:
     values = {section: dict(keys) for section, keys in values.items()}
     if values["model"].get("name", "llama-3.2-1b") not in published_models():
         values["model"]["name"] = "llama-3.2-1b"
-    if values.get("data", {}).get("source") in ("files", "chat"):
-        values["data"] = {}
+    if values.get("data", {}).get("source") in ("files", "chat", "preferences"):
+        values["data"], values["train"] = {}, values["train"] | {"loss": "cross_entropy"}
     return values
 
 

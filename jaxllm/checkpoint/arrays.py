@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,37 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     silence_orphans()
     handler = ocp.PyTreeCheckpointHandler()
     found = handler.metadata(folder)  # pyright: ignore[reportArgumentType]  # a pathlib path works
-    saved = {_names(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
-    parameters = {_names(path): parameter for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
+    saved = {names_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found))}
+    on_disk = as_saved(folder, saved, like, table)
+
+    def arguments(path: Any, x: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+        is_whole = tuple(saved[names_of(path)]) == x.shape
+        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=is_whole)
+
+    restore_args = jax.tree_util.tree_map_with_path(arguments, on_disk)
+    partial = set(saved) != {names_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
+    # Only the handler: Checkpointer.restore ends with a barrier, where the others would wait for a process that failed.
+    args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
+    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # a pathlib path works
+
+
+def as_saved(source: Path | str, saved: Mapping[tuple[str, ...], tuple[int, ...]], like: Any, table: Any) -> Any:
+    """`like` with the shapes to read: those of `like`, and where the layers are stacked for another pipeline, the saved shape.
+
+    Args:
+      source: what has the arrays, for messages.
+      saved: its arrays' shapes, by their path (names_of).
+      like, table: as for read_arrays.
+
+    Raises:
+      ConfigError: as read_arrays does.
+    """
+    parameters = {names_of(path): parameter for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
 
     def read_as(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        names = _names(path)
+        names = names_of(path)
         if names not in saved:
-            raise ConfigError(f"{folder} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
+            raise ConfigError(f"{source} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         name = next((names[i:] for i in range(len(names)) if names[i:] in parameters), names)
         parameter = parameters.get(name, Parameter(".".join(name), x.shape, x.dtype, ("",) * x.ndim, is_matrix=False))
         may_be_padded = parameter.is_matrix
@@ -55,28 +80,26 @@ def read_arrays(folder: Path, like: Any, table: Any) -> Any:
         is_other = is_other or any(d != "vocab" and (a < least or (a > least and not may_be_padded)) for a, least, d in sizes)
         if is_other or (of_stack not in (1, 3) if stacked else of_stack):
             raise ConfigError(
-                f"{parameter.path} has shape {tuple(saved[names])} in {folder} and {parameter.shape} in this config: use the "
+                f"{parameter.path} has shape {tuple(saved[names])} in {source} and {parameter.shape} in this config: use the "
                 f"same model."
             )
         if of_stack == stacked <= 1 or tuple(shape[:of_stack]) == wanted[:stacked]:
             return x
         if replica_dims:
             raise ConfigError(
-                f"{folder} holds DiLoCo replicas whose layers are stacked for another pipeline: resume with the same "
+                f"{source} holds DiLoCo replicas whose layers are stacked for another pipeline: resume with the same "
                 f"parallel.pipe and parallel.virtual_stages."
             )
         return _of_another_stack(x, stacked, shape[:of_stack])
 
-    def arguments(path: Any, x: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
-        is_whole = tuple(saved[_names(path)]) == x.shape
-        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=is_whole)
+    return jax.tree_util.tree_map_with_path(read_as, like)
 
-    on_disk = jax.tree_util.tree_map_with_path(read_as, like)
-    restore_args = jax.tree_util.tree_map_with_path(arguments, on_disk)
-    partial = set(saved) != {_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
-    # Only the handler: Checkpointer.restore ends with a barrier, where the others would wait for a process that failed.
-    args = ocp.args.PyTreeRestore(item=on_disk, restore_args=restore_args, partial_restore=partial)
-    return handler.restore(folder, args=args)  # pyright: ignore[reportArgumentType]  # a pathlib path works
+
+def give_up(arrays: Any) -> Any:
+    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
+    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+    jax.tree.map(lambda x: x.delete(), arrays)
+    return layout
 
 
 def on_host(arrays: Any) -> bool:
@@ -126,6 +149,6 @@ def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     return found
 
 
-def _names(path: Any) -> tuple[str, ...]:
+def names_of(path: Any) -> tuple[str, ...]:
     """A tree path as names, equal for a namedtuple and for the dict that Orbax makes of it."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

@@ -46,6 +46,7 @@ class _Train:
     global_batch_sequences: PositiveInt
     sequence_length: PositiveInt
     batch_schedule: tuple[tuple[Tokens, PositiveInt], ...] = ()
+    length_schedule: tuple[tuple[Tokens, PositiveInt], ...] = ()
     skip_spikes: Switch = False
     diloco_steps: PositiveInt | None = None
     diloco_after_steps: Whole = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +126,10 @@ def to_hf(
     max_position: int | None = None,
     force: bool = False,
     verify: bool = False,
+    adapters: Sequence[str] = (),
 ) -> Conversion:
-    """Converts a jaxllm folder, a run directory or one of its checkpoints to a folder that transformers loads.
+    """Converts a jaxllm folder, a run directory or one of its checkpoints to a folder that transformers loads. The adapters of
+    a run with model.lora are merged.
 
     It needs host memory for the largest tensor or, for a run or an export of format 1, the largest parameter with all layers.
 
@@ -138,6 +140,7 @@ def to_hf(
       max_position: max_position_embeddings; default: the larger of the value in the original config.json and the sequence
         length of the run.
       force, verify: as in from_hf.
+      adapters: folders of LoRA adapters in PEFT's format, to be merged too.
 
     Raises:
       ConfigError: as in from_hf.
@@ -153,8 +156,8 @@ def to_hf(
         raise ConfigError(
             f"--max-position={max_position} is not valid: give the number of positions that the model was trained for."
         )
-    found = find_weights("SRC", source, step)
-    if isinstance(found.opened, HuggingFaceFolder):
+    found = find_weights("SRC", source, step, adapters)
+    if isinstance(found.opened, HuggingFaceFolder) and not adapters:
         raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
     folder = found.as_folder()
     companion_files(folder.companions)
@@ -170,10 +173,40 @@ def to_hf(
         copy_companions(folder.companions, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Rounding to another dtype makes another model.
-        agreement = require_agreement(aside, aside if wanted else Path(source), None if wanted else step) if verify else None
+        agreement = None
+        if verify:
+            agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, Path(source), step, adapters)
     names = tuple(sorted({move.dtype.name for move in moves}))
     described = found.description
     return Conversion(described, destination, len(moves), layout.total_bytes, names, len(layout.files), (), agreement)
+
+
+def adapter_to_peft(
+    source: str, destination: str, *, step: int | None = None, dtype: str | None = None, force: bool = False
+) -> Conversion:
+    """Writes the adapter of a run with model.lora, alone, as a folder that PEFT loads.
+
+    Args:
+      step, dtype, force: as in to_hf.
+
+    Raises:
+      ConfigError: the run has no adapter, or the destination exists or cannot be written.
+    """
+    require_new(destination, force)
+    from jaxllm.checkpoint.weights import dtype_named, find_weights, initial_folder
+    from jaxllm.pretrained.adapters import write_adapter
+    from jaxllm.runtime import distributed
+
+    wanted = None if dtype is None else dtype_named(dtype)
+    found = find_weights("SRC", source, step)
+    if found.model.get("lora") is None:
+        raise ConfigError(f"SRC={source} has no adapter: give a run with model.lora, or leave out --adapter-only.")
+    distributed.start_without_devices()
+    folder = found.unmerged()
+    with new_folder(destination, 0, force) as aside:
+        moves, nbytes = write_adapter(folder, aside, wanted, initial_folder(found))
+    names = tuple(sorted({move.dtype.name for move in moves}))
+    return Conversion(found.description, destination, len(moves), nbytes, names, 1)
 
 
 def parse_size(text: str) -> int:
@@ -301,9 +334,9 @@ def require_transformers() -> None:
         raise ConfigError(f"--verify needs {' and '.join(missing)}: pip install 'jaxllm[reference]', or leave it out.")
 
 
-def require_agreement(hugging_face: Path, ours: Path, step: int | None = None) -> Agreement:
+def require_agreement(hugging_face: Path, ours: Path, step: int | None = None, adapters: Sequence[str] = ()) -> Agreement:
     """Raises ConfigError if the logits differ by more than LARGEST_DIFFERENCE."""
-    found = verify(hugging_face, ours, step)
+    found = verify(hugging_face, ours, step, adapters)
     if not found.largest_difference <= LARGEST_DIFFERENCE:
         raise ConfigError(
             f"The {found.line}; that is above {LARGEST_DIFFERENCE:g}, so nothing was kept: report it with the model."
@@ -311,7 +344,15 @@ def require_agreement(hugging_face: Path, ours: Path, step: int | None = None) -
     return found
 
 
-def verify(hugging_face: Path, ours: Path, step: int | None = None, *, sequences: int = 2, length: int = 32) -> Agreement:
+def verify(
+    hugging_face: Path,
+    ours: Path,
+    step: int | None = None,
+    adapters: Sequence[str] = (),
+    *,
+    sequences: int = 2,
+    length: int = 32,
+) -> Agreement:
     """Compares the logits of random tokens, by transformers from one folder and by jaxllm from the other, in float32. It needs
     memory for two copies of the model in float32.
 
@@ -331,7 +372,8 @@ def verify(hugging_face: Path, ours: Path, step: int | None = None, *, sequences
     with torch.no_grad():
         theirs_BSV = network(torch.tensor(ids_BS).long()).logits
     with jax.default_matmul_precision("float32"):
-        ours_BSV = torch.tensor(np.asarray(load_model(ours, compute_dtype="float32", step=step)(jax.numpy.asarray(ids_BS))))
+        model = load_model(ours, compute_dtype="float32", step=step, adapter=adapters)
+        ours_BSV = torch.tensor(np.asarray(model(jax.numpy.asarray(ids_BS))))
     log_p, log_q = theirs_BSV.double().log_softmax(-1), ours_BSV.double().log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
     return Agreement((ours_BSV - theirs_BSV).abs().max().item(), kl, ids_BS.size)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.weights import WeightsSource, find_weights, read_weights
+from jaxllm.checkpoint.weights import WeightsSource, find_weights, read_weights, without_lora
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
 from jaxllm.config.hf_config import SHAPE_KEYS, VARIANTS
 from jaxllm.model.llama import Llama
@@ -32,6 +32,11 @@ from jaxllm.runtime.host_memory import require_host_memory
 from jaxllm.sharding import Parameter, layout, weight_rules
 
 KEY = "--model"
+Adapters = str | Path | Sequence[str | Path]
+
+
+def paths_of(adapters: Adapters) -> list[str]:
+    return [str(path) for path in ([adapters] if isinstance(adapters, str | Path) else adapters)]
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ def open_model(
     *,
     sequence_length: int = 1024,
     step: int | None = None,
+    adapter: Adapters = (),
 ) -> LoadedModel:
     """Opens a Hugging Face folder, a jaxllm folder, a run directory or one of its checkpoints on the local devices.
 
@@ -77,11 +83,13 @@ def open_model(
       overrides: `section.key=value` strings.
       sequence_length: length of the sequences to compute, unless train.sequence_length is overridden.
       step: the checkpoint of a run directory; default: the newest.
+      adapter: a folder with a LoRA adapter in PEFT's format, or several, to be merged into the weights. A run with model.lora
+        has its own merged in any case.
 
     Raises:
       ConfigError: there is no model, or it does not fit the mesh of the overrides.
     """
-    source = find_weights(KEY, str(path), step)
+    source = find_weights(KEY, str(path), step, paths_of(adapter))
     config = config_of(source, overrides, sequence_length)
     distributed.start(config.run)
     devices = jax.devices()
@@ -94,7 +102,12 @@ def open_model(
 
 
 def load_model(
-    path: str | Path, compute_dtype: str | None = None, parallel: Mapping[str, Any] | None = None, *, step: int | None = None
+    path: str | Path,
+    compute_dtype: str | None = None,
+    parallel: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    adapter: Adapters = (),
 ) -> Llama:
     """Loads the network of a folder or a run on this process's devices: an NNX module, called with token ids [B, S].
 
@@ -103,11 +116,12 @@ def load_model(
       parallel: keys of the config's parallel section, such as {"tensor": 2, "data": 4}; default: weights sharded over as
         many devices as divide them, as with ZeRO 3.
       step: the checkpoint of a run directory; default: the newest.
+      adapter: as in open_model.
 
     Raises:
       ConfigError: there is no model, or it does not fit the mesh.
     """
-    source = find_weights("load_model", str(path), step)
+    source = find_weights("load_model", str(path), step, paths_of(adapter))
     sizes = {"data": 1, **(parallel or {})}
     overrides = [f"parallel.{key}={value}" for key, value in sizes.items()]
     if compute_dtype is not None:
@@ -126,7 +140,7 @@ def load_model(
 def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: int) -> Config:
     """Makes a config for using weights: the model of the weights, with the overrides applied. Uses no device."""
     # The matmul dtype is for training. FP8 would be refused on devices without FP8 that can run the model.
-    model = {name: value for name, value in source.model.items() if name not in ("name", "matmul_dtype")}
+    model = {name: value for name, value in without_lora(source.model).items() if name not in ("name", "matmul_dtype")}
     if source.opened is not None:
         stored = "bfloat16" if source.opened.common_dtype == DTYPES["BF16"] else "float32"
         model = {"compute_dtype": stored, **model}
@@ -144,8 +158,8 @@ def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: 
 
 def _require_its_shape(source: WeightsSource, model: Mapping[str, Any]) -> None:
     """Overrides may change how a model computes, but not its shapes: rows of zeros would be counted as tokens, for example."""
-    for key in ("name", *SHAPE_KEYS):
-        has = None if key == "name" else source.model.get(key, VARIANTS.get(key))
+    for key in ("name", "lora", *SHAPE_KEYS):
+        has = None if key in ("name", "lora") else source.model.get(key, VARIANTS.get(key))
         if model.get(key, VARIANTS.get(key)) != has:
             weights = "is a model already" if key == "name" else f"has model.{key}={has}"
             raise ConfigError(
@@ -164,7 +178,7 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
     mesh = mesh_on_hosts(config.parallel, devices)
     with jax.set_mesh(mesh):
         functions = parallelize(config, mesh)
-    opened = source.opened
+    opened = source.merged() if source.merges else source.opened
 
     def described(parameter: Parameter, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return stored if opened is None else stored.update(dtype=opened.dtype(tuple(parameter.path.split("."))))

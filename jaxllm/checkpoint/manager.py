@@ -63,6 +63,7 @@ class Checkpoints:
 
     Attributes:
       latest: step of the newest intact checkpoint; None if there is none.
+      newest_saved: the newest step in the folder when it was opened, or that has been completed since.
       damaged: sentences on the newer checkpoints, which are damaged.
 
     Raises:
@@ -76,9 +77,11 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._errors: list[Exception] = []
         self._saving: int | None = None
+        self.newest_saved: int | None = None
         self._refused: dict[int, str] = {}
         self.latest: int | None = None
         self._choose()
+        self.newest_saved = self.newest_name
 
     @property
     def damaged(self) -> list[str]:
@@ -90,7 +93,7 @@ class Checkpoints:
 
     def restore(self, like: State | Callable[[Meta], State], table: Any) -> State:
         """Reads the newest readable state in the layout `like` (ShapeDtypeStructs with shardings), and sets `latest` to its
-        step. Damaged newer checkpoints are moved away, because training will save their steps again.
+        step. Damaged newer checkpoints are moved away.
 
         Args:
           like: the layout, or a function from the metadata of the checkpoint to the layout.
@@ -106,7 +109,7 @@ class Checkpoints:
             wanted = like(self.meta()) if callable(like) else like
             try:
                 with verified(folder):
-                    state = read_arrays(folder / STATE, _as_dict(wanted), table)
+                    state = read_arrays(folder / STATE, as_dict(wanted), table)
             except DamagedError as error:
                 reason = error.reason
             except ConfigError:
@@ -121,13 +124,22 @@ class Checkpoints:
             self._refused[self.latest] = reason
             del state
             self._choose()
+        self.set_damaged_aside()
+        # This is a collective, so it runs only after all processes have agreed that they could read.
+        return as_state(restacked(state, as_dict(wanted)), wanted)
+
+    @property
+    def newest_name(self) -> int | None:
+        """The newest step that is there, damaged or not."""
+        return max((*self._refused, *(() if self.latest is None else (self.latest,))), default=None)
+
+    def set_damaged_aside(self) -> None:
+        """Moves damaged checkpoints away, because training will save their steps again."""
         if self._refused and distributed.is_main_process():
             self._require()
             for step in self._refused:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
-        # This is a collective, so it runs only after all processes have agreed that they could read.
-        return _as_state(restacked(state, _as_dict(wanted)), wanted)
 
     def save(self, step: int, state: State, meta: Meta) -> None:
         """Saves `state` as checkpoint `step`. It waits for the previous save, and returns when the state is copied, or with
@@ -147,7 +159,7 @@ class Checkpoints:
             if step in self._manager.all_steps():
                 self._saving = None
                 return
-            items = {STATE: ocp.args.PyTreeSave(_as_dict(state)), META: ocp.args.JsonSave(meta)}
+            items = {STATE: ocp.args.PyTreeSave(as_dict(state)), META: ocp.args.JsonSave(meta)}
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
             # Orbax does not copy arrays in host memory: the next step would overwrite them during the save.
             if not self._config.asynchronous or on_host(state):
@@ -184,6 +196,8 @@ class Checkpoints:
     def _settle(self) -> None:
         assert self._manager is not None, "open it first"
         self._manager.wait_until_finished()
+        if self._saving is not None:
+            self.newest_saved = self._saving
         self._saving = None
 
     def _open(self) -> ocp.CheckpointManager:
@@ -245,16 +259,16 @@ class Checkpoints:
         return found
 
 
-def _as_dict(state: State) -> Any:
+def as_dict(state: State) -> Any:
     if not dataclasses.is_dataclass(state):
         return state
     values = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
-    return {name: _as_dict(value) for name, value in values if value is not None}
+    return {name: as_dict(value) for name, value in values if value is not None}
 
 
-def _as_state(arrays: Any, like: State) -> State:
-    """Converts the output of _as_dict back to a state like `like`."""
+def as_state(arrays: Any, like: State) -> State:
+    """Converts the output of as_dict back to a state like `like`."""
     if not dataclasses.is_dataclass(like):
         return arrays
     values = ((field.name, getattr(like, field.name)) for field in dataclasses.fields(like))
-    return type(like)(**{name: None if value is None else _as_state(arrays[name], value) for name, value in values})
+    return type(like)(**{name: None if value is None else as_state(arrays[name], value) for name, value in values})

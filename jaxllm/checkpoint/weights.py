@@ -8,8 +8,10 @@ weights with Orbax: DST/weights/ with {"params": ...}.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoint.arrays import read_arrays, restacked
+from jaxllm.checkpoint.arrays import give_up, read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_object, stored_section
+from jaxllm.config.model_config import LoraConfig
+from jaxllm.parallel.trained import chosen, with_part
+from jaxllm.pretrained.adapters import AdapterFolder, MergedFolder, open_adapter
 from jaxllm.pretrained.companions import companion_files, copy_companions
 from jaxllm.pretrained.folder import TOKENIZER, Folder, is_model_folder, open_folder
 from jaxllm.pretrained.read_weights import load_params
@@ -32,6 +37,7 @@ from jaxllm.pretrained.streaming import LARGEST_FILE, Move, describe_model, in_f
 from jaxllm.runtime import distributed
 
 WEIGHTS = "weights"
+ADAPTER = "--adapter"
 MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
 """Model keys that may differ from the initial weights, for example to extend the context. A warning names them."""
 MUST_AGREE = tuple(key for key in SHAPE_KEYS if key not in MAY_DIFFER)
@@ -55,15 +61,39 @@ class WeightsSource:
     """The opened model folder in safetensors; None otherwise."""
     train: dict[str, Any] | None = None
     """The train section of a checkpoint's config; None otherwise."""
+    adapters: tuple[str, ...] = ()
+    """Folders of adapters to merge, in PEFT's format."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether adapters are merged into the weights: its own, if it is a run with model.lora, and those given."""
+        return bool(self.adapters) or self.model.get("lora") is not None
 
     def as_folder(self) -> Folder:
-        """Returns a folder that reads one parameter at a time as NumPy arrays. It needs no device: it starts JAX on the CPU."""
+        """Returns a folder that reads one parameter at a time as NumPy arrays, with adapters merged. It needs no device: it
+        starts JAX on the CPU."""
+        if self.opened is None:
+            distributed.start_without_devices()
+        return self.merged()
+
+    def unmerged(self) -> Folder:
+        """The same with adapters apart. For a run, JAX must have started."""
         if self.opened is not None:
             return self.opened
-        distributed.start_without_devices()
         if self.run_dir is not None and (reason := changed(self.folder.parent)):
             raise DamagedError(self.folder.parent, reason)
         return OrbaxFolder(**self._described(), arrays=self.folder.absolute())
+
+    def merged(self) -> Folder:
+        """A folder with adapters merged. For a run, JAX must have started."""
+        base, plain = self.unmerged(), without_lora(self.model)
+        if not self.merges:
+            return base
+        own = [(base, LoraConfig.model_validate(self.model["lora"]).scale)] if "lora" in self.model else []
+        given = [open_adapter(ADAPTER, text, plain) for text in self.adapters]
+        adapters = [*own, *((folder, folder.scale) for folder in given)]
+        about = {name: getattr(base, name) for name in ("path", "description", "companions", "hugging_face", "sequence_length")}
+        return MergedFolder(**about, model=plain, base=base, adapters=adapters)
 
     def outline(self) -> Folder:
         """Returns a folder with the model's description only. Reading values of a run would start JAX."""
@@ -80,16 +110,29 @@ class WeightsSource:
         }
 
 
-def find_weights(key: str, text: str, step: int | None = None) -> WeightsSource:
+def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The `model` section of the network with its adapters merged."""
+    return {name: value for name, value in model.items() if name != "lora"}
+
+
+def find_weights(key: str, text: str, step: int | None = None, adapters: Sequence[str] = ()) -> WeightsSource:
     """Finds the weights at a path: a run directory (its newest complete checkpoint, or that of `step`), one of its checkpoints,
     or a model folder, Hugging Face's or jaxllm's own. Uses no device.
 
     Args:
       key: the option or key that the user set to `text`, for error messages.
+      adapters: folders in PEFT's format, to be merged one after the other.
 
     Raises:
-      ConfigError: the path has no weights.
+      ConfigError: the path has no weights, or there is no adapter for them.
     """
+    found = _find_weights(key, text, step)
+    for adapter in adapters:
+        open_adapter(ADAPTER, adapter, without_lora(found.model))
+    return replace(found, adapters=tuple(adapters))
+
+
+def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     path = Path(text)
     if not text:
         raise ConfigError(f"{key} is empty: give a run directory, one of its checkpoints, or a model folder.")
@@ -164,6 +207,46 @@ def initial_weights(config: Config) -> WeightsSource | None:
     return source
 
 
+def initial_folder(source: WeightsSource) -> str | None:
+    """The folder from which a run began, if its config names one."""
+    return (source.train or {}).get("init_from")
+
+
+def initial_adapter(config: Config) -> AdapterFolder | None:
+    """Opens the adapter that train.init_adapter names. None if it is not set.
+
+    Raises:
+      ConfigError: there is none, or model.lora describes another.
+    """
+    if config.train.init_adapter is None:
+        return None
+    assert config.model.lora is not None, "refused by the config"
+    text, ours = config.train.init_adapter, config.model.lora.model_dump(mode="json")
+    found = open_adapter("train.init_adapter", text, config.model.model_dump(mode="json"))
+    for key, theirs in found.model["lora"].items():
+        if theirs != ours[key]:
+            raise ConfigError(
+                f"train.init_adapter={text} holds an adapter with model.lora.{key}={theirs}, not {ours[key]}: set that value, "
+                f"or leave train.init_adapter out."
+            )
+    return found
+
+
+def read_initial(source: WeightsSource | None, adapter: AdapterFolder | None, params: Any, table: Any) -> Any:
+    """`params` with the values of initial weights and of an initial adapter, which take the place of those that are there.
+
+    Args:
+      table: Parallelized.table.
+    """
+    base, own = (partial(chosen, table=table, which=which) for which in (lambda p: not p.is_lora, lambda p: p.is_lora))
+    found, adapters = base(params), own(params)
+    if source is not None:
+        found = read_weights(source, give_up(found), base(table))
+    if adapter is not None:
+        adapters = load_params(adapter, give_up(adapters), own(table))
+    return with_part(with_part(params, found), adapters)
+
+
 def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     """Reads the parameters with the shardings and dtypes of `like` (nested dict of ShapeDtypeStructs). The optimizer moments of
     a checkpoint are read only to verify its files.
@@ -174,8 +257,8 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     Raises:
       ConfigError: the files are damaged, or hold values that are not finite.
     """
-    if source.opened is not None:
-        params = load_params(source.opened, like, table)
+    if source.opened is not None or source.merges:
+        params = load_params(source.merged(), like, table)
     else:
         with ExitStack() as stack:
             stack.enter_context(in_one_sentence(source.folder))
@@ -220,7 +303,7 @@ def export(text: str, destination: str, step: int | None = None, dtype: str = "f
     with new_folder(destination, layout.total_bytes, force) as aside:
         stream(own_moves(folder, numpy_dtype), layout, aside)
         more = {"sequence_length": folder.sequence_length}
-        (aside / MODEL).write_text(describe_model(source.model, source.description, numpy_dtype, layout, more))
+        (aside / MODEL).write_text(describe_model(folder.model, source.description, numpy_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
     return source
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.checkpoint.load_model import KEY, LoadedModel, config_of, open_model
+from jaxllm.checkpoint.load_model import KEY, Adapters, LoadedModel, config_of, open_model, paths_of
 from jaxllm.checkpoint.weights import find_weights
 from jaxllm.config import ConfigError, sequence_unit, with_overrides
 from jaxllm.cost_model.inference_memory import bucket, cache_bytes, cache_positions
@@ -46,7 +46,9 @@ def evaluate(
     *,
     sequence_length: int | None = None,
     stride: int | None = None,
+    by_position: bool = False,
     tokenizer: str | None = None,
+    adapter: Adapters = (),
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Score:
@@ -59,24 +61,27 @@ def evaluate(
         and bfloat16 on GPUs. Without parallel.*, the weights are distributed over all local devices.
       sequence_length: S, tokens per window; default: 1024, or the model's own length if that is less.
       stride: tokens from the start of one window to the next; default: S.
+      by_position: fill Score.by_position too: the loss by powers of two of the tokens before.
       tokenizer: a folder with tokenizer.json, or bytes; default: the model's own.
+      adapter: a folder with a LoRA adapter in PEFT's format, or several, to be merged into the weights.
       say: receives lines of text for the terminal.
       progress: called with (description, windows done, total).
 
     Raises:
       ConfigError: a file is invalid, the text is too short, or the model does not fit the mesh.
     """
-    home = find_weights(KEY, str(model)).outline()
+    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
     length = min(USUAL_LENGTH, _longest(home) or USUAL_LENGTH) if sequence_length is None else sequence_length
     reader = _tokenizer(home, tokenizer, say)
     ids, starts = tokenize(reader, read_text(text))
     require_ids(ids, reader, home.model["vocab_size"])
     windows = Windows(ids, starts, length, length if stride is None else stride)
     width = _divisible(length, overrides)
-    loaded = _open(model, overrides, width)
+    loaded = _open(model, overrides, width, adapter)
     _say_model(say, loaded)
     _note_length(say, home, length)
-    return score(loaded.functions, loaded.params, loaded.mesh, windows, width=width, progress=progress)
+    options = {"width": width, "by_position": by_position, "progress": progress}
+    return score(loaded.functions, loaded.params, loaded.mesh, windows, **options)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ def generate(
     overrides: Sequence[str] = (),
     *,
     tokenizer: str | None = None,
+    adapter: Adapters = (),
     say: Callable[[str], None] = lambda line: None,
     on_text: Callable[[int, str, bool], None] = lambda row, text, ended: None,
     **options: Any,
@@ -128,7 +134,7 @@ def generate(
     """Continues each prompt, up to a stop token, a stop text or max_new_tokens. Prompts run together but independently.
 
     Args:
-      model, overrides, tokenizer, say: as in `evaluate`.
+      model, overrides, tokenizer, adapter, say: as in `evaluate`.
       prompts: one or several texts to continue. With `chat` each is a user message, and the answer is generated.
       on_text: called with (number of the prompt, new text, whether the text has ended) as text arrives.
       options: fields of GenerateOptions: chat, system, max_new_tokens, temperature, top_p, top_k, seed, stop.
@@ -141,7 +147,7 @@ def generate(
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise ConfigError("No prompt is given: give one with --prompt.")
-    home = find_weights(KEY, str(model)).outline()
+    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
     reader, vocab_size = _tokenizer(home, tokenizer, say), home.model["vocab_size"]
     template = _template(home, reader, how.chat, how.system)
     if template is None:
@@ -154,7 +160,7 @@ def generate(
         template.close()
     most = max(map(len, ids)) + how.max_new_tokens
     _require_sensible(home, most)
-    loaded = _open(model, overrides, _divisible(bucket(most), overrides))
+    loaded = _open(model, overrides, _divisible(bucket(most), overrides), adapter)
     if jax.default_backend() == "cpu":
         positions = cache_positions(max(map(len, ids)), how.max_new_tokens)
         needed = cache_bytes(loaded.config.model, len(ids), positions)
@@ -227,7 +233,7 @@ def _divisible(length: int, overrides: Sequence[str]) -> int:
     return -(-length // unit) * unit
 
 
-def _open(model: str | Path, overrides: Sequence[str], sequence_length: int) -> LoadedModel:
+def _open(model: str | Path, overrides: Sequence[str], sequence_length: int, adapter: Adapters) -> LoadedModel:
     """Opens the model on the local devices, in a suitable compute dtype."""
     # Errors in the overrides are reported here, before any device is used.
     if "sequence_length" in (with_overrides({}, overrides).get("train") or {}):
@@ -237,7 +243,7 @@ def _open(model: str | Path, overrides: Sequence[str], sequence_length: int) -> 
     if "compute_dtype" not in (with_overrides({}, overrides).get("model") or {}):
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         overrides = [*overrides, f"model.compute_dtype={dtype}"]
-    return open_model(model, overrides, sequence_length=sequence_length)
+    return open_model(model, overrides, sequence_length=sequence_length, adapter=adapter)
 
 
 def _say_model(say: Callable[[str], None], loaded: LoadedModel) -> None:

@@ -202,5 +202,5 @@ def _within(path: str, scopes: str) -> bool:
 
 
 def _mfu(config: Config, gpu: Gpu, step_s: float, causal: bool) -> float:
-    flops = config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length, causal=causal)
+    flops = config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length, causal, config.frozen)
     return flops / (step_s * config.devices * gpu.dense_flops["bfloat16"])

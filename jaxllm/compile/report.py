@@ -263,7 +263,8 @@ def _compile(
         executed_flops=matmul_flops(without_dead_code(step.jaxpr), shares) + fused_flops,
         attention_kernel_flops=fused_flops,
         compiled_flops=len(devices) * module.flops(module.entry),
-        model_flops=config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length),
+        model_flops=config.step_tokens
+        * train_flops_per_token(config.model, config.train.sequence_length, frozen=config.frozen),
         near_rematerialisation=None if memory_bytes is None else may_remat and size > REMAT_SHARE * memory_bytes,
         real_memory=again,
         collectives=collectives,

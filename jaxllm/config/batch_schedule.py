@@ -1,4 +1,5 @@
-"""Global batch size over a run: phases of constant batch size, each of which begins at a number of consumed tokens.
+"""Global batch size and sequence length over a run: phases in which both are constant, each of which begins at a number of
+consumed tokens.
 
     phases = phases_of(8, ((1000, 16), (4000, 32)), sequence_length=16)
     phase_at(phases, step).sequences          # batch of the step that follows `step` steps
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 
 class Phase(NamedTuple):
-    """A range of steps with the same batch size."""
+    """A range of steps with the same batch size and sequence length."""
 
     first_step: int
     """Steps done before the phase."""
@@ -25,26 +26,35 @@ class Phase(NamedTuple):
     """Sequences consumed before the phase."""
     sequences: int
     """Sequences per step."""
+    parts: int = 1
+    """Parts that each sequence is cut into. A step trains on `parts` times as many rows, with the same tokens."""
 
 
-def phases_of(first_batch: int, schedule: Sequence[Sequence[int]], sequence_length: int) -> tuple[Phase, ...]:
-    """The phases of a run without an end. A step is never split: a batch size begins with the first step at whose start at
-    least its tokens are consumed. A phase without any step is dropped, and so is one that does not change the batch size.
+def phases_of(
+    first_batch: int, schedule: Sequence[Sequence[int]], sequence_length: int, lengths: Sequence[Sequence[int]] = ()
+) -> tuple[Phase, ...]:
+    """The phases of a run without an end. A step is never split: a phase begins with the first step at whose start at least
+    its tokens are consumed. A phase without any step is dropped, and so is one that changes nothing.
 
     Args:
       first_batch: sequences per step from token 0 on.
       schedule: (tokens consumed, sequences per step from there on), tokens ascending.
       sequence_length: tokens per sequence.
+      lengths: (tokens consumed, length of a part up to there), tokens ascending; each length divides sequence_length.
     """
-    phases = [Phase(0, 0, first_batch)]
-    for from_tokens, sequences in schedule:
+    parts = [*(sequence_length // length for _, length in lengths), 1]
+    changes: list[tuple[int, int | None, int | None]] = [(tokens, sequences, None) for tokens, sequences in schedule]
+    changes += [(until, None, following) for (until, _), following in zip(lengths, parts[1:], strict=True)]
+    phases = [Phase(0, 0, first_batch, parts[0])]
+    for from_tokens, new_sequences, new_parts in sorted(changes, key=lambda change: change[0]):
         last = phases[-1]
+        now = (new_sequences or last.sequences, new_parts or last.parts)
         missing_tokens = from_tokens - last.first_sequence * sequence_length
         steps = max(0, -(-missing_tokens // (last.sequences * sequence_length)))
         if steps == 0:
             phases.pop()
-        if not phases or phases[-1].sequences != sequences:
-            phases.append(Phase(last.first_step + steps, last.first_sequence + steps * last.sequences, sequences))
+        if not phases or phases[-1][2:] != now:
+            phases.append(Phase(last.first_step + steps, last.first_sequence + steps * last.sequences, *now))
     return tuple(phases)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, cast
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.sections import LogConfig, ParallelConfig, TrainConfig
-from jaxllm.config.types import AUTO, LAST_OUTPUT, block_tensors, divisors
+from jaxllm.config.model_spec import LAYERS, parameters
+from jaxllm.config.sections import DataConfig, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
+from jaxllm.untrusted import shown
 
 MOST_STEP_TOKENS = 2**40
 """The largest runs have 2^26 tokens a step."""
@@ -111,6 +116,43 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
         )
 
 
+def check_optimizer(optimizer: OptimizerConfig, parallel: ParallelConfig) -> None:
+    """Raises if the state of an optimizer that may need whole matrices would be updated a rank's piece at a time."""
+    if optimizer.name in ("muon", GIVEN) and parallel.offload_state != "none":
+        raise refuse(
+            f"optimizer.name={optimizer.name} takes whole matrices, and parallel.offload_state={parallel.offload_state} takes "
+            f"them apart: set offload_state=none, or optimizer.name to adamw, lion or sgd."
+        )
+
+
+def check_loss(train: TrainConfig, parallel: ParallelConfig, log: LogConfig) -> None:
+    """Raises if the config has what only cross-entropy supports, whose count is known before the step."""
+    unlike = {
+        f"train.z_loss_weight={train.z_loss_weight:g}": train.z_loss_weight > 0,
+        f"log.noise_scale_every={log.noise_scale_every}": log.noise_scale_every is not None,
+        f"parallel.offload_state={parallel.offload_state}": parallel.offload_state == "all",
+    }
+    if train.loss != "cross_entropy" and (found := next((key for key, is_set in unlike.items() if is_set), None)):
+        raise refuse(
+            f"train.loss={train.loss} and {found} do not go together, as that belongs to cross-entropy: leave one of them out."
+        )
+
+
+def check_preferences(train: TrainConfig, data: DataConfig) -> None:
+    """Raises if the loss, the sources of data and the lengths of sequences do not belong together."""
+    kinds = {part.source for part in data.sources}
+    if train.length_schedule and kinds & {"preferences", GIVEN}:
+        raise refuse(
+            f"train.length_schedule cuts sequences, and those of data.source={data.source} must stay whole: remove one of them."
+        )
+    if train.loss == "cross_entropy" and "preferences" in kinds:
+        raise refuse("data.source=preferences holds pairs of answers: set train.loss=dpo.")
+    if train.loss == "dpo" and kinds != {"preferences"}:
+        raise refuse("train.loss=dpo learns from pairs of answers alone: set data.source=preferences.")
+    if train.loss == "dpo" and train.init_from is None:
+        raise refuse("train.loss=dpo needs a model to begin with, which is the reference too: set train.init_from.")
+
+
 def check_all_on_host(model: ModelConfig, parallel: ParallelConfig, log: LogConfig) -> None:
     """Raises if the config has what parallel.offload_state=all does not support."""
     if found := unlike_all_on_host(model, parallel, log):
@@ -193,13 +235,71 @@ def check_tokens(train: TrainConfig) -> None:
 
 def check_batch_schedule(train: TrainConfig) -> None:
     """Raises if the thresholds do not rise, or if batch_lr is set without a schedule."""
-    thresholds = [tokens for tokens, _ in train.batch_schedule]
-    for before, after in itertools.pairwise(thresholds):
-        if after <= before:
+    for key, schedule, name in (
+        ("batch_schedule", train.batch_schedule, "from_tokens"),
+        ("length_schedule", train.length_schedule, "until_tokens"),
+    ):
+        for (before, _), (after, _) in itertools.pairwise(schedule):
+            if after <= before:
+                raise refuse(f"train.{key} goes from {before:,} tokens to {after:,}: its {name} must rise; put them in order.")
+    for _, length in train.length_schedule:
+        if train.sequence_length % length:
             raise refuse(
-                f"train.batch_schedule goes from {before:,} tokens to {after:,}: its from_tokens must rise; put them in order."
+                f"train.length_schedule has a length of {length}, which does not divide train.sequence_length="
+                f"{train.sequence_length}: use one of {list(divisors(train.sequence_length))}."
             )
     if train.batch_lr != "none" and not train.batch_schedule:
         raise refuse(
             f"train.batch_lr={train.batch_lr} needs train.batch_schedule, and there is none: set one, or set batch_lr=none."
         )
+
+
+def frozen_parameters(model: ModelConfig, train: TrainConfig) -> frozenset[str]:
+    """Paths of the parameters that are not trained."""
+    # Type checkers do not know that a frozen model of pydantic is hashable.
+    return _frozen(cast(Any, model), train.freeze)
+
+
+@lru_cache(maxsize=64)
+def _frozen(model: Any, patterns: tuple[str, ...]) -> frozenset[str]:
+    if model.lora is not None:
+        return frozenset(spec.path for spec in parameters(model) if not spec.is_lora)
+    paths = [spec.path for spec in parameters(model)]
+    return frozenset(path for pattern in patterns for path in _matching(paths, pattern))
+
+
+def _matching(paths: list[str], pattern: str) -> list[str]:
+    # All layers are one stack, so "layers.*.mlp.*" means layers.mlp.*; and a name alone means all below it.
+    pattern = pattern.replace("layers.*.", "layers.", 1)
+    return [path for path in paths if fnmatch.fnmatchcase(path, pattern) or path.startswith(pattern + ".")]
+
+
+def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, log: LogConfig) -> None:
+    """Raises if nothing would be trained, a pattern has no effect, or the config has what frozen parameters do not support."""
+    if train.init_adapter is not None and model.lora is None:
+        raise refuse("train.init_adapter has no effect without model.lora: set model.lora.rank, or leave it out.")
+    if model.lora is not None and train.freeze:
+        raise refuse("model.lora freezes all other parameters already: leave train.freeze out.")
+    paths = [spec.path for spec in parameters(model)]
+    for pattern in train.freeze:
+        if not _matching(paths, pattern):
+            raise refuse(
+                f"train.freeze={shown(pattern)} is the name of no parameter: use patterns of {', '.join(paths)}. All layers "
+                f"are one stack, so none can be frozen alone."
+            )
+    if not (frozen := frozen_parameters(model, train)):
+        return
+    if len(frozen) == len(paths):
+        raise refuse("train.freeze leaves no parameter to train: remove one of its patterns.")
+    what = "model.lora" if model.lora is not None else "train.freeze"
+    trains_layers = any(path.startswith(LAYERS) for path in paths if path not in frozen)
+    unlike = {
+        f"train.diloco_steps={train.diloco_steps}": train.diloco_steps is not None,
+        f"parallel.offload_state={parallel.offload_state}": parallel.offload_state == "all"
+        or (parallel.offload_state != "none" and not trains_layers),
+        f"log.layer_norms_every={log.layer_norms_every}": log.layer_norms_every is not None and not trains_layers,
+        f"log.noise_scale_every={log.noise_scale_every}": log.noise_scale_every is not None and parallel.pipe > 1,
+        "parallel.tensor_ring=true": parallel.tensor_ring is True,
+    }
+    if found := next((key for key, is_set in unlike.items() if is_set), None):
+        raise refuse(f"{found} does not go together with {what}: leave one of them out.")

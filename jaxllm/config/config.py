@@ -22,16 +22,23 @@ from jaxllm.config.checks import (
     check_all_on_host,
     check_batch_schedule,
     check_diloco,
+    check_frozen,
+    check_loss,
+    check_optimizer,
+    check_preferences,
     check_remat,
     check_split,
     check_tokens,
     effective_windows,
+    frozen_parameters,
     repeats,
+    sequence_unit,
 )
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.sections import (
+    CONVERSATIONS,
     CheckpointConfig,
     DataConfig,
     LaunchConfig,
@@ -41,7 +48,7 @@ from jaxllm.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from jaxllm.config.types import AUTO, Section, divisors
+from jaxllm.config.types import AUTO, GIVEN, Section, divisors
 from jaxllm.display import table
 
 
@@ -66,10 +73,13 @@ class Config(Section):
         for part in self.data.sources if reads_bytes and model.vocab_size < 256 else ():
             if part.source in ("python_stdlib", "files"):
                 raise refuse(f"model.vocab_size={model.vocab_size} cannot hold bytes: data.source={part.source} needs 256.")
-        if "chat" in kinds and self.data.tokenizer is None and "prepared" not in kinds:
-            raise refuse("data.source=chat needs a tokenizer: set data.tokenizer to the folder of the model.")
+        for kind in CONVERSATIONS:
+            if kind in kinds and self.data.tokenizer is None and "prepared" not in kinds:
+                raise refuse(f"data.source={kind} needs a tokenizer: set data.tokenizer to the folder of the model.")
+        check_preferences(train, self.data)
         check_split(model, parallel, train.sequence_length)
         check_remat(model, parallel)
+        check_frozen(model, parallel, train, self.log)
         windows = effective_windows(model.windows, train.sequence_length)
         if parallel.context > 1 and parallel.pipe > 1 and not repeats(windows, self.chunk_layers):
             raise refuse(
@@ -78,11 +88,21 @@ class Config(Section):
                 f"one of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
         check_diloco(train, parallel)
+        check_optimizer(self.optimizer, parallel)
+        check_loss(train, parallel, self.log)
         check_tokens(train)
         check_all_on_host(model, parallel, self.log)
         if parallel.data != AUTO:
             _check_microbatches(self)
         check_batch_schedule(train)
+        unit = sequence_unit(parallel.context, parallel.tensor)
+        for _, length in train.length_schedule:
+            if length % unit:
+                raise refuse(
+                    f"train.length_schedule has a length of {length}, which does not divide over parallel.context="
+                    f"{parallel.context} and tensor={parallel.tensor}: use a multiple of {unit}."
+                )
+            check_split(model, parallel, length)
         if train.skip_spikes and train.spike_deviations is None:
             raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
@@ -114,9 +134,13 @@ class Config(Section):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of the batch schedule, in order. Without train.batch_schedule there is one phase."""
+        """The phases of train.batch_schedule and train.length_schedule, in order. Without them there is one phase."""
         train = self.train
-        return phases_of(train.global_batch_sequences, train.batch_schedule, train.sequence_length)
+        return phases_of(train.global_batch_sequences, train.batch_schedule, train.sequence_length, train.length_schedule)
+
+    @property
+    def has_phases(self) -> bool:
+        return bool(self.train.batch_schedule or self.train.length_schedule)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -135,22 +159,44 @@ class Config(Section):
         """Tokens that the first `step` steps consume."""
         return self.sequences_before(step) * self.train.sequence_length
 
+    def cut(self, parts: int) -> Config:
+        """This config with each sequence cut into so many, and as many tokens in a step and in a microbatch; needs a concrete
+        parallel.data."""
+        train = self.train
+        update = {
+            "sequence_length": train.sequence_length // parts,
+            "global_batch_sequences": train.global_batch_sequences * parts,
+            "microbatch_sequences": self.microbatch_sequences * parts,
+            "batch_schedule": tuple((tokens, sequences * parts) for tokens, sequences in train.batch_schedule),
+            "length_schedule": (),
+        }
+        return self.model_copy(update={"train": train.model_copy(update=update)})
+
+    def length_of(self, phase: Phase) -> int | None:
+        """Tokens of a sequence in the phase; None if all phases have the same."""
+        return self.train.sequence_length // phase.parts if self.train.length_schedule else None
+
     def in_phase(self, phase: Phase) -> Config:
-        """This config with the batch size of `phase` for all steps; needs a concrete parallel.data."""
-        batch = {"global_batch_sequences": phase.sequences, "batch_schedule": (), "batch_lr": "none"}
-        train = self.train.model_copy(update={**batch, "microbatch_sequences": self.microbatch_sequences})
-        return self.model_copy(update={"train": train})
+        """This config with the batch size and the length of `phase` for all steps; needs a concrete parallel.data."""
+        cut = self.cut(phase.parts)
+        batch = {"global_batch_sequences": phase.sequences * phase.parts, "batch_schedule": (), "batch_lr": "none"}
+        return cut.model_copy(update={"train": cut.train.model_copy(update=batch)})
 
     @property
     def at_largest_batch(self) -> Config:
         """`in_phase` of `largest_phase`, whose step needs most memory. Unchanged without a schedule."""
-        return self.in_phase(self.largest_phase) if self.train.batch_schedule else self
+        return self.in_phase(self.largest_phase) if self.has_phases else self
 
     @property
     def largest_phase(self) -> Phase:
-        """The phase with the largest batch that the run reaches."""
+        """The phase with the largest batch that the run reaches, and of these with the longest sequences."""
         reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
-        return max(reached, key=lambda phase: phase.sequences)
+        return max(reached, key=lambda phase: (phase.sequences, -phase.parts))
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Paths of the parameters that are not trained (config/model_spec.py)."""
+        return frozen_parameters(self.model, self.train)
 
     @property
     def devices(self) -> int:
@@ -234,7 +280,12 @@ def _devices(count: int) -> str:
 def _check_log(config: Config, of_bytes: bool) -> None:
     """Checks the log section. `of_bytes`: the run reads one text in memory, as bytes."""
     log = config.log
-    if config.data.held_out_fraction == 0 and (config.train.eval_every_steps or log.baselines):
+    wants = config.train.eval_every_steps or log.baselines
+    if config.data.source == GIVEN and wants:
+        raise refuse(
+            "train.eval_every_steps and log.baselines need held-out text, and data.source=given has none: remove them."
+        )
+    if config.data.held_out_fraction == 0 and wants:
         raise refuse(
             "train.eval_every_steps and log.baselines need held-out text: set data.held_out_fraction above 0 or remove them."
         )

@@ -175,7 +175,7 @@ def stored_section(section: Any, where: str) -> dict[str, Any]:
     """
     try:
         found = checked(section, dict[str, Any])
-        shape = checked({key: found[key] for key in SHAPE_KEYS if key in found}, ModelConfig).model_dump(mode="json")
+        shape = checked({key: found[key] for key in (*SHAPE_KEYS, "lora") if key in found}, ModelConfig).model_dump(mode="json")
     except RefusedInput as error:
         raise ConfigError(f"{where} does not describe a model ({error}): convert or export it again.") from None
     return {**{key: shape[key] for key in SHAPE_KEYS}, **{key: value for key, value in found.items() if value is not None}}

@@ -22,7 +22,8 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums.
 
     Layers that are sharded (ZeRO 2 and 3), in a pipeline or on the host, or whose activations are, go through a loop in any
-    case. `null` unrolls on GPUs up to MOST_UNROLLED layers, but
+    case. So do those with frozen weights, of which a stack needs no copy. `null` unrolls on GPUs up to MOST_UNROLLED layers,
+    but
 
     - not where SwiGLU's products are recomputed to save memory: outside a loop XLA needs more for them, 5 to 19% of four steps
       with `full` that would be 1 to 6% faster;
@@ -35,7 +36,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     ranks, policy = int(parallel.data) * parallel.context, policy_of(parallel.remat, model)
     if parallel.pipe > 1 or (parallel.zero >= 2 and ranks > 1) or policy.offload:
         return False
-    if parallel.offload_state == "all":
+    if parallel.offload_state == "all" or config.frozen:
         return False
     if model.scan_layers is not None:
         return not model.scan_layers
@@ -52,6 +53,7 @@ def sends_once(config: Config, microbatches: int, capability: Capability = HOPPE
     once, behind the compute of other layers (parallel/zero.py): with ZeRO 0 and 1, but not
 
     - in a pipeline;
+    - with frozen weights, which have no gradients to reduce and are not sharded at these levels;
     - with FP8 and several microbatches: XLA would keep stacks of transposed weights beside those that are gathered, and 8B with
       `full` on 64 H100s take 62.4 GiB instead of 52.5 (JAX 0.10.2);
     - with documents that are not packed, in layers with arrays of their own and several microbatches: the first and the last
@@ -59,7 +61,7 @@ def sends_once(config: Config, microbatches: int, capability: Capability = HOPPE
     - in a step that measures the noise scale, of which this function does not know.
     """
     parallel = config.parallel
-    if parallel.zero > 1 or parallel.pipe > 1 or int(parallel.data) * parallel.context == 1:
+    if parallel.zero > 1 or parallel.pipe > 1 or int(parallel.data) * parallel.context == 1 or config.frozen:
         return False
     if microbatches == 1:
         return True
@@ -79,6 +81,7 @@ def rings_tensor(config: Config, capability: Capability = HOPPER) -> bool:
     - with remat none, whose residuals in a ring the estimate counts less exactly: up to 16% too high in 33 steps;
     - before Hopper, where XLA starts transfers too late to hide them;
     - with FP8, whose scales are those of whole arrays;
+    - with LoRA, whose products are added to whole sequences;
     - where layers with arrays of their own add gradients in their matmuls;
     - with parallel.overlap_passes in a pipeline, where the other pass hides most of the transfers already: 8B over pipe 2 and
       tensor 2 would take 1% longer by the kernel account.
@@ -89,6 +92,9 @@ def rings_tensor(config: Config, capability: Capability = HOPPER) -> bool:
     if parallel.remat == "none" or (capability is not None and capability < HOPPER):
         return False
     if model.multiplies_fp8 or model.scan_layers is False or (parallel.pipe > 1 and parallel.overlap_passes):
+        return False
+    # The ring does not know matrices without gradients.
+    if config.frozen:
         return False
     positions = config.train.sequence_length // (parallel.context * parallel.tensor)
     return ITEMSIZE[model.compute_dtype] * config.microbatch_sequences * positions * model.hidden_size >= RING_CHUNK_BYTES

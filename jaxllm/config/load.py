@@ -139,7 +139,7 @@ def _reads_texts(data: Mapping[str, Any]) -> bool:
     """Whether an unchecked data section reads only texts, and no tokenized data."""
     parts = data.get("mixture") or [data]
     kinds = [part.get("source", "python_stdlib") for part in parts if isinstance(part, Mapping)]
-    return bool(kinds) and all(kind in ("python_stdlib", "files", "chat") for kind in kinds)
+    return bool(kinds) and all(kind in ("python_stdlib", "files", "chat", "preferences") for kind in kinds)
 
 
 def _published_shape(name: Any) -> dict[str, Any]:

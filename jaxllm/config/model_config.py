@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.model_spec import parameters
-from jaxllm.config.types import Count, PositiveFloat, PositiveInt, Section, Switch, divisors
+from jaxllm.config.model_spec import LORA_TARGETS, parameters
+from jaxllm.config.types import Count, LoraTarget, PositiveFloat, PositiveInt, Section, Switch, divisors, one_or_more
 
 MOST_LAYERS, MOST_PARAMETERS = 16_384, 10**15
 """A thousand times what anybody has trained. Bytes, FLOPs and positions in arrays stay within 64 bits."""
@@ -66,6 +66,24 @@ def whole_rope_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     """A `rope_scaling` section of a file, perhaps an older one, with defaults for keys that it lacks. Nothing is checked."""
     fields = RopeScaling.model_fields
     return {**{key: field.default for key, field in fields.items() if not field.is_required()}, **given}
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA; Hu et al., 2021): a matmul x W becomes x W + alpha / rank (x A) B. Only A and B are trained."""
+
+    rank: PositiveInt
+    alpha: PositiveFloat = 16.0
+    targets: Annotated[tuple[LoraTarget, ...], BeforeValidator(one_or_more), Field(min_length=1)] = LORA_TARGETS
+    """The matrices that get adapters, by their names in PEFT."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @field_validator("targets")
+    @classmethod
+    def _in_order(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in LORA_TARGETS if name in targets)
 
 
 class ModelConfig(Section):
@@ -129,6 +147,9 @@ class ModelConfig(Section):
     """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
     to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
     products are recomputed or offloaded, or documents are masked by halves in a single microbatch; else a loop."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside the matrices of the blocks, and nothing else. All other weights stay as they are, in
+    compute_dtype, without gradients and moments."""
 
     @property
     def multiplies_fp8(self) -> bool:

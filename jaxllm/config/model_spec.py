@@ -19,6 +19,16 @@ LAYERS = "layers."
 """Paths of the layer stack begin with it. Such a parameter is declared for one layer."""
 
 
+class Lora(Protocol):
+    """What the table reads of LoRA's keys."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+
+
 class Shape(Protocol):
     """What the table reads of a ModelConfig. That cannot be imported here, because types.py reads names from the table."""
 
@@ -33,6 +43,9 @@ class Shape(Protocol):
     norm_plus_one: bool
 
     @property
+    def lora(self) -> Lora | None: ...
+
+    @property
     def qk_norm(self) -> str | None: ...
 
     @property
@@ -45,9 +58,9 @@ class ParameterSpec:
     dims: tuple[str, ...]
     """Name of each dim. Sharding follows from the names (sharding.py)."""
     shape: tuple[int, ...]
-    initial: Literal["normal", "residual", "ones", "zeros"]
+    initial: Literal["normal", "residual", "ones", "zeros", "lora"]
     """Initial values: normal with model.initializer_std, divided by sqrt(2 L) for matrices that write to the residual stream,
-    of which 2 L add up (GPT-2); or all the same."""
+    of which 2 L add up (GPT-2); or all the same; or those of PEFT's lora_A."""
     hugging_face: str
     """Name of Hugging Face's tensor; in the layer stack with {} for the number of the layer."""
     inputs: int
@@ -63,6 +76,15 @@ class ParameterSpec:
     @property
     def in_layer(self) -> bool:
         return self.path.startswith(LAYERS)
+
+    @property
+    def target(self) -> str:
+        """PEFT's name of a layer's matrix, such as q_proj."""
+        return self.hugging_face.split(".")[-2]
+
+    @property
+    def is_lora(self) -> bool:
+        return LORA_RANK in self.dims
 
     @property
     def is_matrix(self) -> bool:
@@ -134,8 +156,15 @@ _TABLE = (
     _Row("final_norm.scale", "D", "model.norm.weight", initial="norm"),
     _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),
 )
+LORA_TARGETS: tuple[Any, ...] = tuple(row.hugging_face.split(".")[-2] for row in _TABLE if row.output)
+"""PEFT's names of a layer's matrices."""
 MATMUL_OUTPUTS = tuple(row.output for row in _TABLE if row.output)
 """Names of the results of a block's matmuls, in order of computation."""
+LORA_RANK = "lora_rank"
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""Ends of the names of LoRA's matrices, after the name of the matrix whose product they add to."""
+PEFT_PREFIX = "base_model.model."
+"""What PEFT writes before Hugging Face's name of a tensor."""
 
 
 def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
@@ -154,7 +183,7 @@ def _parameters(model: Shape) -> tuple[ParameterSpec, ...]:
         "K": model.num_kv_heads,
         "H": model.head_dim,
     }
-    return tuple(
+    specs = [
         ParameterSpec(
             row.path,
             tuple(_DIMS[letter] for letter in row.letters if letter != "|"),
@@ -166,6 +195,20 @@ def _parameters(model: Shape) -> tuple[ParameterSpec, ...]:
         )
         for row in _TABLE
         if row.when(model)
+    ]
+    if model.lora is not None:
+        for spec in [spec for spec in specs if spec.output and spec.target in model.lora.targets]:
+            specs += _lora(spec, model.lora.rank)
+    return tuple(specs)
+
+
+def _lora(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:
+    """LoRA's A and B of a matrix: x W + alpha / rank (x A) B (Hu et al., 2021)."""
+    n, theirs = spec.inputs, PEFT_PREFIX + spec.hugging_face.removesuffix("weight")
+    dims, shape = (*spec.dims[:n], LORA_RANK, *spec.dims[n:]), (*spec.shape[:n], rank, *spec.shape[n:])
+    return (
+        ParameterSpec(spec.path + LORA_A, dims[: n + 1], shape[: n + 1], "lora", theirs + "lora_A.weight", n, ""),
+        ParameterSpec(spec.path + LORA_B, dims[n:], shape[n:], "zeros", theirs + "lora_B.weight", 1, ""),
     )
 
 

@@ -10,11 +10,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from jaxllm.config.errors import refuse
 from jaxllm.config.types import (
     AUTO,
+    GIVEN,
     PATHS_MEAN,
     BatchSchedule,
     Count,
     Decay,
     Fraction,
+    LengthSchedule,
     NonNegativeFloat,
     OffloadState,
     Paths,
@@ -110,18 +112,17 @@ class ParallelConfig(Section):
         return self
 
 
-SourceKind = Literal["python_stdlib", "files", "chat", "prepared", "megatron"]
+CONVERSATIONS = ("chat", "preferences")
+SourceKind = Literal["python_stdlib", "files", "chat", "preferences", "prepared", "megatron"]
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
-    if source == "python_stdlib":
+    if source in ("python_stdlib", GIVEN):
         if paths:
-            raise refuse(
-                f"{where}.paths is not read with {where}.source=python_stdlib: name another source, or remove the paths."
-            )
+            raise refuse(f"{where}.paths is not read with {where}.source={source}: name another source, or remove the paths.")
     elif not paths:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
-    if source in ("files", "chat"):
+    if source in ("files", "chat", "preferences"):
         # Only texts are looked for here.
         from jaxllm.file_patterns import MOST_ENTRIES, Listing
 
@@ -150,14 +151,15 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """The text to read, and how documents become samples. The choice of held-out documents does not depend on the machine."""
 
-    source: SourceKind = "python_stdlib"
+    source: SourceKind | Literal["given"] = "python_stdlib"
     """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
-    conversations, with a loss on the answers only; prepared: folders that `jaxllm data prepare` wrote; megatron: Megatron-LM's
-    .bin and .idx."""
+    conversations, with a loss on the answers only; preferences: pairs of answers, for train.loss=dpo; prepared: folders that
+    `jaxllm data prepare` wrote; megatron: Megatron-LM's .bin and .idx; given: the batches that a Python program hands to
+    Trainer (docs/extending.md), and nothing is held out."""
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
-    prepared: folders; megatron: files without their .bin or .idx. With packing=best_fit, conversations that fit into a sequence
-    are not cut."""
+    preferences: the same with prompt, chosen and rejected; prepared: folders; megatron: files without their .bin or .idx. With
+    packing=best_fit, conversations that fit into a sequence are not cut."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several weighted sources, instead of source and paths."""
     tokenizer: str | None = None
@@ -184,30 +186,43 @@ class DataConfig(Section):
             if part.name in [other.name for other in self.mixture[:number]]:
                 raise refuse(f"data.mixture holds two sources named {part.name}: give each its own name.")
         if self.chat_template is not None:
-            if not any(part.source == "chat" for part in self.sources):
+            if not any(part.source in CONVERSATIONS for part in self.sources):
                 raise refuse("data.chat_template belongs to data.source=chat: name that source, or remove the template.")
             if not Path(self.chat_template).is_file():
                 raise refuse(f"data.chat_template={self.chat_template} is not a file in {Path.cwd()}: check the path.")
+        if any(part.source == "preferences" for part in self.sources) and self.packing != "best_fit":
+            raise refuse("data.source=preferences needs whole pairs: set data.packing=best_fit.")
         if self.packing == "best_fit" and not self.mask_documents:
             raise refuse("data.packing=best_fit keeps documents apart: set data.mask_documents=true, or packing=concat.")
         return self
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The mixture. A single source is a mixture of one."""
+        """The mixture. A single source is a mixture of one; batches that are given are none."""
+        if self.source == GIVEN:
+            return ()
         return self.mixture or (SourceConfig(name=self.source, source=self.source, paths=self.paths, weight=1.0),)
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter, 2019) with global-norm clipping; weight decay on matrices only."""
+    """The optimizer, with global-norm clipping; weight decay, times the learning rate, on matrices only."""
 
+    name: Literal["adamw", "muon", "lion", "sgd", "given"] = "adamw"
+    """adamw (Loshchilov and Hutter, 2019); muon (Jordan, 2024): each matrix of the blocks orthogonalised and scaled to the size
+    of AdamW's updates (Liu et al., 2025), and AdamW for all else; lion (Chen et al., 2023); sgd with momentum; given: the optax
+    transformation that a Python program hands to Trainer, with its own learning rate and weight decay."""
     learning_rate: PositiveFloat = 3e-4
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to this norm; null: never."""
     beta1: Decay = 0.9
+    """Decay of the mean of gradients, in adamw, lion, and muon's AdamW; beta2 belongs to the same."""
     beta2: Decay = 0.95
     epsilon: PositiveFloat = 1e-8
+    momentum: Decay = 0.95
+    """Decay in muon (Nesterov's) and sgd, which with 0 keeps no state."""
+    moments: NonNegativeFloat | None = None
+    """Float32 numbers that the state of a given optimizer has for each parameter, for the estimate. Trainer counts them."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after warm-up: half a cosine, linear, or (wsd) constant, then linear over the last decay_tokens."""
     warmup_tokens: Count = 0
@@ -216,6 +231,22 @@ class OptimizerConfig(Section):
     """For wsd only; default: the last fifth of training."""
     final_learning_rate_fraction: Fraction = 0.1
     """The learning rate at the end of the schedule, as a fraction of learning_rate."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.name == GIVEN) != (self.moments is not None):
+            raise refuse(
+                f"optimizer.name={self.name} and moments={'null' if self.moments is None else self.moments} do not fit: "
+                f"with name=given set moments to what it keeps for each parameter (Trainer counts it), else leave it out."
+            )
+        return self
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Float32 numbers in the optimizer's state for each element of a block's matrix, and for each other parameter."""
+        momentum = 1 if self.momentum else 0
+        known = {"adamw": (2, 2), "muon": (1, 2), "lion": (1, 1), "sgd": (momentum, momentum)}
+        return (self.moments, self.moments) if self.moments is not None else known[self.name]
 
 
 class TrainConfig(Section):
@@ -227,6 +258,10 @@ class TrainConfig(Section):
     """[[from_tokens, global_batch_sequences], ...]: the batch size after from_tokens consumed tokens, such as
     [[1_000_000_000, 2048], [4_000_000_000, 4096]]. The microbatch size stays the same, and a step has more microbatches.
     train.steps counts steps of any batch size."""
+    length_schedule: LengthSchedule = ()
+    """[[until_tokens, length], ...]: until so many tokens are consumed, sequences are cut into parts of `length`, such as
+    [[1_000_000_000, 512], [4_000_000_000, 1024]]; then sequence_length. A step has the same tokens and microbatches, in more
+    rows, and each length is compiled once."""
     batch_lr: Literal["none", "sqrt", "linear"] = "none"
     """Scales the learning rate by batch / last batch of batch_schedule (linear), by the square root of that (sqrt, usual for
     Adam) or not at all (none). optimizer.learning_rate is the rate of the last batch."""
@@ -236,6 +271,17 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Start from the weights (without optimizer state) of a model folder (Hugging Face's or jaxllm's own), a run directory, or
     one of its checkpoints. Default: the folder of model.name, if it is a folder; null: fresh weights."""
+    init_adapter: str | None = None
+    """Start the adapters of model.lora from those of a folder in PEFT's format; null: A random, B zero."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_more)] = ()
+    """Parameters that are not trained, by patterns of the names that `jaxllm inspect` prints, such as [embedding,
+    layers.mlp.*]. They stay in model.compute_dtype, without gradients and moments."""
+    loss: Literal["cross_entropy", "dpo", "given"] = "cross_entropy"
+    """dpo: Direct Preference Optimization (Rafailov et al., 2023) of data.source=preferences, where the model of init_from is
+    the reference (docs/dpo.md); given: the loss that a Python program hands to Trainer (docs/extending.md)."""
+    dpo_beta: PositiveFloat = 0.1
+    """How strongly the log-probability of an answer, relative to the reference, counts in DPO's preference: the smaller, the
+    farther the model may go from the reference."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4). The reported loss does not include it."""
     max_skips_in_a_row: PositiveInt = 10
@@ -278,6 +324,11 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this step are saved and never deleted."""
     asynchronous: Switch = True
     """Write while training continues: the run waits only for the copy from the devices."""
+    memory_every_steps: PositiveInt | None = None
+    """Steps between checkpoints in memory: each host keeps its part of the state and that of another host, so that a run which
+    loses a process or a host resumes there (docs/checkpoints.md). null: none."""
+    memory_dir: Annotated[str, Field(min_length=1)] = "/dev/shm"
+    """Folder of each host for them, in its memory or on a disk of its own."""
 
 
 class LogConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -28,6 +28,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
+GIVEN = "given"
+"""The value of a key in whose place Trainer is given a Python object."""
 GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """Pipeline schedules."""
 AUTO = "auto"
@@ -111,18 +113,20 @@ def one_or_more(given: Any) -> Any:
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
 
 
-def _pairs(schedule: Any) -> Any:
+def _pairs(key: str, names: str, schedule: Any) -> Any:
     if schedule is None:
         return ()
     if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
         raise refuse(
-            f"train.batch_schedule={shown(schedule)} is not a list of pairs: write [[from_tokens, global_batch_sequences], "
-            f"...], such as [[1000000000, 2048]]."
+            f"train.{key}={shown(schedule)} is not a list of pairs: write [[{names}], ...], such as [[1000000000, 2048]]."
         )
     return schedule
 
 
-BatchSchedule = Annotated[tuple[tuple[Tokens, PositiveInt], ...], BeforeValidator(_pairs)]
+_Pairs = tuple[tuple[Tokens, PositiveInt], ...]
+BatchSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "batch_schedule", "from_tokens, global_batch_sequences"))]
+LengthSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "length_schedule", "until_tokens, sequence_length"))]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
 
 
@@ -142,6 +146,7 @@ FP8_ROUNDING = "fp8_rounding"
 PATHS_MEAN = {
     "files": "files or glob patterns",
     "chat": "files of JSON lines or glob patterns",
+    "preferences": "files of JSON lines or glob patterns",
     "prepared": "folders",
     "megatron": "files without their .bin or .idx",
 }

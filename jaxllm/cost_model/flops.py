@@ -6,9 +6,10 @@ by rematerialisation counts once (MFU, not HFU; Chowdhery et al. 2022, "PaLM", a
 D width, F feed-forward width, N query heads, K key-value heads, H head size, L layers, V vocabulary, S sequence length.
 """
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import Config, ModelConfig
 from jaxllm.config.attention import window_shares
-from jaxllm.config.model_spec import layer_matmuls, layer_parameters, parameters
+from jaxllm.config.model_spec import ParameterSpec, layer_matmuls, layer_parameters, parameters
+from jaxllm.config.types import ITEMSIZE
 
 
 def layer_matmul_parameters(model: ModelConfig) -> int:
@@ -25,6 +26,33 @@ def layer_parameter_count(model: ModelConfig) -> int:
 def parameter_count(model: ModelConfig) -> int:
     """All parameters, without the padding a mesh may add; a tied embedding and head count once."""
     return sum(spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model))
+
+
+def trained_parameter_count(config: Config) -> int:
+    """Parameters that are not frozen."""
+    model, frozen = config.model, config.frozen
+    sizes = [spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model) if spec.path not in frozen]
+    return sum(sizes)
+
+
+def trained_matrices(config: Config) -> list[ParameterSpec]:
+    """One layer's matrices that are not frozen, adapters among them."""
+    return [spec for spec in layer_parameters(config.model) if spec.inputs and spec.path not in config.frozen]
+
+
+def moments_per_parameter(config: Config) -> float:
+    """Float32 numbers of the optimizer's state for each trained parameter, in the mean."""
+    in_matrices, elsewhere = config.optimizer.numbers
+    sizes = [spec.size for spec in trained_matrices(config)]
+    share = config.model.num_layers * sum(sizes) / max(trained_parameter_count(config), 1)
+    return elsewhere + (in_matrices - elsewhere) * share
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of the trained weights and of the optimizer's state, all float32, and of the frozen weights."""
+    trained = trained_parameter_count(config)
+    frozen = parameter_count(config.model) - trained
+    return round(4 * trained * (1 + moments_per_parameter(config)) + ITEMSIZE[config.model.compute_dtype] * frozen)
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -55,15 +83,30 @@ def causal_pairs(length: float, window: float | None) -> float:
     return length * window - window**2 / 2
 
 
-def train_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool = True) -> int:
+def train_flops_per_token(
+    model: ModelConfig, sequence_length: int, causal: bool = True, frozen: frozenset[str] = frozenset()
+) -> int:
     """Model FLOPs of forward and backward per token: 6 x matmul_parameters + 3 x attention_flops_per_token.
 
-    The backward pass does twice the forward's work: one matmul for each of a matmul's two inputs.
+    The backward pass does twice the forward's work: one matmul for each of a matmul's two inputs. Those of the paths `frozen`
+    have no gradient, and take a third less; LoRA's matrices are added.
     """
-    return 6 * matmul_parameters(model) + 3 * attention_flops_per_token(model, sequence_length, causal)
+    head = "embedding" if model.tie_embeddings else "head"
+    sizes = {spec.path: model.num_layers * spec.size for spec in layer_matmuls(model)}
+    sizes[head] = model.vocab_size * model.hidden_size
+    adapters = model.num_layers * sum(spec.size for spec in layer_parameters(model) if spec.is_lora)
+    fewer = 2 * sum(size for path, size in sizes.items() if path in frozen)
+    attention = 3 * attention_flops_per_token(model, sequence_length, causal)
+    return 6 * (matmul_parameters(model) + adapters) - fewer + attention
 
 
-def mfu(tokens_per_s_per_device: float, model: ModelConfig, sequence_length: int, peak_flops: float) -> float:
+def mfu(
+    tokens_per_s_per_device: float,
+    model: ModelConfig,
+    sequence_length: int,
+    peak_flops: float,
+    frozen: frozenset[str] = frozenset(),
+) -> float:
     """Model FLOPs utilisation with causal attention, as a fraction of `peak_flops` (FLOP/s: the dense peak of the compute
     dtype)."""
-    return tokens_per_s_per_device * train_flops_per_token(model, sequence_length) / peak_flops
+    return tokens_per_s_per_device * train_flops_per_token(model, sequence_length, frozen=frozen) / peak_flops

@@ -17,6 +17,7 @@ from jaxllm.config import Config
 from jaxllm.config.layer_stack import host_sum_itemsize
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer
+from jaxllm.cost_model.flops import moments_per_parameter
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.layer_compute import LayerCompute
 from jaxllm.cost_model.step_parts import Fitted, Transfers
@@ -92,7 +93,9 @@ class HostCopies(LayerCompute):
         and their gradients come in for the norm and for the update."""
         if state == "none":
             return 0.0
-        crossing = self.shared_parameters() * (2 * 8 + (3 * 4 if state in MASTER_ON_HOST else 0))
+        crossing = self.shared_parameters() * (
+            2 * 4 * moments_per_parameter(self.config) + (3 * 4 if state in MASTER_ON_HOST else 0)
+        )
         if state == "all":
             layers = self.stage_layers * self.layer_parameters / self.data_group.size
             crossing += layers * (self.itemsize + 2 * host_sum_itemsize(self.config))
@@ -103,11 +106,20 @@ class HostCopies(LayerCompute):
         matrices = 1 if self.model.tie_embeddings else 2
         return self.matrix_parameters() * matrices / self.P
 
+    @property
+    def trains_head(self) -> bool:
+        return ("embedding" if self.model.tie_embeddings else "head") not in self.config.frozen
+
+    def trained_vocabulary(self) -> float:
+        """As vocabulary_parameters, of those that are trained."""
+        matrices = {"embedding"} if self.model.tie_embeddings else {"embedding", "head"}
+        return self.vocabulary_parameters() * len(matrices - self.config.frozen) / len(matrices)
+
     def matrix_parameters(self) -> float:
         """Parameters of the embedding, or of the head, on one tensor rank."""
         return self.model.vocab_size * self.model.hidden_size / self.t
 
     def shared_parameters(self) -> float:
         """Parameters that a rank updates."""
-        parameters = self.stage_layers * self.layer_parameters + self.vocabulary_parameters()
+        parameters = self.stage_layers * self.trained_parameters + self.trained_vocabulary()
         return parameters / (self.data_group.size if self.parallel.zero else 1)

@@ -17,7 +17,7 @@ do without has no entry.
 from __future__ import annotations
 
 from jaxllm.config import Config
-from jaxllm.cost_model.flops import attention_flops_per_token
+from jaxllm.cost_model.flops import attention_flops_per_token, moments_per_parameter
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.kernel_rates import KernelRates
 from jaxllm.cost_model.layer_compute import BLOCK_NORM_MOVES
@@ -40,8 +40,9 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
         return tokens * times * elements_per_token * itemsize / rates.memory_bytes_per_s
 
     least = {
-        "matmuls": 6 * tokens * layers * sizes.layer_parameters / matmul_rate,
-        "head_matmuls": 6 * tokens * columns * model.hidden_size / rates.matmul_flops_per_s,
+        # Of the two matmuls of the backward pass, one is for the gradient of what is trained.
+        "matmuls": 2 * tokens * layers * (2 * sizes.layer_parameters + sizes.trained_parameters) / matmul_rate,
+        "head_matmuls": (6 if sizes.trains_head else 4) * tokens * columns * model.hidden_size / rates.matmul_flops_per_s,
         "attention_forward": attention / rates.attention_forward_flops_per_s,
         "attention_backward": 2.5 * attention / rates.attention_backward_flops_per_s,
         "norms": moved(18 * D * sum(BLOCK_NORM_MOVES[model.block_norms]) / sum(BLOCK_NORM_MOVES["before"])),
@@ -50,7 +51,7 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
         "loss": moved(columns, times=10, itemsize=1),
         # A row is read and written once forward; backward the gradient is read, and a float32 row is read and written.
         "embedding": moved(D, times=3 * sizes.itemsize + 8, itemsize=1),
-        "optimizer": (32 + sizes.itemsize) * parameters / rates.memory_bytes_per_s,
+        "optimizer": (16 + 8 * moments_per_parameter(config) + sizes.itemsize) * parameters / rates.memory_bytes_per_s,
     }
     if sizes.is_fp8:
         # XLA fuses most of them with the rounding of their results.

@@ -141,7 +141,9 @@ def layer_backward(layer: LayerShape) -> Moments:
             size += units["mlp"]
         if moment == "attention" and is_recomputed_early(layer) and layer.context > 1 and layer.tensor > 1:
             size += units["whole"]
-        size += layers_of_weights(layer, moment) * units["layer"] + layer.fp8_rounded + (layer.host_sums or 0)
+        # Gradients, and from ZeRO 3 on gathered weights, which frozen layers have too.
+        of_weights = units["layer" if layer.zero == 3 else "trained_layer"]
+        size += layers_of_weights(layer, moment) * of_weights + layer.fp8_rounded + (layer.host_sums or 0)
         if layer.norms_heads:
             # The norms' inputs, beside the rotated queries and keys.
             size += sum(units[name] for name in ("query", "key") if name in layer.policy.recompute)

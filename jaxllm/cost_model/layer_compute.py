@@ -9,6 +9,7 @@ from math import fsum as sum  # As in step_parts.py.
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import chunks_in_reach, first_seen, takes_cudnn, window_shares
 from jaxllm.config.capability import HOPPER, require_runs
+from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
@@ -89,6 +90,10 @@ class LayerCompute:
         self.matmuls = self.block_matmuls()
         """Name -> columns of the output, length of the sum."""
         self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
+        self.frozen = {spec.output for spec in layer_matmuls(model) if spec.path in config.frozen}
+        self.adapters = [] if model.lora is None else self.adapter_matmuls(model.lora)
+        """LoRA's matmuls, as in `matmuls`."""
+        self.trained_parameters = sum(columns * length for columns, length in self.trained_matmuls())
         self.chunk_layers: float = config.chunk_layers
 
     @property
@@ -102,6 +107,15 @@ class LayerCompute:
             sizes = [size // split.get(dim, 1) for dim, size in zip(spec.dims, spec.shape, strict=True)]
             found[spec.output] = math.prod(sizes[spec.inputs :]), math.prod(sizes[: spec.inputs])
         return found
+
+    def adapter_matmuls(self, lora: LoraConfig) -> list[tuple[int, int]]:
+        targets = [spec.output for spec in layer_matmuls(self.model) if spec.target in lora.targets]
+        shapes = [self.matmuls[name] for name in targets]
+        return [pair for columns, length in shapes for pair in ((lora.rank, length), (columns, lora.rank))]
+
+    def trained_matmuls(self) -> list[tuple[int, int]]:
+        """Those whose weights have gradients."""
+        return [*(shape for name, shape in self.matmuls.items() if name not in self.frozen), *self.adapters]
 
     def matmul_s(self, rows: int, columns: int, length: int, is_fp8: bool = False) -> float:
         """Time of a rows x columns matmul in which each element sums `length` products. FP8's inputs have one byte."""
@@ -137,12 +151,13 @@ class LayerCompute:
         return size_bytes / self.memory_bytes_per_s
 
     def layer_matmuls_s(self) -> tuple[float, float]:
-        """(forward, backward). The backward has two matmuls per forward matmul: for the input's and for the weight's
-        gradient."""
+        """(forward, backward). The backward has two matmuls per forward matmul: for the input's and, unless it is frozen, for
+        the weight's gradient."""
         forward_s = backward_s = 0.0
-        for columns, length in self.matmuls.values():
+        for columns, length in (*self.matmuls.values(), *self.adapters):
             forward_s += self.block_matmul_s(self.rows, columns, length)
-            backward_s += self.block_matmul_s(self.rows, length, columns) + self.block_matmul_s(length, columns, self.rows)
+            backward_s += self.block_matmul_s(self.rows, length, columns)
+        backward_s += sum(self.block_matmul_s(length, columns, self.rows) for columns, length in self.trained_matmuls())
         return forward_s, backward_s
 
     def attention_s(self) -> tuple[float, float]:
@@ -227,7 +242,7 @@ class LayerCompute:
     def gradient_sums_s(self) -> float:
         """Time to write and read gradients and add them to float32 sums; from ZeRO 2 on a rank has its share of the sums."""
         shares = self.data_group.size if self.parallel.zero >= 2 else 1
-        return self.moved_s(self.layer_parameters * (2 * self.itemsize + 8 / shares))
+        return self.moved_s(self.trained_parameters * (2 * self.itemsize + 8 / shares))
 
     def recomputed(self) -> tuple[set[str], bool, bool]:
         """(matmuls that the backward repeats, whether it repeats attention, whether it repeats the operations between

@@ -23,6 +23,7 @@ A step is fullest at one of a few moments, whose sums are compared:
                 all activations, the gradients, and one layer's backward at its three fullest moments
     head        the head's gradient is reduce-scattered beside all activations (ZeRO 2 and 3)
     embedding   the embedding's gradient exists with all rows, in float32, before it is reduce-scattered (ZeRO 2 and 3)
+    muon        the update by Muon: all gradients and updates, and one stack of matrices being orthogonalised
     reduce      the gradients are summed over ranks in float32, beside the last of them (ZeRO 0, one microbatch, with
                 unrolled layers or where the noise scale is measured)
 """
@@ -114,10 +115,12 @@ class Step(StepSizes):
         """The part of the head gradient that is live while layers run backward, with ZeRO 2 and 3: the float32 sum, or one
         product in the compute dtype, as with several context ranks (by compiled steps). For few tokens the gradient of the
         logits waits instead, because it is smaller."""
+        if not self.trained_head.compute:
+            return 0
         if self.loss_chunks == 1:
             return self.itemsize * self.rows * min(self.tokens, self.model.hidden_size)
         summed = self.parallel.context == 1 or self.model.tie_embeddings
-        return (FLOAT32 if summed else self.itemsize) * self.head.compute
+        return (FLOAT32 if summed else self.itemsize) * self.trained_head.compute
 
     def embedding_gradient(self) -> float:
         """Bytes of the embedding gradient, allocated before it is needed. With ZeRO 2 and 3 this happens only where XLA starts
@@ -128,27 +131,27 @@ class Step(StepSizes):
         else:
             early = (self.shared_out or self.parallel.tensor > 1) and self.runs_ahead and not self.accumulates
             early = early and not self.sends_once
-        return FLOAT32 * self.embedding.compute if early else 0
+        return FLOAT32 * self.trained_embedding.compute if early else 0
 
     def scattered(self) -> float:
         """The embedding gradient with all rows and a rank's share of it, and the head gradient in transfer."""
-        size = FLOAT32 * (self.embedding.compute + self.embedding.master)
+        size = FLOAT32 * (self.trained_embedding.compute + self.trained_embedding.master)
         if self.loss_chunks > 1:
             # The sum over chunks, and the same in another layout.
-            return size + 2 * FLOAT32 * self.head.compute
-        product = self.itemsize * self.head.compute
+            return size + 2 * FLOAT32 * self.trained_head.compute
+        product = self.itemsize * self.trained_head.compute
         if self.model.tie_embeddings:
-            return size + FLOAT32 * self.embedding.compute + product
-        return size + (FLOAT32 * self.head.compute if self.runs_ahead or self.many_ranks else product)
+            return size + FLOAT32 * self.trained_embedding.compute + product
+        return size + (FLOAT32 * self.trained_head.compute if self.runs_ahead or self.many_ranks else product)
 
     def head_shared_out(self) -> dict[str, float]:
         """Terms while the head gradient is reduce-scattered: in float32, beside the product it comes from."""
-        size, alone = FLOAT32 * self.head.compute, self.loss_chunks == 1
+        size, alone = FLOAT32 * self.trained_head.compute, self.loss_chunks == 1
         if alone and not self.many_ranks:
             product_and_logits = self.itemsize * (self.head.compute + self.tokens * self.rows)
             return {"weights": self.weights(loss=True), "vocabulary_gradients": size + product_and_logits}
         if alone or self.accumulates:
-            size += self.itemsize * self.head.compute + self.embedding_gradient()
+            size += self.itemsize * self.trained_head.compute + self.embedding_gradient()
         return {"weights": self.weights(), "vocabulary_gradients": size}
 
     @property
@@ -169,33 +172,46 @@ class Step(StepSizes):
         held = {"weights": self.weights(), **self.gradients(), **self.activations(), **self.fp8_layouts()}
         gather = self.gather(held)
         moments = {"gather": gather} if gather else {}
+        if self.config.optimizer.name == "muon":
+            moments["muon"] = self.orthogonal_update()
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
             return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
         # Below ZeRO 2 they are added to the sums where they are made, if there are sums.
         is_apart = self.loss_chunks > 1 if self.zero >= 2 else not self.accumulates
-        head, embedding = FLOAT32 * self.head.compute if is_apart else 0, self.embedding_gradient()
+        head, embedding = FLOAT32 * self.trained_head.compute if is_apart else 0, self.embedding_gradient()
         at_loss = {**held, "weights": self.weights(loss=True), "vocabulary_gradients": head + embedding}
         if self.zero < 2 or not (self.runs_ahead or self.policy.offload):
             at_loss["microbatch_gradients"] = 0
         if not self.runs_ahead:
             at_loss["activations.fetched"] = 0
-        at_loss["waiting_layer"] = {2: 1, 3: 2}.get(self.zero, int(self.layers_on_host)) * self.units["layer"]
-        moments["loss"] = {**at_loss, "logits": self.logits()}
+        at_loss["waiting_layer"] = self.waiting_layers() * self.units["trained_layer" if self.zero == 2 else "layer"]
+        # The head's input and its gradient; where the head is trained, other moments are fuller by far more than these.
+        hidden = 0 if self.trained_head.compute else 2 * self.units["whole"]
+        moments["loss"] = {**at_loss, "logits": self.logits(), "hidden_states": hidden}
         waits = self.zero >= 2 or (self.layers_on_host and self.accumulates and self.loss_chunks == 1)
         at_end = {"vocabulary_gradients": self.waiting_head_gradient() if waits else head + embedding}
         moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
         if self.layers_on_host:
             moments["update"] = self.streamed_update()
         if self.zero == 0 and not self.accumulates and self.shared_out and (self.has_own_layers or not self.sends_once):
-            moments["reduce"] = {"gradients": FLOAT32 * self.all.compute + self.itemsize * self.largest_stack}
+            moments["reduce"] = {"gradients": FLOAT32 * self.trained.compute + self.itemsize * self.largest_stack}
         if self.zero >= 2:
-            if self.loss_chunks > 1 or self.multiplies_early:
+            if self.trained_head.compute and (self.loss_chunks > 1 or self.multiplies_early):
                 moments["head"] = {**at_loss, **self.head_shared_out()}
-            moments["embedding"] = {**self.gradients(), "vocabulary_gradients": self.scattered()}
+            at_end = {**self.gradients(), "vocabulary_gradients": self.scattered()}
             if self.accumulates:
-                moments["embedding"] |= {"weights": self.weights(), "waiting_layer": self.units["layer"]}
+                at_end |= {"weights": self.weights(), "waiting_layer": self.units["layer"]}
+            if self.trained_embedding.compute:
+                moments["embedding"] = at_end
         return moments
+
+    def waiting_layers(self) -> int:
+        """Layers whose weights, or with ZeRO 2 gradients, are there at the loss; a single microbatch with frozen weights has
+        fewer (by compiled steps)."""
+        if self.zero == 3 and self.config.frozen and not self.accumulates:
+            return 1
+        return {2: 1, 3: 2}.get(self.zero, int(self.layers_on_host))
 
     def gather(self, held: dict[str, float]) -> dict[str, float]:
         """Terms while the weights arrive; empty if that is never the fullest moment."""
@@ -206,7 +222,7 @@ class Step(StepSizes):
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
         if self.zero == 2 and not (self.accumulates or self.policy.offload):
             # Layers only: a single microbatch gathers the vocabulary when it is needed.
-            weights = {"weights": self.itemsize * self.layers.compute, "relayout": self.itemsize * self.largest_stack}
+            weights = {"weights": self.itemsize * self.trained_layers.compute, "relayout": self.itemsize * self.largest_stack}
             return {**self.activations(), **weights}
         if self.zero == 3 and not self.runs_ahead and not self.pipelined:
             gathered = self.embedding.compute + (0 if self.model.tie_embeddings else self.head.compute)
@@ -221,6 +237,12 @@ class Step(StepSizes):
         last = min(of_layer[spec.path].master for spec in layer_matmuls(self.model))
         return {"gradients": FLOAT32 * self.vocabulary.master, "update": FLOAT32 * (3 * self.layer.master + 4 * last)}
 
+    def orthogonal_update(self) -> dict[str, float]:
+        """Terms of an update by Muon. A stack is whole, as if XLA gathered it, and there four times, in float32: as it was, as
+        it is next, and their product with its transpose's."""
+        update = FLOAT32 * (self.block_matrices + 4 * self.largest_stack)
+        return {"gradients": FLOAT32 * self.trained.master, "update": update}
+
     def logits(self) -> float:
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""
         tokens = -(-self.tokens // self.loss_chunks)
@@ -232,4 +254,4 @@ class Step(StepSizes):
 
     def relayout(self) -> float:
         """Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix."""
-        return self.itemsize * (self.largest_stack + self.embedding.compute)
+        return self.itemsize * (self.largest_stack + self.trained_embedding.compute)

@@ -28,11 +28,23 @@ class Elements:
         return Elements(count * self.compute, count * self.master)
 
 
-def parameters(model: ModelConfig, parallel: ParallelConfig) -> Mapping[str, Elements]:
-    """Elements of each parameter on one device, by path; for a layer's parameter, those of one layer."""
+def parameters(model: ModelConfig, parallel: ParallelConfig, frozen: frozenset[str] = frozenset()) -> Mapping[str, Elements]:
+    """Elements of each parameter on one device, by path; for a layer's parameter, those of one layer.
+
+    Args:
+      frozen: paths of parameters that are not trained, which are sharded between steps as in the step.
+    """
     ranks = int(parallel.data) * parallel.context
     # Type checkers do not know that a frozen model of pydantic is hashable.
-    return _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
+    found = _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
+    if not frozen:
+        return found
+
+    def of(path: str, elements: Elements) -> Elements:
+        shards = parallel.zero == 3 and (parallel.pipe == 1 or path.startswith(model_spec.LAYERS))
+        return elements if shards or path not in frozen else Elements(elements.compute, elements.compute)
+
+    return {path: of(path, elements) for path, elements in found.items()}
 
 
 @lru_cache(maxsize=4096)

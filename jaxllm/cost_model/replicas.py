@@ -49,8 +49,8 @@ def exchange_of(config: Config) -> Exchange | None:
     """The exchange of a resolved config; None with a single replica."""
     if (replicas := config.parallel.replica) == 1:
         return None
-    rank_bytes = FLOAT32 * StepSizes(config).all.master
-    matrices = sum(spec.is_matrix for spec in parameters(config.model))
+    rank_bytes = FLOAT32 * StepSizes(config).trained.master
+    matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
     return Exchange(replicas, config.devices // replicas, rank_bytes, config.train.diloco_steps or 1, matrices)
 
 

@@ -9,7 +9,7 @@ from math import fsum as sum  # As in step_parts.py.
 from jaxllm.config import Config
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.activations import context_method
-from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.flops import moments_per_parameter, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.host_copies import HostCopies
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
@@ -95,7 +95,7 @@ class StepModel(HostCopies):
 
     def flops_per_token(self) -> float:
         """Model FLOPs, as counted in tflops_per_gpu."""
-        return train_flops_per_token(self.model, self.S)
+        return train_flops_per_token(self.model, self.S, frozen=self.config.frozen)
 
     def tick(self) -> tuple[dict[str, float], Transfers, Transfers, float, float]:
         """One chunk of layers: (compute by term, transfers forward, transfers backward, seconds forward, seconds backward)."""
@@ -315,7 +315,7 @@ class StepModel(HostCopies):
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer. ZeRO 2 scatters its gradients behind the backward of the layer before it; ZeRO 3 also
         gathers its weights behind the layer that is computed before it, in both passes (layer_loop.py)."""
-        scatter_s = reduce_scatter_s(4 * self.layer_parameters, self.data_group, self.links)
+        scatter_s = reduce_scatter_s(4 * self.trained_parameters, self.data_group, self.links)
         if self.parallel.zero == 2:
             return 0.0, scatter_s
         return all_gather_s(self.itemsize * self.layer_parameters, self.data_group, self.links), scatter_s
@@ -332,7 +332,9 @@ class StepModel(HostCopies):
         ways, passes, chunks = self.head_parts()
         D, columns = self.model.hidden_size, -(-self.model.vocab_size // ways)
         rows = -(-self.rows // chunks)
-        matmuls_s = self.matmul_s(rows, columns, D) + self.matmul_s(rows, D, columns) + self.matmul_s(columns, D, rows)
+        matmuls_s = self.matmul_s(rows, columns, D) + self.matmul_s(rows, D, columns)
+        if self.trains_head:
+            matmuls_s += self.matmul_s(columns, D, rows)
         loss_s = self.moved_s(rows * columns * 4 * passes)
         return {"head": self.M * chunks * (matmuls_s + loss_s)}
 
@@ -360,7 +362,7 @@ class StepModel(HostCopies):
         group, zero, links = self.data_group, self.parallel.zero, self.links
         if group.size == 1:
             return
-        layer, rest, reduce_s = self.layer_parameters, self.vocabulary_parameters(), reduce_scatter_s if zero else all_reduce_s
+        layer, rest, reduce_s = self.trained_parameters, self.trained_vocabulary(), reduce_scatter_s if zero else all_reduce_s
         bare = self.stage_layers
         if sends_once(self.config, self.M, self.gpu.chip.compute_capability):
             # Of these the first layer's weights, and its gradients.
@@ -371,13 +373,17 @@ class StepModel(HostCopies):
         reduced, gathered = (rest + (0 if zero >= level else bare) * layer for level in (2, 3))
         each = self.M if self.P == 1 else 1
         transfers.add("data", reduce_s(4 * reduced, group, links), times=each if zero >= 2 else 1)
+        if zero == 3 and self.P == 1:
+            # Frozen weights are sharded too.
+            gathered = self.vocabulary_parameters()
         if zero:
             transfers.add("data", all_gather_s(self.itemsize * gathered, group, links), times=each if zero == 3 else 1)
 
     def update(self) -> dict[str, float]:
-        """AdamW in float32: reads weight, two moments and gradient, and writes the first three; the gradient's norm; the copy
-        in the compute dtype."""
-        moved_bytes = self.shared_parameters() * (4 * 4 + 3 * 4 + 4 + 4 + self.itemsize)
+        """The update in float32: reads weight, moments and gradient, and writes all but that; the gradient's norm; the copy in
+        the compute dtype. Muon's matmuls are not counted."""
+        n = moments_per_parameter(self.config)
+        moved_bytes = self.shared_parameters() * (4 * (2 + n) + 4 * (1 + n) + 4 + 4 + self.itemsize)
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.kernel_s}
 
     def add_replicas(self, transfers: Transfers) -> None:

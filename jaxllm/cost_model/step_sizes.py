@@ -8,12 +8,14 @@ from jaxllm.config import Config
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
+from jaxllm.config.model_spec import LAYERS, layer_matmuls
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
+from jaxllm.cost_model.flops import trained_matrices
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_backward import LayerShape, halvings
-from jaxllm.cost_model.parameters import Elements, layer_parameters, parameters
+from jaxllm.cost_model.parameters import Elements, parameters
 
 FLOAT32 = 4
 
@@ -46,15 +48,28 @@ class StepSizes:
         self.local_length = train.sequence_length // p.context
         self.causal_block_length = causal_block_length(train.sequence_length, p.context)
         self.tokens = config.microbatch_sequences * self.local_length
-        table = parameters(self.model, p)
-        of_layer = layer_parameters(self.model, p)
+        table, none = parameters(self.model, p, config.frozen), Elements(0, 0)
+        of_layer = {path: elements for path, elements in table.items() if path.startswith(LAYERS)}
+        # Frozen parameters have no gradients, and their weights are read in place.
+        trained = {path: none if path in config.frozen else elements for path, elements in table.items()}
         here = config.chunk_layers * p.virtual_stages
         self.layer = sum(of_layer.values(), Elements(0, 0))
         self.layers = self.layer.times(here)
-        self.largest_stack = here * max(e.compute for e in of_layer.values())
+        self.largest_stack = here * max(trained[path].compute for path in of_layer)
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
         self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
         self.all = self.layers + self.vocabulary + table["final_norm.scale"]
+        self.trained_layer = sum((trained[path] for path in of_layer), none)
+        self.trained_layers = self.trained_layer.times(here)
+        self.trained_embedding, self.trained_head = trained["embedding"], trained.get("head", trained["embedding"])
+        self.trained_vocabulary = self.trained_embedding + (none if self.model.tie_embeddings else self.trained_head)
+        # ZeRO 3 gathers a matrix along the dim that it shards. XLA turns the stacks in which that is the last dim; those of
+        # trained weights are cast, and so turned for nothing.
+        self.turned = 0
+        if self.zero == 3 and p.pipe == 1:
+            last = [spec.path for spec in layer_matmuls(self.model) if spec.dims[-1] == "embed" and spec.path in config.frozen]
+            self.turned = here * sum(table[path].master for path in last)
+        self.trained = self.trained_layers + self.trained_vocabulary + trained["final_norm.scale"]
         self.rows = self.head.compute // self.model.hidden_size
         self.pipelined = p.pipe > 1
         table_of = (p.schedule, p.pipe, self.microbatches, p.virtual_stages)
@@ -68,15 +83,30 @@ class StepSizes:
         # With DiLoCo, the weights of the last outer step and its momentum.
         outer = 2 * FLOAT32 * self.all.master if self.config.train.diloco_steps is not None else 0
         return {
-            "master_weights": 0 if offload in MASTER_ON_HOST else FLOAT32 * self.all.master,
-            "optimizer": 2 * FLOAT32 * self.all.master if offload == "none" else 0,
+            "master_weights": 0 if offload in MASTER_ON_HOST else FLOAT32 * self.trained.master,
+            "frozen_weights": self.itemsize * (self.all.master - self.trained.master),
+            "optimizer": self.optimizer_state() if offload == "none" else 0,
             "outer_state": outer,
             "batch": self.microbatches * self.tokens * per_token,
         }
 
+    def optimizer_state(self) -> float:
+        """Bytes of the optimizer's moments."""
+        in_matrices, elsewhere = self.config.optimizer.numbers
+        return FLOAT32 * (in_matrices * self.block_matrices + elsewhere * (self.trained.master - self.block_matrices))
+
+    @property
+    def block_matrices(self) -> int:
+        """Elements of the blocks' trained matrices, adapters among them, between steps."""
+        table = parameters(self.model, self.parallel, self.config.frozen)
+        each = sum(table[spec.path].master for spec in trained_matrices(self.config))
+        return each * self.config.chunk_layers * self.parallel.virtual_stages
+
     def on_host(self) -> float:
         offload = self.parallel.offload_state
-        state = {"none": 0, "optimizer": 2}.get(offload, 3) * FLOAT32 * self.all.master
+        state = 0 if offload == "none" else self.optimizer_state()
+        if offload in MASTER_ON_HOST:
+            state += FLOAT32 * self.trained.master
         if self.layers_on_host:
             state += (self.itemsize + host_sum_itemsize(self.config)) * self.layers.master
         return state + self.slots * self.config.chunk_layers * sum(self.offloaded.values())
@@ -97,6 +127,7 @@ class StepSizes:
             "query": each * m.num_heads * m.head_dim / t,
             "key": each * keys * m.head_dim,
             "layer": self.itemsize * self.layer.compute,
+            "trained_layer": self.itemsize * self.trained_layer.compute,
         }
 
     @cached_property
@@ -122,9 +153,11 @@ class StepSizes:
                 levels = halvings(self.causal_block_length)
                 of_attention["attention_halves"] = levels * (u["query"] / 2 + u["key"])
             return {**of_halves, **of_attention, "mlp_products": products[1] * u["mlp"]}
+        # A frozen norm's backward pass does not read its copy before the scale.
+        copies = 2 if self.config.frozen & {"layers.attention_norm.scale", "layers.attention_post_norm.scale"} else 3
         input_bytes = u["split" if rings_tensor(self.config, self.capability) else "whole"]
         return {
-            **{name: FLOAT32 / self.itemsize * 3 * size for name, size in normed.items()},
+            **{name: FLOAT32 / self.itemsize * copies * size for name, size in normed.items()},
             "attention_input": input_bytes,
             "query": u["query"],
             "key": u["key"],
@@ -281,14 +314,16 @@ class StepSizes:
         """
         if self.itemsize == FLOAT32 and self.zero == 0:
             return 0
-        layers = 0 if self.layers_on_host else self.layers.master if self.zero == 3 else self.layers.compute
+        of_layers, vocabulary = self.trained_layers, self.trained_vocabulary
+        layers = 0 if self.layers_on_host else of_layers.master if self.zero == 3 else of_layers.compute
         if self.pipelined:
             # ZeRO 3 gathers the vocabulary once per step and keeps it both as received and in the layout for matmuls.
             layouts = 2 if self.zero == 3 else 1
-            return self.itemsize * (layers + layouts * self.vocabulary.compute)
-        share = self.vocabulary.master if self.zero == 3 else self.vocabulary.compute
-        whole = self.head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
-        return self.itemsize * (layers + (share if self.accumulates else 0) + whole)
+            return self.itemsize * (layers + layouts * vocabulary.compute)
+        share = vocabulary.master if self.zero == 3 else vocabulary.compute
+        head = self.head if self.zero == 3 else self.trained_head
+        whole = head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
+        return self.itemsize * (layers + (share if self.accumulates else 0) + whole + self.turned)
 
     def fp8_layouts(self) -> dict[str, float]:
         """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
@@ -310,9 +345,10 @@ class StepSizes:
     def gradients(self) -> dict[str, float]:
         """Float32 sums, to which each microbatch adds. A single one without ZeRO 2 leaves its layers' gradients in the compute
         dtype, where layers with arrays of their own free as many weights as they make gradients; or ZeRO 1 reduces them."""
-        layers = 0 if self.layers_on_host else self.layers.master if self.zero >= 2 else self.layers.compute
+        of_layers = self.trained_layers
+        layers = 0 if self.layers_on_host else of_layers.master if self.zero >= 2 else of_layers.compute
         shared = self.zero >= 2 and not self.pipelined
-        vocabulary = self.vocabulary.master if shared else self.vocabulary.compute
+        vocabulary = self.trained_vocabulary.master if shared else self.trained_vocabulary.compute
         if self.accumulates:
             # A step that measures the noise scale makes a microbatch's gradients apart, for their squares.
             is_apart = self.config.log.noise_scale_every is not None and self.zero < 2 and not self.pipelined
@@ -321,6 +357,6 @@ class StepSizes:
         if self.zero >= 2:
             return {"microbatch_gradients": FLOAT32 * layers}
         if self.sends_once and not self.has_own_layers:
-            return {"microbatch_gradients": FLOAT32 * self.layers.master}
+            return {"microbatch_gradients": FLOAT32 * of_layers.master}
         is_freed = self.weights() > 0 and self.has_own_layers
         return {"microbatch_gradients": 0.0 if is_freed else self.itemsize * layers}

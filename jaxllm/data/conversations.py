@@ -6,6 +6,11 @@ Each line holds one conversation in one of these forms:
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}           (ShareGPT)
     {"prompt": ..., "completion": ...}     two texts, or two lists of messages; only the completion is learnt
 
+A pair of answers of which one is preferred (data.source=preferences) is a document of two conversations, in one of these forms:
+
+    {"prompt": ..., "chosen": ..., "rejected": ...}     texts, or lists of messages
+    {"chosen": [...], "rejected": [...]}                whole conversations that begin with the same messages
+
 With a chat template, two texts become a user's and an assistant's message. Without one they become one text with an EOS token.
 Each assistant's message is scored, including the token that ends its turn, and nothing else. The conversation is tokenised as
 one text. A token is scored if it begins inside an answer. A token across the beginning of an answer is not scored, because
@@ -17,9 +22,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -37,6 +42,7 @@ log = logging.getLogger(__name__)
 MOST_MESSAGES, MOST_UNUSABLE = 4000, 100_000
 """Limits of messages in a conversation, whose answers are found by rendering it up to each of them, and of lines before the
 first that can be used."""
+PAIR = ("chosen", "rejected")
 BROKEN_SHOWN = 5
 """Number of unusable lines that a warning names."""
 _ROLES = {"human": "user", "gpt": ASSISTANT}
@@ -72,7 +78,9 @@ class _Text:
     """True if a template wrote the text: it spells special tokens. Otherwise BOS and EOS are added around the tokens."""
 
 
-def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None) -> DocumentsInMemory:
+def read_conversations(
+    patterns: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, *, pairs: bool = False
+) -> DocumentsInMemory:
     """Reads the conversations of JSON lines files (.jsonl, .ndjson, .json, also .gz and .zst), in order of their sorted paths.
     Unusable lines are skipped. The description counts them, and a warning names the first ones.
 
@@ -80,20 +88,27 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
 
     Args:
       template: None if the tokenizer has none. Then only prompts and completions that are texts can be read.
+      pairs: each line holds two answers of which one is preferred, and gives a document with both.
 
     Raises:
       ConfigError: a file cannot be read or is not JSON lines, messages have no template, or no line is usable.
     """
     files = _files(patterns)
     broken = _BrokenLines()
-    conversations = _conversations(files, tokenizer, template, broken)
-    keys, ids, scored = [], [], []
+    conversations = _conversations(files, tokenizer, template, broken, _read_pair if pairs else _read_one)
+    keys, ids, scored, firsts = [], [], [], []
     try:
         while together := list(islice(conversations, _TOGETHER)):
-            for conversation, (tokens, answers) in zip(together, _tokenize(together, tokenizer), strict=True):
-                keys.append(conversation.key)
-                ids.append(tokens)
-                scored.append(answers)
+            tokenized = _tokenize([text for _, texts in together for text in texts], tokenizer)
+            for where, texts in together:
+                tokens, answers = zip(*islice(tokenized, len(texts)), strict=True)
+                if pairs and not all(each[1:].any() for each in answers):
+                    broken.add(f"{where}: an answer has no token of its own")
+                    continue
+                keys.append(texts[0].key if len(texts) == 1 else _key([text.key for text in texts]))
+                ids.append(np.concatenate(tokens))
+                scored.append(np.concatenate(answers))
+                firsts.append(len(tokens[0]))
     finally:
         if template is not None:
             template.close()
@@ -107,7 +122,9 @@ def read_conversations(patterns: Sequence[str], tokenizer: Tokenizer, template: 
     total = broken.count + len(ids)
     skipped = f"; {broken.count:,} of {total:,} lines skipped, the first {broken.first[0]}" if broken.count else ""
     description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
-    return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, description, scored)
+    return DocumentsInMemory(
+        ids, np.array(keys, np.uint64), tokenizer, description, scored, np.array(firsts, np.int64) if pairs else None
+    )
 
 
 def _files(patterns: Sequence[str]) -> list[str]:
@@ -125,16 +142,17 @@ def _files(patterns: Sequence[str]) -> list[str]:
 
 
 def _conversations(
-    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: _BrokenLines
-) -> Iterator[_Text]:
-    """Reads the usable conversations of the files, in order. Adds FILE:LINE: reason to `broken` for the others."""
+    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: _BrokenLines, read: Callable[..., Texts]
+) -> Iterator[tuple[str, Texts]]:
+    """Reads the usable conversations of the files, in order, with FILE:LINE. Adds that and the reason to `broken` for the
+    others."""
     usable = 0
     for path in files:
         for line, record, reason in read_objects(path):
             try:
                 if record is None:
                     raise _BrokenLine(reason)
-                yield _read(record, tokenizer, template)
+                yield f"{path}:{line}", read(record, tokenizer, template)
                 usable += 1
             except (_BrokenLine, ChatTemplateError) as error:
                 broken.add(f"{path}:{line}: {str(error).rstrip('.')}")
@@ -144,6 +162,36 @@ def _conversations(
                 raise ConfigError(f"{path}:{line}: {error}") from None
             if not usable and broken.count > MOST_UNUSABLE:
                 return
+
+
+Texts = tuple[_Text, ...]
+"""Those of one document: a conversation, or one with the chosen and one with the rejected answer."""
+
+
+def _read_one(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> Texts:
+    return (_read(record, tokenizer, template),)
+
+
+def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> Texts:
+    """Raises as `_read` does."""
+    if missing := [name for name in PAIR if name not in record]:
+        raise _BrokenLine(f"it has no {missing[0]} answer")
+    answers = [record[name] for name in PAIR]
+    if answers[0] == answers[1]:
+        raise _BrokenLine("the chosen and the rejected answer are the same")
+    prompt, as_lists = record.get("prompt"), all(isinstance(answer, list) for answer in answers)
+    if as_lists and not isinstance(prompt, list):
+        # Whole conversations; a prompt that is a text then only repeats a message of them.
+        same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False)))
+        if not same:
+            raise _BrokenLine("its answers do not begin with the same message, and it has no prompt")
+        prompt, answers = answers[0][:same], [answer[same:] for answer in answers]
+    elif isinstance(prompt, list):
+        answers = [[{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer for answer in answers]
+    elif prompt is None:
+        raise _BrokenLine("it has no prompt, and its answers are not lists of messages")
+    chosen, rejected = (_read({"prompt": prompt, "completion": answer}, tokenizer, template) for answer in answers)
+    return chosen, rejected
 
 
 def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:

@@ -25,6 +25,9 @@ class Documents(Protocol):
     """One line of text for logs."""
     fingerprint: str
     """Hexadecimal digits. They change with the text, the tokenizer, the scored tokens or the order of documents."""
+    chosen_tokens: np.ndarray | None = None
+    """Integers [documents] if each is a pair, a text with the chosen answer and then one with the rejected: tokens of the first
+    text."""
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         """Reads the token ids [start, stop) of each given document, as integers of any type."""
@@ -49,12 +52,15 @@ class DocumentsInMemory(Documents):
         tokenizer: Tokenizer,
         description: str,
         scored: Sequence[np.ndarray] | None = None,
+        chosen_tokens: np.ndarray | None = None,
     ):
         """
         Args:
           ids: token ids of each document, integers of one type. At least one document.
           scored: for each document, a bool array as long as its ids. Default: every token is scored.
+          chosen_tokens: see Documents.
         """
+        self.chosen_tokens = chosen_tokens
         self.keys, self.tokenizer, self.description = keys, tokenizer, description
         self.lengths = np.array([len(these) for these in ids], np.int64)
         self._ids = np.concatenate(ids)
@@ -63,6 +69,8 @@ class DocumentsInMemory(Documents):
         content = self._ids.tobytes() + self.lengths.tobytes() + self.keys.tobytes()
         if self._scored is not None:
             content += self._scored.tobytes()
+        if chosen_tokens is not None:
+            content += chosen_tokens.tobytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:

@@ -8,7 +8,8 @@ Sample k is a pure function of (seed, k, sources and weights). There is no state
     mask       bool  [B, S]   True where the target counts in the loss. False at the end of a document, in free space, and
                               for tokens that the source does not score, such as questions in conversations
     positions  int32 [B, S]   counted from 0 in each piece of a document
-    segments   int32 [B, S]   1, 2, ... for each piece of a document, 0 in free space
+    segments   int32 [B, S]   1, 2, ... for each piece of a document, 0 in free space; of pairs, the text with the chosen answer
+                              has an odd number and that with the rejected one the next
 
 With data.mask_documents=false a sequence is one text: no segments, positions 0..S-1, and the last token of a document predicts
 the first token of the next. At the end of a row that target is masked, because the next document is not read.
@@ -88,7 +89,13 @@ class PackedDocuments:
         batch = empty_rows(len(found), self._sequence_length, segments=self._masks)
         texts = iter(zip(read, scored, (pieces.stops - pieces.starts).tolist(), strict=True))
         for row, here in enumerate(found):
-            self._fill({key: array[row] for key, array in batch.items()}, [next(texts) for _ in here.documents])
+            of_row = [next(texts) for _ in here.documents]
+            if (chosen := self._documents.chosen_tokens) is not None:
+                # Pairs are never cut.
+                of_row = [
+                    part for n, text in zip(here.documents, of_row, strict=True) for part in _cut_pair(*text, int(chosen[n]))
+                ]
+            self._fill({key: array[row] for key, array in batch.items()}, of_row)
         return batch
 
     def _check(self, read: list[np.ndarray], documents: np.ndarray, starts: np.ndarray) -> None:
@@ -125,6 +132,11 @@ class PackedDocuments:
             at = stop
         if not self._masks:
             row["positions"][:] = np.arange(self._sequence_length)
+
+
+def _cut_pair(ids: np.ndarray, scored: np.ndarray, size: int, border: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """The two texts of a pair, as `_fill` takes them."""
+    return [(ids[:border], scored[:border], border), (ids[border:], scored[border:], size - border)]
 
 
 def empty_rows(num_rows: int, sequence_length: int, segments: bool) -> Batch:

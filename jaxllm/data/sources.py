@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
+from jaxllm.config.sections import CONVERSATIONS
+from jaxllm.config.types import GIVEN
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
 from jaxllm.data.documents import Documents, DocumentsInMemory, gather
@@ -91,6 +93,8 @@ class Data:
     @property
     def description(self) -> str:
         """One line of text for logs."""
+        if not self.sources:
+            return "batches of the caller"
         several = len(self.sources) > 1
         lines = [
             (f"{source.name} ({source.weight:g}): " if several else "")
@@ -98,26 +102,34 @@ class Data:
             f"train on, {source.held_out_tokens:,} of {len(source.held_out):,} held out"
             for source in self.sources
         ]
-        if longer := self._conversations_cut:
+        if longer := self._longer("chat"):
             lines.append(f"{longer:,} conversations are longer than a sequence and are cut")
+        if longer := self._longer("preferences"):
+            lines.append(f"{longer:,} pairs are longer than a sequence and are left out")
         return "; ".join([*lines, f"sha256 {self.fingerprint}"])
 
-    @property
-    def _conversations_cut(self) -> int:
-        """Number of conversations longer than a sequence. The later part of a cut conversation is learnt without its start."""
+    def _longer(self, kind: str) -> int:
+        """Number of documents in sources of this kind that are longer than a sequence. The later part of a conversation that is
+        cut is learnt without its start.
+        """
         S = self.config.train.sequence_length
-        chats = [source for part, source in zip(self.config.data.sources, self.sources, strict=True) if part.source == "chat"]
-        return sum(int((source.documents.lengths > S).sum()) for source in chats)
+        found = [source for part, source in zip(self.config.data.sources, self.sources, strict=True) if part.source == kind]
+        return sum(int((source.documents.lengths > S).sum()) for source in found)
 
     def stream(self) -> SampleStream:
         """Stream of training samples.
 
         Raises:
-          ConfigError: a source has fewer tokens than one sequence.
+          ConfigError: a source has fewer tokens than one sequence, or no pair that fits into one.
         """
         S, seed = self.config.train.sequence_length, self.config.train.seed
         for source in self.sources:
-            if source.train_tokens < S:
+            if source.documents.chosen_tokens is not None:
+                if not len(self._whole(source, source.train)):
+                    raise ConfigError(
+                        f"No pair of {source.name} fits into train.sequence_length={S}: use longer sequences or shorter pairs."
+                    )
+            elif source.train_tokens < S:
                 raise ConfigError(
                     f"The training text of {source.name} has {source.train_tokens} tokens, fewer than "
                     f"train.sequence_length={S}: give more text or use shorter sequences."
@@ -126,8 +138,9 @@ class Data:
         return SampleStream(packed, [source.weight for source in self.sources], seed)
 
     def most_documents(self, stream: SampleStream) -> int:
-        """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one."""
-        return max(packed.packing.most_pieces for packed in (*stream.sources, *self.held_out()))
+        """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one. 0 if
+        nothing is read here."""
+        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out())), default=0)
 
     def held_out(self) -> list[PackedDocuments]:
         """Held-out documents of each source that has any, in the source's own order."""
@@ -136,9 +149,17 @@ class Data:
     @cached_property
     def _held_out(self) -> tuple[PackedDocuments, ...]:
         # Pack once, because every evaluation needs the result.
-        return tuple(self._packed(source, source.held_out) for source in self.sources if source.held_out_tokens > 1)
+        some = [s for s in self.sources if s.held_out_tokens > 1 and len(self._whole(s, s.held_out))]
+        return tuple(self._packed(source, source.held_out) for source in some)
+
+    def _whole(self, source: Source, order: np.ndarray) -> np.ndarray:
+        """Those of the documents that may be packed: of pairs, those that fit into a sequence."""
+        if source.documents.chosen_tokens is None:
+            return order
+        return order[source.documents.lengths[order] <= self.config.train.sequence_length]
 
     def _packed(self, source: Source, order: np.ndarray) -> PackedDocuments:
+        order = self._whole(source, order)
         data, S = self.config.data, self.config.train.sequence_length
         vocab_size = self.config.model.vocab_size
         return PackedDocuments(source.name, source.documents, order, S, data.packing, data.mask_documents, vocab_size)
@@ -153,6 +174,8 @@ def load_data(config: Config) -> Data:
     """
     data = config.data
     named = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    if data.source == GIVEN:
+        return Data(config, (), named)
     prepared = {part.name: open_prepared(part) for part in data.sources if part.source == "prepared"}
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
@@ -181,8 +204,8 @@ def open_prepared(source: SourceConfig) -> Documents:
 
 
 def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Chat template of data.source=chat: data.chat_template, or the tokenizer's own."""
-    if not any(part.source == "chat" for part in data.sources):
+    """Chat template of conversations: data.chat_template, or the tokenizer's own."""
+    if not any(part.source in CONVERSATIONS for part in data.sources):
         return None
     return load_chat_template(None if tokenizer is None else tokenizer.folder, data.chat_template, knows_date=False)
 
@@ -194,16 +217,16 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
     source=python_stdlib: each module of the running Python's standard library, without tests. Files that are not UTF-8 are
     skipped and counted in the description. All hosts of a run need the same Python, or their texts differ.
 
-    source=chat: conversations, one per line of the files that match paths; see conversations.py.
+    source=chat, preferences: conversations or pairs of them, one per line of the files that match paths; see conversations.py.
 
     source=files: all files that match paths. A file below the working directory is identified by its relative path, any
     other file by its absolute path. Keep texts below it if the split must not depend on the machine.
     """
     if source.source == "megatron":
         return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
-    if source.source == "chat":
+    if source.source in CONVERSATIONS:
         assert tokenizer is not None, "refused by the config"
-        return read_conversations(source.paths, tokenizer, template)
+        return read_conversations(source.paths, tokenizer, template, pairs=source.source == "preferences")
     if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)
@@ -288,6 +311,8 @@ def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Docum
     count = len(documents.lengths)
     if fraction == 0:
         return documents, np.arange(count), np.arange(0)
+    if count == 1 and documents.chosen_tokens is not None:
+        return documents, np.arange(1), np.arange(0)
     if count == 1:
         length = int(documents.lengths[0])
         held_out_tokens = round(length * fraction)

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, RunConfig, Section, load_config, with_overrides
 from jaxllm.config.errors import one_sentence
-from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.flops import state_bytes
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
@@ -45,8 +45,6 @@ GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
 """Size of one collective, and of one copy to the host: on GPUs so large that the start, 0.1 ms, is a few percent of it."""
 STUCK_S = 300.0
 """Time limit for a collective to start and to be measured; NCCL's first may take a minute on many hosts."""
-STATE_BYTES = 12
-"""Bytes per parameter in a checkpoint: the master weight and two moments in float32."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     ]
     first_of_host = here.rank == min(rank for rank in hosts if hosts[rank] == hosts[here.rank])
     folders = probes.folder(Path(run.dir), measures=first_of_host)
-    rows += checks.folder(run.dir, processes, folders, STATE_BYTES * parameter_count(config.model) if config else None)
+    rows += checks.folder(run.dir, processes, folders, state_bytes(config) if config else None)
     measured: list[Collective] = []
     expected_s: dict[str, float] = {}
     device = jax.local_devices()[0]

@@ -9,12 +9,14 @@ context. Tokens at the end that do not fill a window are dropped, as is usual; t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,7 +25,24 @@ from jaxllm.cost_model.inference_memory import evaluation_rows
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
 from jaxllm.parallel.device_batches import put_global_batch
-from jaxllm.parallel.types import Parallelized
+from jaxllm.parallel.types import Batch, Parallelized, Params
+
+
+@dataclass(frozen=True)
+class PositionBucket:
+    """Scored tokens with `first` to `last` tokens of their window before them."""
+
+    first: int
+    last: int
+    tokens: int
+    """Number of scored tokens."""
+    nats: float
+    """Sum of their losses."""
+
+    @property
+    def loss(self) -> float | None:
+        """Nats per scored token; None without any."""
+        return self.nats / self.tokens if self.tokens else None
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,9 @@ class Score:
     windows: int
     dropped_tokens: int
     """Tokens at the end that are not in a window."""
+    by_position: tuple[PositionBucket, ...] = ()
+    """The same tokens by powers of two of the tokens before them: 1, 2 to 3, 4 to 7, and so on. The sum of `nats` over the sum
+    of `tokens` is the loss. () if it was not asked for."""
 
     @property
     def perplexity(self) -> float:
@@ -54,7 +76,10 @@ class Score:
         # JSON has no infinity.
         derived = {name: getattr(self, name) for name in ("perplexity", "bits_per_byte")}
         finite = {name: value if math.isfinite(value) else None for name, value in derived.items()}
-        return {"loss": self.loss, **finite, **asdict(self)}
+        found = {"loss": self.loss, **finite, **asdict(self)}
+        del found["by_position"]
+        buckets = [{"loss": bucket.loss, **asdict(bucket)} for bucket in self.by_position]
+        return found | ({"by_position": buckets} if buckets else {})
 
     def lines(self) -> list[str]:
         plural = "s" if self.windows > 1 else ""
@@ -62,7 +87,16 @@ class Score:
             f"loss {self.loss:.6f} nats per token, perplexity {self.perplexity:.4f}, {self.bits_per_byte:.6f} bits per byte",
             f"{self.tokens:,} tokens of {self.bytes:,} bytes scored in {self.windows:,} window{plural}; "
             f"{self.dropped_tokens:,} at the end fill no window",
+            *self._table(),
         ]
+
+    def _table(self) -> Iterator[str]:
+        if self.by_position:
+            yield ""
+            yield f"{'tokens before it':>17}{'tokens':>12}{'loss':>10}"
+        for bucket in self.by_position:
+            before = f"{bucket.first:,} to {bucket.last:,}" if bucket.last > bucket.first else f"{bucket.first:,}"
+            yield f"{before:>17}{bucket.tokens:>12,}{'-' if bucket.loss is None else f'{bucket.loss:.4f}':>10}"
 
 
 @dataclass(frozen=True)
@@ -164,6 +198,7 @@ def evaluate(
     *,
     width: int | None = None,
     rows: int | None = None,
+    by_position: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Score:
     """Scores all windows with the forward pass of training and its sharding.
@@ -172,6 +207,7 @@ def evaluate(
       functions, params: of a model on this mesh.
       width: positions per row: the window length, padded to a multiple that the mesh can divide.
       rows: windows per data rank in one call; default: 1 on CPU, else about 8192 tokens, at most all windows.
+      by_position: also fill Score.by_position. It costs next to nothing: the model runs once for all buckets.
       progress: called with (description, windows done, total).
 
     Raises:
@@ -184,20 +220,39 @@ def evaluate(
         most = 1 if mesh.devices.flat[0].platform == "cpu" else evaluation_rows(width)
         rows = min(most, -(-windows.count // (M * ranks)))
     batch_rows = rows * ranks
-    loss_sum = jax.jit(functions.loss_sum, out_shardings=replicated(mesh))
+    # The first token with this many tokens before it, of each bucket; a bucket ends before the next one.
+    firsts = 2 ** np.arange((windows.length - 1).bit_length()) if by_position else np.array([1])
+    program = partial(_sums_by_position, functions, firsts) if by_position else functions.loss_sum
+    loss_sum = jax.jit(program, out_shardings=replicated(mesh))
 
     def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
         return windows.rows(numbers, width)
 
     # Float64, because a float32 sum over a large text would lose its last digits.
-    total, tokens = 0.0, 0
+    nats, tokens = np.zeros(len(firsts)), np.zeros(len(firsts), np.int64)
     progress("windows", 0, windows.count)
     with jax.set_mesh(mesh):
         for first in range(0, windows.count, M * batch_rows):
             numbers = (first + np.arange(M * batch_rows)).reshape(M, batch_rows)
-            part, count = loss_sum(params, put_global_batch(mesh, read, numbers, width))
-            total, tokens = total + float(part), tokens + int(count)
+            parts, counts = jax.device_get(loss_sum(params, put_global_batch(mesh, read, numbers, width)))
+            nats, tokens = nats + parts, tokens + counts
             progress("windows", min(first + M * batch_rows, windows.count), windows.count)
-    if not math.isfinite(total):
+    if not np.isfinite(nats).all():
         raise ConfigError("The loss is not a number: the model's weights are damaged, or overflow in this compute dtype.")
-    return Score(total / tokens, tokens, windows.scored_bytes, windows.count, windows.dropped)
+    lasts = [*(firsts[1:] - 1), windows.length - 1]
+    buckets = map(PositionBucket, firsts.tolist(), map(int, lasts), tokens.tolist(), nats.tolist())
+    total, count = math.fsum(nats), int(tokens.sum())
+    found = tuple(buckets) if by_position else ()
+    return Score(total / count, count, windows.scored_bytes, windows.count, windows.dropped, found)
+
+
+def _sums_by_position(functions: Parallelized, firsts: np.ndarray, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """loss_sum of each bucket, [buckets]. Of a vmap over masks only the last product, loss times mask, has another dim: all
+    else does not depend on the mask, and is computed once."""
+    # Position j predicts token j + 1, which has j + 1 tokens before it.
+    before = batch["positions"] + 1
+
+    def of_bucket(first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return functions.loss_sum(params, batch | {"mask": batch["mask"] & (before >= first) & (before < 2 * first)})
+
+    return jax.vmap(of_bucket)(jnp.asarray(firsts, jnp.int32))

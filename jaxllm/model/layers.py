@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.config.model_spec import ParameterSpec, parameters
+from jaxllm.config.model_spec import LORA_RANK, ParameterSpec, parameters
+from jaxllm.model.adapters import lora_scale, matrix_of, multiply
 from jaxllm.model.attention import Attend, xla_attention
 
 
@@ -52,6 +53,8 @@ class Ring(Protocol):
 
 SHARDED_SEQUENCE, FULL_SEQUENCE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
 """Dims of hidden states between the two halves of a block, and inside each half."""
+LORA_ACTIVATIONS = ("batch", "sequence", LORA_RANK)
+"""Dims of x A."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,17 @@ class Ops:
         if self.ring:
             return self.ring.gather_matmul(specs, x_BSD, weights, in_order)
         x_BSD = self.constrain(x_BSD, FULL_SEQUENCE)
-        return tuple(self.matmul(spec, x_BSD, w) for spec, w in zip(specs, weights, strict=True))
+        return tuple(self.multiply(spec, x_BSD, w) for spec, w in zip(specs, weights, strict=True))
 
     def matmul_scatter(self, spec: str, y: jax.Array, weight: jax.Array, *, in_order: bool) -> jax.Array:
         """The matmul at the end of a half of a block. The result's sequence is sharded."""
         if self.ring:
             return self.ring.matmul_scatter(spec, y, weight, in_order)
-        return self.constrain(self.matmul(spec, y, weight), SHARDED_SEQUENCE)
+        return self.constrain(self.multiply(spec, y, weight), SHARDED_SEQUENCE)
+
+    def multiply(self, spec: str, x: jax.Array, weight: Any) -> jax.Array:
+        """x times a weight: an array, or one of those in adapters.py."""
+        return multiply(self.matmul, lambda x: self.constrain(x, LORA_ACTIVATIONS), spec, x, weight)
 
 
 def parameter(rngs: nnx.Rngs, model: ModelConfig, spec: ParameterSpec, zero_rows: int = 0) -> nnx.Param:
@@ -86,7 +93,11 @@ def parameter(rngs: nnx.Rngs, model: ModelConfig, spec: ParameterSpec, zero_rows
 
     zero_rows are added at the end of the first dim. They do not change the other values.
     """
-    if spec.initial in ("ones", "zeros"):
+    if spec.initial == "lora":
+        # PEFT's kaiming_uniform_(a=sqrt(5)).
+        bound = 1 / math.sqrt(math.prod(spec.shape[: spec.inputs]))
+        value = jax.random.uniform(rngs.params(), spec.shape, jnp.float32, -bound, bound)
+    elif spec.initial in ("ones", "zeros"):
         value = jnp.full(spec.shape, float(spec.initial == "ones"), jnp.float32)
     else:
         std = model.initializer_std / (math.sqrt(2 * model.num_layers) if spec.initial == "residual" else 1)
@@ -226,6 +237,7 @@ class Attention(nnx.Module):
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         # Kernels of attention divide scores by sqrt(head_dim).
         self.query_factor = math.sqrt(model.head_dim / (model.query_pre_attn_scalar or model.head_dim))
+        self.lora_scale = lora_scale(model)
         add_parameters(self, model, "layers.attention", rngs)
         if model.qk_norm is not None:
             self.query_norm = RMSNorm(model, "layers.attention.query_norm", rngs=rngs)
@@ -234,7 +246,7 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x_BSD, rotary: Rotary, segments_BS: Int[Array, "B S"] | None, ops: Ops) -> Float[Array, "B S D"]:
         dtype = x_BSD.dtype
-        weights = tuple(w[...].astype(dtype) for w in (self.query, self.key, self.value))
+        weights = tuple(matrix_of(self, name, dtype, self.lora_scale) for name in ("query", "key", "value"))
         specs = "BSD,DNH->BSNH", "BSD,DKH->BSKH", "BSD,DKH->BSKH"
         outputs = ops.gather_matmul(specs, x_BSD, weights, in_order=True)
         biases = (self.query_bias, self.key_bias, self.value_bias)
@@ -244,7 +256,7 @@ class Attention(nnx.Module):
         v_BSKH = checkpoint_name(v_BSKH, "value")
         with jax.named_scope("attend"):
             o_BSNH = ops.attend(q_BSNH, k_BSKH, v_BSKH, segments_BS)
-        return ops.matmul_scatter("BSNH,NHD->BSD", o_BSNH, self.out[...].astype(dtype), in_order=True)
+        return ops.matmul_scatter("BSNH,NHD->BSD", o_BSNH, matrix_of(self, "out", dtype, self.lora_scale), in_order=True)
 
 
 def _add(x_BSNH: Float[Array, "B S N H"], bias: nnx.Param) -> Float[Array, "B S N H"]:
@@ -277,20 +289,21 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[model.activation]
+        self.lora_scale = lora_scale(model)
         add_parameters(self, model, "layers.mlp", rngs)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         dtype, wide = x_BSD.dtype, ("batch", "sequence", "mlp")
         # Without these constraints XLA shards the backward pass by sequence too, and gathers the weights over tensor for it.
-        weights = tuple(w[...].astype(dtype) for w in (self.gate, self.up))
+        weights = tuple(matrix_of(self, name, dtype, self.lora_scale) for name in ("gate", "up"))
         outputs = ops.gather_matmul(("BSD,DF->BSF",) * 2, x_BSD, weights, in_order=False)
         gate_BSF, up_BSF = (
             checkpoint_name(ops.constrain(x_BSF, wide), name)
             for x_BSF, name in zip(outputs, ("mlp_gate", "mlp_up"), strict=True)
         )
         product_BSF = ops.constrain(self.activation(gate_BSF) * up_BSF, wide)
-        return ops.matmul_scatter("BSF,FD->BSD", product_BSF, self.down[...].astype(dtype), in_order=False)
+        return ops.matmul_scatter("BSF,FD->BSD", product_BSF, matrix_of(self, "down", dtype, self.lora_scale), in_order=False)
 
 
 Losses = dict[str, jax.Array]

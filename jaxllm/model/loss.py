@@ -58,13 +58,14 @@ def sums_and_gradients(
     z_loss_weight,
     *,
     dhead_VD=None,
+    with_gradients=None,
     part: VocabularySlice = VocabularySlice(),
 ) -> tuple[Any, Any]:
     """((objective, loss), (dh_BSD, dhead_VD)): cross_entropy's sums and the objective's gradients, for a head with a `part` of
     the vocabulary. dh_BSD is this rank's part of a sum over ranks. The float32 dhead_VD is the argument with the gradient
-    added. Without it there are no gradients: None.
+    added. Without it there are no gradients: None; or `with_gradients` that of h alone, and None for the head's.
     """
-    with_gradients = dhead_VD is not None
+    with_gradients = dhead_VD is not None or bool(with_gradients)
     B, S, D = h_BSD.shape
     chunks = min(S, -(-B * S // chunk_tokens))
     C = -(-S // chunks)
@@ -100,7 +101,8 @@ def sums_and_gradients(
             dlogits_BCV = (probability_BCV * z_slope_BC[..., None] - is_target_BCV.astype(jnp.float32)) * weights_BC[..., None]
             dlogits_BCV = dlogits_BCV.astype(h_BCD.dtype)
             dh_BCD = jnp.einsum("BCV,VD->BCD", dlogits_BCV, head_VD)
-            dhead_VD += jnp.einsum("BCV,BCD->VD", dlogits_BCV, h_BCD, preferred_element_type=jnp.float32)
+            if dhead_VD is not None:
+                dhead_VD += jnp.einsum("BCV,BCD->VD", dlogits_BCV, h_BCD, preferred_element_type=jnp.float32)
         return (objective, loss, dhead_VD), dh_BCD
 
     zero = jnp.zeros((), jnp.float32)
@@ -110,6 +112,35 @@ def sums_and_gradients(
         return (objective, loss), None
     dh_BSD = jnp.moveaxis(dh, 0, 1).reshape(B, chunks * C, D)[:, :S]
     return (objective, loss), (dh_BSD, dhead_VD)
+
+
+def chunked(loss: Callable, chunk_tokens: int) -> Callable:
+    """A loss (parallel/types.py: Loss) that calls `loss` for a chunk of positions at a time and adds up what it returns. Logits
+    exist for at most `chunk_tokens` of the tokens, or for one position of each sequence; the backward pass computes them again.
+
+    Args:
+      loss: takes each position for itself. Arrays [sequence] are whole in every chunk.
+    """
+
+    def run(h_BSD: Array, head_VD: Array, rows: dict[str, Array]) -> tuple[Array, Array]:
+        B, S, _ = h_BSD.shape
+        chunks = next(n for n in range(1, S + 1) if S % n == 0 and (n == S or B * S // n <= chunk_tokens))
+        cut = lambda x: jnp.moveaxis(x.reshape(B, chunks, S // chunks, *x.shape[2:]), 1, 0)  # noqa: E731
+        by_position = {name: cut(x) for name, x in rows.items() if x.ndim > 1}
+        # Float32 outside, so that the gradients of chunks are added in float32.
+        head32_VD = head_VD.astype(jnp.float32)
+
+        @jax.checkpoint
+        def add(sums, inputs):
+            h_BCD, here = inputs
+            total, count = loss(h_BCD, head32_VD.astype(head_VD.dtype), {**rows, **here})
+            return (sums[0] + jnp.asarray(total, jnp.float32), sums[1] + jnp.asarray(count, jnp.float32)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        (total, count), _ = jax.lax.scan(add, (zero, zero), (cut(h_BSD), by_position))
+        return total, count
+
+    return run
 
 
 def _forward(h_BSD, head_VD, *arguments):

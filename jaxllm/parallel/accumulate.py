@@ -107,11 +107,12 @@ def look_up(
 
 
 def cross_entropy(
-    h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, *options: Any
+    h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array | None, targets_BS: jax.Array, weights_BS: jax.Array, *options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """(objective, loss) as in loss.cross_entropy; the head's gradient is added to its accumulator in the forward pass.
 
     Args:
+      sum_VD: None if the head is frozen.
       options: vocab_size, chunk_tokens, z_loss_weight.
     """
 
@@ -120,7 +121,7 @@ def cross_entropy(
         return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, *options)[0]
 
     def forward(h_BSD, sum_VD):
-        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, *options, dhead_VD=sum_VD)
+        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, *options, dhead_VD=sum_VD, with_gradients=True)
 
     def backward(gradients, cotangents):
         dh_BSD, sum_VD = gradients

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
@@ -16,17 +17,29 @@ from jaxllm.config.checks import repeats
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability, require_device_runs
 from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
+from jaxllm.model.adapters import Frozen
 from jaxllm.model.layers import Ops
-from jaxllm.model.llama import layer_kinds
+from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
 from jaxllm.parallel.embedding import look_up_over_ranks
 from jaxllm.parallel.host_layers import from_host
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, split_letters
 from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.tensor_ring import TensorRing
-from jaxllm.parallel.types import Params, WeightAccess
+from jaxllm.parallel.trained import freezes, trained
+from jaxllm.parallel.types import Batch, Loss, Params, WeightAccess
 from jaxllm.parallel.zero import Zero
-from jaxllm.sharding import constrainer, is_zero_sharded, layout, manual_spec, map_specs, named, unstack_layout, weight_rules
+from jaxllm.sharding import (
+    Parameter,
+    constrainer,
+    is_zero_sharded,
+    layout,
+    manual_spec,
+    map_specs,
+    named,
+    unstack_layout,
+    weight_rules,
+)
 
 SpecTransform = Callable[[PartitionSpec], PartitionSpec]
 """PartitionSpec inside a replica -> PartitionSpec on the mesh with all replicas."""
@@ -64,9 +77,11 @@ class ParallelContext:
     zero: Zero | None
     """What a region gathers and reduces itself, over several ranks; None: each rank has full weights and its own sum of
     gradients."""
+    loss: Loss | None = None
+    """None: cross-entropy (model/loss.py)."""
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh) -> ParallelContext:
+    def of(cls, config: Config, mesh: Mesh, loss: Loss | None = None) -> ParallelContext:
         """Raises ConfigError if a parameter does not fit the mesh, or the devices cannot run the model."""
         model, parallel, sizes, device = config.model, config.parallel, axis_sizes(config.parallel), mesh.devices.flat[0]
         require_device_runs(model, device)
@@ -83,8 +98,8 @@ class ParallelContext:
             ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
-        zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape)) if shards_gradients else None
-        return cls(config, mesh, graph, table, layouts, attention, ops, zero)
+        zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape), table=table) if shards_gradients else None
+        return cls(config, mesh, graph, table, layouts, attention, ops, zero, loss)
 
     def sending_once(self, microbatches: int) -> ParallelContext | None:
         """The context of a step that gathers and reduces each layer once, behind the compute of others; None if steps with so
@@ -164,9 +179,22 @@ class ParallelContext:
         mesh, axes = self.mesh, manual_axes(self.mesh)
         return jax.shard_map(function, mesh=mesh, axis_names=axes, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    @cached_property
-    def batch_spec(self) -> PartitionSpec:
-        return PartitionSpec(None, *batch_sharding(self.mesh).spec[1:])
+    def batch_specs(self, batch: Batch) -> dict[str, PartitionSpec]:
+        """PartitionSpecs of a batch's arrays, whose dims begin with microbatch, sequence and mostly position."""
+        spec = batch_sharding(self.mesh).spec
+        return {name: PartitionSpec(None, *spec[1 : x.ndim]) for name, x in batch.items()}
+
+    def loss_scale(self, batch: Batch) -> jax.Array:
+        """The share of each token's loss in the mean. 1 with a loss of the caller's, whose count divides later (own_loss.py).
+        Call it in a region."""
+        if self.loss is not None:
+            return jnp.ones((), jnp.float32)
+        return 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), self.loss_axes), 1).astype(jnp.float32)
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """Shape of what the microbatches add up to a step's loss: a sum, or with a loss of the caller's (sum, count)."""
+        return () if self.loss is None else (2,)
 
     @cached_property
     def layer_layouts(self) -> Any:
@@ -194,7 +222,26 @@ class ParallelContext:
 
     def by_zero_level(self, level_from: int, sharded: Any, full: Any) -> Any:
         """For each top-level entry its value in `sharded` if ZeRO shards it from this level on, else its value in `full`."""
-        return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in self.table}
+        return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in full}
+
+    def trained(self, tree: Params) -> Params:
+        """The trained part of a tree with an entry for each parameter."""
+        return trained(tree, self.table)
+
+    def trained_layer(self, tree: Params) -> Params:
+        """The trained part of one layer, or of the stack of layers."""
+        return trained(tree, self.table["layers"])
+
+    def block(self, graph: nnx.GraphDef) -> BlockFunction:
+        """One block as a function of its parameters. Its frozen matrices have no gradients. `graph`: of the layers."""
+        block, table = partial(apply_block, graph, self.ops), self.table["layers"]
+        if not freezes(table):
+            return block
+
+        def marked(w: jax.Array, parameter: Parameter) -> Any:
+            return Frozen(w) if parameter.is_matrix and not parameter.trainable else w
+
+        return lambda layer, h_BSD, block_context: block(jax.tree.map(marked, layer, table), h_BSD, block_context)
 
     def pin(self, tree: Params, specs: Any, transform: SpecTransform) -> Params:
         """`tree` constrained to `specs`, which `transform` extends to replicas. Layers on the host are left as they are."""

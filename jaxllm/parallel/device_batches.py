@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.mesh import CONTEXT, batch_sharding
 from jaxllm.parallel.zigzag import order
 
 Read = Callable[[Any], Mapping[str, np.ndarray]]
-"""row numbers -> arrays [len(numbers), S]"""
+"""row numbers -> arrays [len(numbers), S], or [len(numbers), ...] of the caller's"""
 
 
 def put_global_batch(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: int) -> dict[str, jax.Array]:
     """Arrays [microbatch, sequence, position] on the mesh, from row numbers [microbatch, sequence]. Each process reads only the
-    rows of its own devices.
+    rows of its own devices. Arrays with more dims, or without positions, are sharded by those that they have.
     """
     (M, R), S = rows.shape, sequence_length
     sharding = batch_sharding(mesh)
@@ -26,13 +26,15 @@ def put_global_batch(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: 
     mine = np.unique(np.concatenate([np.arange(R)[index[1]] for index in indices]))
     # Context ranks hold an early and a late chunk of each sequence (zigzag.py). Later code does not see the order.
     dealt = order(S, mesh.shape[CONTEXT]) if mesh.shape[CONTEXT] > 1 else np.arange(S)
-    local = {name: array.reshape(M, len(mine), S)[:, :, dealt] for name, array in read(rows[:, mine].reshape(-1)).items()}
+    local = {name: array.reshape(M, len(mine), *array.shape[1:]) for name, array in read(rows[:, mine].reshape(-1)).items()}
+    local = {name: array[:, :, dealt] if array.ndim > 2 else array for name, array in local.items()}
 
-    def shard(name: str):
+    def put(array: np.ndarray) -> jax.Array:
         def callback(index):
             held = np.searchsorted(mine, np.arange(R)[index[1]])
-            return local[name][index[0]][:, held][:, :, index[2]]
+            return array[index[0]][:, held][(slice(None), slice(None), *index[2:])]
 
-        return callback
+        sharded = NamedSharding(mesh, PartitionSpec(*sharding.spec[: array.ndim]))
+        return jax.make_array_from_callback((M, R, *array.shape[2:]), sharded, callback)
 
-    return {name: jax.make_array_from_callback((M, R, S), sharding, shard(name)) for name in local}
+    return {name: put(array) for name, array in local.items()}

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -119,6 +120,7 @@ class LayerLoop:
     """`block` under a remat policy, over chunks of `length` layers.
 
     Args:
+      trained: the tree of one layer -> its trained part, which has gradients.
       unroll: layers per turn of the loop; True: all.
     """
 
@@ -130,9 +132,10 @@ class LayerLoop:
         access: WeightAccess = WeightAccess(),
         tap: GradSquareNorms | None = None,
         *,
+        trained: Callable[[Tree], Tree] = lambda tree: tree,
         unroll: int | bool = 1,
     ):
-        self.length = length
+        self.length, self._trained = length, trained
         self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
         # The last layer's turns outside the loops follow each other, so that XLA would merge recomputation and forward pass.
         both_outside = self._keeps and access.scatter is not None
@@ -253,6 +256,7 @@ class LayerLoop:
                     sums = self._add(sums, behind, due, valid)
             vjp = restore(template, here, back.block_context.of_layer(first + number), kept)
             gradients, dh_BSD, _ = vjp((dh_BSD, {name: back.losses_scale[name][first + number] for name in own}))
+            gradients = self._trained(gradients)
             if self._tap:
                 squares = squares + self._tap.on_layer(gradients)
             if on_host:
@@ -278,7 +282,7 @@ class LayerLoop:
         kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
         pending = None
         if self._adds_behind and not self._access.once:
-            pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), shapes)
+            pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), self._trained(shapes))
         return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:

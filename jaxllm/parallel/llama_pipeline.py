@@ -7,6 +7,7 @@ the vocabulary, of the embedding and of the head.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,15 +18,17 @@ from flax import nnx
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
-from jaxllm.model.llama import BlockContext, apply_block
+from jaxllm.model.llama import BlockContext
 from jaxllm.model.loss import VocabularySlice, sums_and_gradients
+from jaxllm.model.token_losses import token_losses
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
 from jaxllm.parallel.layer_stacking import flatten_layers
+from jaxllm.parallel.own_loss import gather_over_stages, stage_gradients
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
-from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, Tree, WeightAccess
+from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
 from jaxllm.pipeline_schedule import forward_only, make_schedule
 from jaxllm.pipeline_table import Schedule
 
@@ -49,16 +52,18 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
         return g if name == "layers" and scatter else g[None]
 
     def region(weights: Params, batch: Batch):
-        scale = 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
+        scale = ctx.loss_scale(batch)
         flat = flatten_layers(weights, stack_dims)
-        zeros = {name: new_sums(tree, ctx.access if name == "layers" else WeightAccess()) for name, tree in flat.items()}
+        zeros = {name: new_sums(tree, WeightAccess()) for name, tree in ctx.trained(flat).items() if name != "layers"}
+        zeros["layers"] = new_sums(flat["layers"], ctx.access, ctx.trained_layer)
         M, B, S = batch["tokens"].shape
         schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
         stage_tap = StageTap(tap, ctx.ops, schedule, ctx.config.model.tie_embeddings) if tap else None
         squares = stage_tap.new((B, S, ctx.config.model.hidden_size)) if stage_tap else None
         stage = LlamaStage(ctx, flat, scale, tap, stage_tap)
         loss, sums = _run(ctx, schedule, stage, batch, StageSums(zeros, squares))
-        gradients = {name: jax.tree.map(partial(finalize, name), sums.gradients[name], weights[name]) for name in weights}
+        own = ctx.trained(weights)
+        gradients = {name: jax.tree.map(partial(finalize, name), sums.gradients[name], own[name]) for name in own}
         parts = tap.parts(sums.squares.by_microbatch, batch["mask"], ctx.loss_axes) if tap else None
         return jax.lax.psum(loss, ctx.loss_axes), gradients, parts
 
@@ -74,6 +79,19 @@ def pipeline_loss_region(ctx: ParallelContext) -> LossRegion:
         stage = LlamaStage(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
         total, _ = _run(ctx, schedule, stage, batch, None)
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
+
+    return region
+
+
+def pipeline_token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
+    """The forward pass of a pipeline alone, with the cross-entropy of each token."""
+    parallel = ctx.config.parallel
+
+    def region(weights: Params, batch: Batch):
+        schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
+        stage = TokenLossStage(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
+        stage.sums_shape = batch["tokens"].shape
+        return _run(ctx, schedule, stage, batch, None)[0]
 
     return region
 
@@ -113,15 +131,17 @@ class LlamaStage:
         self._z_loss_weight = train.z_loss_weight
         network = nnx.merge(ctx.graph, weights)
         self._norm_graph = nnx.split(network.final_norm)[0]
-        block = partial(apply_block, nnx.split(network.layers)[0], ctx.ops)
-        policy = policy_of(parallel.remat, model)
-        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, unroll=unrolling(model))
+        block, policy = ctx.block(nnx.split(network.layers)[0]), policy_of(parallel.remat, model)
+        more = {"trained": ctx.trained_layer, "unroll": unrolling(model)}
+        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, **more)
         part = VocabularySlice(
             first=lambda rows: jax.lax.axis_index(PIPE) * rows,
             total=lambda x: jax.lax.psum(x, PIPE),
             largest=lambda x: jax.lax.pmax(x, PIPE),
         )
         self._bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
+        self._loss, self.sums_shape = ctx.loss, ctx.sums_shape
+        self._whole_head: Any = None if ctx.loss is None else gather_over_stages(weights[self._head])
 
     @jax.named_scope("embedding")
     def look_up(self, microbatch: Microbatch) -> jax.Array:
@@ -130,6 +150,8 @@ class LlamaStage:
 
     @jax.named_scope("embedding_backward")
     def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: StageSums) -> StageSums:
+        if "embedding" not in sums.gradients:
+            return sums
         dh_BSD = scaled_embeddings(self._model, dh_BSD)
         add = partial(add_over_ranks, ids_BS=microbatch.rows["tokens"], dh_BSD=dh_BSD, pipe=self._pipe, tensor=self._tensor)
         before_VD = sums.gradients["embedding"]
@@ -159,21 +181,34 @@ class LlamaStage:
 
     def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: StageSums, valid: jax.Array):
         rows, gradients = microbatch.rows, sums.gradients
-        weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * self._scale, 0)
         normed_BSD, norm_backward = jax.vjp(self._norm, self._weights["final_norm"], h_BSD)
-        before_VD = gradients[self._head] if self._tap is None else jnp.zeros_like(gradients[self._head])
-        inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS)
-        options = self._bounds | {"z_loss_weight": self._z_loss_weight, "dhead_VD": before_VD}
-        (_, loss), (dnormed_BSD, dhead_VD) = sums_and_gradients(*inputs, **options)
+        before_VD = gradients.get(self._head) if self._tap is None else jnp.zeros_like(gradients[self._head])
+        loss, dnormed_BSD, dhead_VD = self._loss_gradients(normed_BSD, rows, before_VD, valid)
         # Each stage runs the norm's backward on its part. The map is linear, so the parts are added after it.
         dnorm, dh_BSD = norm_backward(self._ops.constrain(dnormed_BSD, FULL_SEQUENCE))
         squares = sums.squares
         if self._tap is not None:
+            assert dhead_VD is not None, "nothing is frozen where squares are taken"
             squares = self._tap.on_head(squares, microbatch.number, rows["tokens"], dhead_VD, dnorm, valid)
             dhead_VD = gradients[self._head] + dhead_VD
-        dnorm = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients["final_norm"], dnorm)
+        new = {self._head: dhead_VD}
+        if "final_norm" in gradients:
+            new["final_norm"] = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients["final_norm"], dnorm)
         dh_BSD = sum_over_stages(self._ops.constrain(dh_BSD, SHARDED_SEQUENCE))
-        return loss, dh_BSD, StageSums(gradients | {self._head: dhead_VD, "final_norm": dnorm}, squares)
+        return loss, dh_BSD, StageSums(gradients | {name: new[name] for name in new if name in gradients}, squares)
+
+    def _loss_gradients(self, normed_BSD: jax.Array, rows: Rows, before_VD: jax.Array | None, valid: jax.Array):
+        """(loss, the stage's part of dnormed_BSD, before_VD with the head's gradient added; None if the head is frozen)"""
+        if self._loss is not None:
+            assert self._whole_head is not None, "gathered for this loss"
+            inputs = (normed_BSD, self._whole_head, rows, valid)
+            sums, dnormed_BSD, dhead_VD = stage_gradients(self._loss, self._model.vocab_size, *inputs)
+            return sums, dnormed_BSD, None if before_VD is None else before_VD + dhead_VD.astype(jnp.float32)
+        weights_BS = jnp.where(valid, rows["mask"].astype(jnp.float32) * self._scale, 0)
+        inputs = (normed_BSD, self._weights[self._head], rows["targets"], weights_BS)
+        options = {**self._bounds, "z_loss_weight": self._z_loss_weight, "dhead_VD": before_VD, "with_gradients": True}
+        (_, loss), (dnormed_BSD, dhead_VD) = sums_and_gradients(*inputs, **options)
+        return loss, dnormed_BSD, dhead_VD
 
     def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
         rows, head_VD = microbatch.rows, self._weights[self._head]
@@ -201,15 +236,24 @@ class LlamaStage:
         return self._ops.constrain(dh_BSD, SHARDED_SEQUENCE), StageSums(sums.gradients | {"layers": layers}, squares)
 
 
-def new_sums(weights: Tree, access: WeightAccess) -> Tree:
-    """Zeros for gradients: of the weights' shapes, or of a rank's shard of them if `access` scatters."""
+class TokenLossStage(LlamaStage):
+    """A rank's work in a tick of a forward pass whose sum is an array of each token's loss."""
+
+    def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
+        normed_BSD = self._norm(self._weights["final_norm"], h_BSD)
+        found_BS = token_losses(normed_BSD, self._weights[self._head], microbatch.rows["targets"], **self._bounds)
+        return jnp.zeros(self.sums_shape, jnp.float32).at[microbatch.number].set(found_BS)
+
+
+def new_sums(weights: Tree, access: WeightAccess, trained: Callable[[Tree], Tree] = lambda tree: tree) -> Tree:
+    """Zeros for gradients of the trained weights: of their shapes, or of a rank's shard of them if `access` scatters."""
     gather, scatter = access.gather, access.scatter
     if scatter is None:
-        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained(weights))
     layers = jax.tree.leaves(weights)[0].shape[0]
 
     def shard(weights):
         layer = jax.tree.map(lambda w: w[0], weights)
-        return scatter(gather(layer) if gather else layer)
+        return scatter(trained(gather(layer) if gather else layer))
 
     return jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), jnp.float32), jax.eval_shape(shard, weights))

@@ -15,6 +15,7 @@ crosses between replicas.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,20 +28,31 @@ from jaxllm.parallel.activation_norms import layer_norms_region
 from jaxllm.parallel.context import ParallelContext, SpecTransform, leading_dims, master_specs, shared_by_replicas
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_stacking import join_layers
-from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region
+from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region, pipeline_token_loss_region
+from jaxllm.parallel.own_loss import mean
 from jaxllm.parallel.parameters import initial_params
-from jaxllm.parallel.regions import gradient_region, loss_region, once_gradient_region
-from jaxllm.parallel.types import Batch, GradientRegion, NoiseParts, Parallelized, Params
+from jaxllm.parallel.regions import gradient_region, loss_region, once_gradient_region, token_loss_region
+from jaxllm.parallel.types import Batch, GradientRegion, Loss, NoiseParts, Parallelized, Params
 from jaxllm.sharding import Layout, Parameter, manual_spec, map_specs, partial_sum_spec, replica_spec
 
 
-def parallelize(config: Config, mesh: Mesh) -> Parallelized:
-    """Builds the functions of a resolved config for a mesh. Raises ConfigError if a parameter does not fit the mesh."""
-    ctx = ParallelContext.of(config, mesh)
+def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Parallelized:
+    """Builds the functions of a resolved config for a mesh.
+
+    Args:
+      loss: what is trained on; None: cross-entropy. `loss_sum` is always cross-entropy.
+
+    Raises:
+      ConfigError: a parameter does not fit the mesh.
+    """
+    ctx = ParallelContext.of(config, mesh, loss)
+    scored = replace(ctx, loss=None)
     is_pipeline = ctx.sizes[PIPE] > 1
     make_gradient = pipeline_gradient_region if is_pipeline else gradient_region
-    loss = pipeline_loss_region(ctx) if is_pipeline else loss_region(ctx)
-    plain, measuring = make_gradient(ctx), make_gradient(ctx, GradSquareNorms(ctx.step_layouts, ctx.layer_layouts, ctx.sizes))
+    loss_of = pipeline_loss_region(scored) if is_pipeline else loss_region(scored)
+    token_loss_of = pipeline_token_loss_region(scored) if is_pipeline else token_loss_region(scored)
+    tap = GradSquareNorms(ctx.trained(ctx.step_layouts), ctx.trained_layer(ctx.layer_layouts), ctx.sizes)
+    plain, measuring = make_gradient(ctx), make_gradient(ctx, tap)
     reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
@@ -51,18 +63,24 @@ def parallelize(config: Config, mesh: Mesh) -> Parallelized:
     def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:
         return reduction.run(measuring, params, batch)
 
-    def without_gradients(region: Any, layouts: Any, params: Params, batch: Batch) -> Any:
-        specs = (ctx.weight_specs(layouts), ctx.batch_spec)
-        return ctx.on_ranks(region, in_specs=specs, out_specs=PartitionSpec())(ctx.compute_copy(params, layouts), batch)
+    def without_gradients(region: Any, layouts: Any, params: Params, batch: Batch, like: str | None = None) -> Any:
+        """`like`: the array of the batch that the result is sharded as."""
+        specs = ctx.batch_specs(batch)
+        on_ranks = ctx.on_ranks(
+            region, in_specs=(ctx.weight_specs(layouts), specs), out_specs=specs[like] if like else PartitionSpec()
+        )
+        return on_ranks(ctx.compute_copy(params, layouts), batch)
 
     return Parallelized(
         value_and_grad=value_and_grad,
         value_grad_and_parts=value_grad_and_parts,
-        loss_sum=partial(without_gradients, loss, ctx.step_layouts),
+        loss_sum=partial(without_gradients, loss_of, ctx.step_layouts),
+        token_losses=partial(without_gradients, token_loss_of, ctx.step_layouts, like="tokens"),
         layer_norms=partial(without_gradients, norms, ctx.layouts),
         initialize=lambda key: jax.tree.map(lambda w, layout: layout.padded(w), initial_params(config, key), ctx.layouts),
         master=jax.tree.map(partial(_master, mesh), ctx.table, ctx.layouts),
         table=ctx.table,
+        trained=ctx.trained,
         attention=ctx.attention,
     )
 
@@ -89,20 +107,23 @@ class GradientReduction:
         ctx, layouts, numbers = self._ctx, self._ctx.step_layouts, self._weight_transform(PartitionSpec())
         on_ranks = ctx.on_ranks(
             partial(self._in_replica, region) if self._has_replicas else region,
-            in_specs=(map_specs(self._weight_transform, ctx.weight_specs(layouts)), ctx.batch_spec),
+            in_specs=(map_specs(self._weight_transform, ctx.weight_specs(layouts)), ctx.batch_specs(batch)),
             out_specs=(numbers, map_specs(self._gradient_transform, self._gradient_specs()), numbers),
         )
         loss, gradients, parts = on_ranks(ctx.compute_copy(params, layouts, self._weight_transform), batch)
         with jax.named_scope("reduce_gradients"):
-            gradients = ctx.pin(self._reduce(gradients), master_specs(layouts), self._weight_transform)
+            gradients = ctx.pin(self._reduce(gradients), master_specs(ctx.trained(layouts)), self._weight_transform)
         if ctx.has_own_layers:
             joined = join_layers(gradients, leading_dims(self._weight_transform))
             gradients = ctx.pin(joined, master_specs(ctx.layouts), self._weight_transform)
+        if ctx.loss is not None:
+            loss, gradients = mean(loss, gradients)
         return loss, gradients, parts
 
     def _gradient_specs(self) -> Any:
         """PartitionSpecs over the manual axes of the gradients that a region returns."""
-        shard, full = (jax.tree.map(partial(manual_spec, share=share), self._ctx.step_layouts) for share in (True, False))
+        layouts = self._ctx.trained(self._ctx.step_layouts)
+        shard, full = (jax.tree.map(partial(manual_spec, share=share), layouts) for share in (True, False))
         return self._ctx.by_zero_level(2, shard, jax.tree.map(partial_sum_spec, full))
 
     def _in_replica(self, region: GradientRegion, weights: Params, batch: Batch) -> tuple[Any, ...]:
@@ -114,7 +135,7 @@ class GradientReduction:
 
     def _reduce(self, gradients: Params) -> Params:
         """The sum over ranks, and over replicas that share weights."""
-        rank_dim, layouts = 1 if self._has_replicas else 0, self._ctx.step_layouts
+        rank_dim, layouts = 1 if self._has_replicas else 0, self._ctx.trained(self._ctx.step_layouts)
         # Padded before the sum, or XLA would all-reduce it.
         total = partial(jax.tree.map, lambda g, layout: layout.padded(g, rank_dim + 1).sum(rank_dim))
         gradients = {

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -25,8 +26,9 @@ def build_model(config: Config, key: jax.Array) -> Llama:
 
 
 def initial_params(config: Config, key: jax.Array) -> Params:
-    """Master parameters as a nested dict. They depend on the key alone, not on the mesh."""
-    return over_layers(stacking_of(config).stored, nnx.to_pure_dict(nnx.state(build_model(config, key))))
+    """Master parameters as a nested dict, frozen ones in the compute dtype. They depend on the key alone, not on the mesh."""
+    params = over_layers(stacking_of(config).stored, nnx.to_pure_dict(nnx.state(build_model(config, key))))
+    return jax.tree.map(lambda w, parameter: w.astype(parameter.dtype), params, parameter_table(config)[1])
 
 
 def merge_model(config: Config, params: Params) -> Llama:
@@ -66,7 +68,8 @@ def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
 
     def describe(keys, variable: nnx.Param) -> Parameter:
         path, dims = ".".join(str(getattr(key, "key", key)) for key in keys), tuple(variable.get_metadata("out_sharding"))
-        return Parameter(path, tuple(variable.shape), variable.dtype, dims, path in matrices)
+        dtype = config.model.compute_dtype if path in config.frozen else variable.dtype
+        return Parameter(path, tuple(variable.shape), np.dtype(dtype), dims, path in matrices, path not in config.frozen)
 
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     table = nnx.to_pure_dict(jax.tree_util.tree_map_with_path(describe, state, is_leaf=is_variable))

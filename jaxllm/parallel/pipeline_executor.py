@@ -63,6 +63,8 @@ class Stage(Protocol):
     """A rank's work in a tick. Methods are called where `pipe` is manual. Hidden states are [B, S, D]. `sums` is a tree of
     float32 gradients: methods add to it and return it. `ring` holds the residuals of several passes."""
 
+    sums_shape: tuple[int, ...]
+    """Shape of what `head` returns as the loss."""
     overlaps_passes: bool
     """A tick's forward and backward pass are computed by `both`, a layer of each in turn; else one after the other."""
 
@@ -181,7 +183,7 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
     trains = sums is not None
     ring = stage.new_ring(schedule.slots, h_BSD, microbatch_of(0)) if trains else None
     finished = jnp.zeros((schedule.finished_slots, *h_BSD.shape), h_BSD.dtype)
-    carry = Carry(h_BSD, h_BSD if trains else None, finished, ring, sums, jnp.zeros((), jnp.float32))
+    carry = Carry(h_BSD, h_BSD if trains else None, finished, ring, sums, jnp.zeros(stage.sums_shape, jnp.float32))
     rows = table_rows(schedule)
     for group in schedule.runs:
         carry = _scan_group(tick, group, rows, carry)

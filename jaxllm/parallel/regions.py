@@ -22,6 +22,7 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy
+from jaxllm.model.token_losses import token_losses
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
@@ -29,8 +30,9 @@ from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.layer_loop import LayerLoop, unrolling
 from jaxllm.parallel.layer_stacking import cut_layers
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
+from jaxllm.parallel.own_loss import loss_sums
 from jaxllm.parallel.remat import remat
-from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, Tree
+from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree
 from jaxllm.parallel.zero import Phase, zeros_of_shard
 
 Sums = Callable[..., tuple[jax.Array, tuple[jax.Array, Params | None]]]
@@ -44,7 +46,7 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
     gradient = jax.value_and_grad(microbatch_sums(ctx, tap), has_aux=True)
 
     def region(weights: Params, batch: Batch):
-        scale = _loss_scale(ctx, batch)
+        scale = ctx.loss_scale(batch)
 
         def microbatch(carry, rows: Rows):
             sums, loss = carry
@@ -61,7 +63,7 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
                 return loss, Accumulators(jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, own), squares)
 
         squares_MT: Any
-        start = (first_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros((), jnp.float32))
+        start = (first_sums(ctx, weights, batch["tokens"].shape[0]), jnp.zeros(ctx.sums_shape, jnp.float32))
         (gradients, loss), squares_MT = jax.lax.scan(microbatch, start, batch)
         on_host = {"layers": gradients.pop("layers").rows} if ctx.layers_on_host else {}
         if ctx.zero is None:
@@ -84,7 +86,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
         return loss, kept, sums
 
     def region(shards: Params, batch: Batch):
-        scale = _loss_scale(ctx, batch)
+        scale = ctx.loss_scale(batch)
         batch = zero.in_turn(batch, lambda: scalar_token(scale))
         rows = jax.tree.map(lambda x: x[-1], batch)
         if len(batch["tokens"]) == 1:
@@ -118,7 +120,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
             part, _, sums = gradient(plain, Phase(), sums, weights, rows, scale)
             return (sums, loss + part), None
 
-        weights, loss, sums = shards, jnp.zeros((), jnp.float32), _zeros(ctx.table, jnp.float32)
+        weights, loss, sums = shards, jnp.zeros(ctx.sums_shape, jnp.float32), _zeros(ctx.table, jnp.float32)
         sums = cut_layers(sums) if ctx.has_own_layers else sums
         if zero.level == 1:
             rows, batch = (jax.tree.map(lambda x, part=part: x[part], batch) for part in (0, slice(1, None)))
@@ -144,9 +146,19 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
     return region
 
 
-def _loss_scale(ctx: ParallelContext, batch: Batch) -> jax.Array:
-    """The share of each token's loss in the mean."""
-    return 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), ctx.loss_axes), 1).astype(jnp.float32)
+def token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
+    """The forward pass alone, with the cross-entropy of each token."""
+    options = (ctx.config.model.vocab_size, ctx.config.train.loss_chunk_tokens)
+
+    def losses_of(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: None, rows: Rows, *_: Any) -> tuple[jax.Array, ...]:
+        return jnp.zeros((), jnp.float32), token_losses(h_BSD, head_VD, rows["targets"], *options)
+
+    sums = microbatch_sums(ctx, losses_of=losses_of)
+
+    def region(weights: Params, batch: Batch):
+        return jax.lax.map(lambda rows: sums(None, weights, rows, jnp.ones((), jnp.float32))[1][0], batch)
+
+    return region
 
 
 def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
@@ -163,8 +175,10 @@ def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Para
 def _sums_on_device(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
     if ctx.zero is None:
         layers = jnp.float32 if microbatches > 1 else ctx.config.model.compute_dtype
-        return {name: _zeros(tree, layers if name == "layers" else jnp.float32) for name, tree in weights.items()}
-    return jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), ctx.table, ctx.layouts)
+        dtypes = {name: layers if name == "layers" else jnp.float32 for name in weights}
+        return {name: _zeros(tree, dtypes[name]) for name, tree in ctx.trained(weights).items()}
+    table, layouts = ctx.trained(ctx.table), ctx.trained(ctx.layouts)
+    return jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), table, layouts)
 
 
 def _zeros(weights: Tree, dtype: Any) -> Tree:
@@ -180,14 +194,23 @@ def _sums_token(ctx: ParallelContext, layers: Tree) -> jax.Array:
     return weights_token(*min(pairs, key=lambda pair: pair[0].size))
 
 
-def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, phase: Phase = Phase()) -> Sums:
-    """The forward pass of one microbatch, to be differentiated."""
-    model, train, ops, zero = ctx.config.model, ctx.config.train, ctx.ops, ctx.zero
+def microbatch_sums(
+    ctx: ParallelContext,
+    tap: GradSquareNorms | None = None,
+    phase: Phase = Phase(),
+    losses_of: Callable[..., Any] | None = None,
+) -> Sums:
+    """The forward pass of one microbatch, to be differentiated.
+
+    Args:
+      losses_of: in the place of _token_losses(ctx).
+    """
+    model, ops, zero = ctx.config.model, ctx.ops, ctx.zero
     network = nnx.merge(ctx.graph, ctx.table)
     norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
+    losses_of = losses_of or _token_losses(ctx)
     of_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
     run_layers: Callable[..., tuple[jax.Array, Losses, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
-    loss_options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
 
     def sums(
         accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array, earlier: Params | None = None
@@ -209,7 +232,7 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
 
         tokens, final_norm, head_sum = rows["tokens"], weights["final_norm"], None
         with jax.named_scope("embedding"):
-            if own is None:
+            if own is None or "embedding" not in own:
                 h_BSD = ops.look_up(weights["embedding"], tokens)
             else:
                 look_up = partial(accumulate.look_up, ops, ctx.config.parallel.tensor, is_head=model.tie_embeddings)
@@ -217,23 +240,41 @@ def microbatch_sums(ctx: ParallelContext, tap: GradSquareNorms | None = None, ph
             h_BSD = ops.constrain(scaled_embeddings(model, h_BSD), SHARDED_SEQUENCE)
         block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
         h_BSD, own_losses, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
-        if own is not None:
+        if own is not None and "final_norm" in own:
             h_BSD, norm_sum = own_sum("final_norm", h_BSD)
             final_norm = accumulate.accumulated(final_norm, norm_sum)
         h_BSD = ops.constrain(nnx.merge(norm, final_norm)(h_BSD), FULL_SEQUENCE)
-        targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
-        losses: Any
-        if own is None:
-            losses = cross_entropy(h_BSD, weights[head], targets_BS, weights_BS, *loss_options)
-        else:
-            if head_sum is None:
-                h_BSD, head_sum = own_sum("head", h_BSD)
-            losses = accumulate.cross_entropy(h_BSD, weights[head], head_sum, targets_BS, weights_BS, *loss_options)
-        objective, loss = losses
+        is_frozen = accumulators is not None and head not in accumulators.sums
+        if own is not None and head_sum is None and not is_frozen:
+            h_BSD, head_sum = own_sum("head", h_BSD)
+        objective, loss = losses_of(h_BSD, weights[head], head_sum, rows, scale, is_frozen)
         objective = sum((scale * x for x in own_losses.values()), start=objective)
         return objective, (loss, {**rest, "layers": kept} if kept is not None else None)
 
     return sums
+
+
+def _token_losses(ctx: ParallelContext) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """(h_BSD, head_VD, the head's accumulator or None, rows, scale, whether the head is frozen) -> (objective, loss): sums over
+    the tokens of a microbatch. With a loss of the caller's `loss` is (sum, count)."""
+    model, train, own_loss = ctx.config.model, ctx.config.train, ctx.loss
+    options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
+
+    def default(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: Any, rows: Rows, scale: jax.Array, is_frozen: bool) -> Any:
+        targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
+        if sum_VD is None and not is_frozen:
+            return cross_entropy(h_BSD, head_VD, targets_BS, weights_BS, *options)
+        return accumulate.cross_entropy(h_BSD, head_VD, sum_VD, targets_BS, weights_BS, *options)
+
+    if own_loss is None:
+        return default
+
+    def own(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: Any, rows: Rows, *_: Any) -> Any:
+        head_VD = head_VD if sum_VD is None else accumulate.accumulated(head_VD, sum_VD)
+        sums = loss_sums(own_loss, model.vocab_size, h_BSD, head_VD, rows)
+        return sums[0], sums
+
+    return own
 
 
 def _stacked_layers(
@@ -249,10 +290,10 @@ def _stacked_layers(
     tap: GradSquareNorms | None,
 ) -> tuple[jax.Array, Losses, Tree | None]:
     """(h, sums of the layers' own losses, the layers' full weights if the phase keeps them)"""
-    model, block, zero = ctx.config.model, partial(apply_block, graph, ctx.ops), ctx.zero
+    model, block, zero = ctx.config.model, ctx.block(graph), ctx.zero
     access = zero.access(phase) if zero and zero.once else ctx.access
     policy = policy_of(ctx.config.parallel.remat, model)
-    loop = LayerLoop(block, model.num_layers, policy, access, tap, unroll=unrolling(model))
+    loop = LayerLoop(block, model.num_layers, policy, access, tap, trained=ctx.trained_layer, unroll=unrolling(model))
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 

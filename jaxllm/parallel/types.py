@@ -16,6 +16,9 @@ Batch = dict[str, jax.Array]
 """Arrays [microbatch, sequence, position]: tokens, targets, positions int32, mask bool, and segments int32 if packed."""
 Rows = dict[str, jax.Array]
 """One microbatch of a Batch: arrays [sequence, position]."""
+Loss = Callable[[jax.Array, jax.Array, Rows], tuple[jax.Array, jax.Array]]
+"""(final hidden states [sequence, position, width], head [vocab_size, width], rows) -> (sum, count), two scalars of one
+microbatch. The loss of a step is the sum of all sums, divided by the sum of all counts (docs/extending.md)."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,25 @@ LossRegion = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 """(weights, batch) -> (sum of token losses over the batch of all ranks along batch_axes, number of targets)"""
 
 
+TokenLossRegion = Callable[[Params, Batch], jax.Array]
+"""(weights, batch) -> -log p of each target, float32 [microbatch, sequence, position]"""
+
+
 @dataclass(frozen=True)
 class Parallelized:
     """The functions that training needs of a model on one mesh."""
 
     value_and_grad: Callable[[Params, Batch], tuple[jax.Array, Params]]
-    """(master params, batch) -> (loss, float32 gradients in the master layout). Loss: nats, mean over valid targets. With
-    train.diloco_steps all three have a leading replica dim, and each replica's loss is the mean over its own targets."""
+    """(master params, batch) -> (loss, float32 gradients of the trained parameters in the master layout). Loss: nats, mean over
+    valid targets. With train.diloco_steps all three have a leading replica dim, and each replica's loss is the mean over its
+    own targets."""
     value_grad_and_parts: Callable[[Params, Batch], tuple[jax.Array, Params, NoiseParts]]
     """value_and_grad, and the sums from which the gradient noise scale is measured. Costs a little more
     (grad_square_norms.py)."""
     loss_sum: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
     """(master params, batch) -> (sum of -log p over valid targets, number of targets), without gradients."""
+    token_losses: Callable[[Params, Batch], jax.Array]
+    """(master params, batch) -> -log p of each target, float32 [microbatch, sequence, position], without gradients."""
     layer_norms: Callable[[Params, Batch], jax.Array]
     """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
     initialize: Callable[[jax.Array], Params]
@@ -89,6 +99,8 @@ class Parallelized:
     """Nested dict of ShapeDtypeStruct: the master params as stored, with ZeRO's padding and shardings."""
     table: Any
     """Nested dict of Parameter, with the shapes that the train step computes with."""
+    trained: Callable[[Any], Any]
+    """A nested dict with an entry for each parameter -> its part with the trained parameters (trained.py)."""
     attention: str
     """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.ordering import after, weights_token
+from jaxllm.parallel.trained import trained
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
 
@@ -51,18 +52,21 @@ class Zero:
       level: of ZeRO. Below 2 each layer is sent once in a step, in phases.
       layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the layer loop strips.
       stack_dims: how many those are.
+      table: nested dict of Parameter; gradients are those of the trained ones. None: all are trained.
       in_order: no transfer outside the loops over layers is on its way while a loop runs. CPU devices need that: XLA orders the
         transfers of one computation, but two devices may start a loop and a transfer beside it in different orders, and then
         wait for each other forever.
     """
 
-    def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False):
+    def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False, table: Tree | None = None):
         layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
         rest = {name: tree for name, tree in layouts.items() if name != "layers"}
         self.level, self.once, self._in_order, self.layouts = level, level < 2, in_order, {**rest, "layer": layer}
-        self._rest, self._rest_scatter = rest, _scatter(rest)
-        self._rest_gather = _gather(rest, self.once) if level != 2 else lambda weights: weights
+        self._rest, self._trained = rest, list(rest)
         self.gather_layer, self._scatter_layer = _gather(layer, self.once), _scatter(layer, self.once)
+        if table is not None:
+            self._trained = [name for name in trained(rest, {name: table[name] for name in rest})]
+            self._scatter_layer = _scatter(trained(layer, table["layers"]), self.once)
 
     def access(self, phase: Phase = Phase()) -> WeightAccess:
         """To one layer, for a loop over layers: in a phase, or in every microbatch of levels 2 and 3."""
@@ -74,6 +78,10 @@ class Zero:
         for the weights."""
         full = self._rest_gather(shards)
         return full, self.in_turn(rows, lambda: weights_token(full, self._rest))
+
+    def _rest_gather(self, shards: Tree) -> Tree:
+        layouts = {name: self._rest[name] for name in shards}
+        return _gather(layouts, self.once)(shards) if self.level != 2 else shards
 
     def in_turn(self, x: Tree, token: Callable[[], jax.Array]) -> Tree:
         """`x`, `in_order` once what is behind the token is there."""
@@ -115,13 +123,16 @@ class Zero:
 
         def backward(sums, g):
             with jax.named_scope("gradient_sums"):
-                sums = jax.tree.map(jnp.add, sums, self._rest_scatter(g))
+                sums = jax.tree.map(jnp.add, sums, _scatter({name: self._rest[name] for name in g})(g))
             return None, Accumulators(sums, tap.on_microbatch(g) if tap else None)
 
         take.defvjp(lambda weights, own: (take(weights, own), own.sums), backward)
         if accumulators is None:
             return self._rest_gather(weights)
-        return take(weights, accumulators._replace(sums={name: accumulators.sums[name] for name in weights}))
+        own = {name: weights[name] for name in self._trained}
+        frozen = {name: w for name, w in weights.items() if name not in own}
+        full = take(own, accumulators._replace(sums={name: accumulators.sums[name] for name in own}))
+        return {**full, **self._rest_gather(frozen)} if frozen else full
 
 
 def zeros_of_shard(shape: tuple[int, ...], layout: Layout, ranks: int) -> jax.Array:

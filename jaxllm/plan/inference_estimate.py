@@ -238,7 +238,7 @@ def _with_batch(config: Config, use: Use) -> Config:
     """The config with the microbatches that an evaluation has: one for each stage."""
     p, length = config.parallel, use.sequence_length
     rows = evaluation_rows(length) if use.purpose == "eval" else 1
-    train = {"sequence_length": length, "microbatch_sequences": rows, "batch_schedule": ()}
+    train = {"sequence_length": length, "microbatch_sequences": rows, "batch_schedule": (), "length_schedule": ()}
     train["global_batch_sequences"] = rows * int(p.data) * p.replica * p.pipe
     # FP8 is for training: the commands do without it.
     others = {"data.mask_documents": False} | ({"model.matmul_dtype": "compute_dtype"} if config.model.multiplies_fp8 else {})

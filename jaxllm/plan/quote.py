@@ -19,7 +19,7 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.capability import AMPERE
 from jaxllm.cost_model.error_range import ErrorRange, error_range
-from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
+from jaxllm.cost_model.flops import parameter_count, state_bytes, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
@@ -47,8 +47,6 @@ CHECKPOINT_GB_PER_S = 1.0
 SAVE_OVERHEAD_S = 1.0
 """Time that the loop waits for a save beside the copy to the host: the step's end, folders, a barrier of all processes. Chosen:
 on one machine it was 0.01 s (benchmarks/RESULTS.md, "Checkpoints"), on many it was not measured."""
-STATE_BYTES = 12
-"""Bytes of a checkpoint for each parameter: the weight and Adam's two moments, float32."""
 OUTER_BYTES = 8
 """Bytes more with DiLoCo: the weights after the last outer step, and their momentum."""
 LUCK = 1.645
@@ -266,7 +264,7 @@ def quote(
     if (tokens := terms.number_of_tokens) is None:
         return None
     parameters, achieved = parameter_count(config.model), terms.achieved_tflops
-    flops = train_flops_per_token(config.model, config.train.sequence_length)
+    flops = train_flops_per_token(config.model, config.train.sequence_length, frozen=config.frozen)
     rate = flops * tokens_per_s_per_gpu
     if achieved is not None:
         _require_possible(achieved, gpu)
@@ -341,10 +339,9 @@ def _require_progress(stops: Interruptions, interval_s: float, terms: Terms) -> 
 
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of a checkpoint on the disk; with DiLoCo each replica's state, and that of the outer step."""
-    parameters = parameter_count(config.model)
     if config.train.diloco_steps is None:
-        return STATE_BYTES * parameters
-    return (STATE_BYTES * config.parallel.replica + OUTER_BYTES) * parameters
+        return state_bytes(config)
+    return state_bytes(config) * config.parallel.replica + OUTER_BYTES * parameter_count(config.model)
 
 
 def predicted_speed(config: Config, gpu: Gpu, gpus_per_host: int) -> Span:

@@ -259,11 +259,11 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         raise ConfigError(f"{key}={path} has format {said.format}, whose weights are Orbax's: export it again.")
     section = stored_section(said.model, str(path / MODEL))
     expected = {entry.name: entry for entry in entries(section)}
-    tensors = _tensors(path, said.files, "convert or export it again", {})
+    tensors = tensors_in(path, said.files, "convert or export it again", {})
     for name, entry in expected.items():
         if name not in tensors:
             raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
-        _require(tensors[name], entry.shape)
+        require_shape(tensors[name], entry.shape)
     if extra := sorted(tensors.keys() - expected.keys()):
         raise ConfigError(f"{path} holds {extra[0]}, which is not in its model: convert or export it again.")
     companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
@@ -277,7 +277,7 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
 def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     section = model_section(read_object(path / CONFIG), str(path / CONFIG))
     files, promises = _files_and_promises(key, path)
-    tensors = _tensors(path, files, "get the file again", promises)
+    tensors = tensors_in(path, files, "get the file again", promises)
     dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
     for name in dropped:
         del tensors[name]
@@ -290,7 +290,7 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
         if name not in tensors:
             hint = ", or set tie_word_embeddings to true if it is the embedding" if name == HEAD else ""
             raise ConfigError(f"{path} has no tensor {name}, which its {CONFIG} requires: get the missing file{hint}.")
-        _require(tensors[name], entry.their_shape)
+        require_shape(tensors[name], entry.their_shape)
     if extra := sorted(tensors.keys() - expected.keys()):
         count = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise ConfigError(
@@ -302,7 +302,7 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     return HuggingFaceFolder(path, str(path), section, path, tensors=tensors, dropped=dropped)
 
 
-def _require(tensor: Tensor, shape: tuple[int, ...]) -> None:
+def require_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ConfigError(
             f"{tensor.name} in {tensor.file.path} has shape {list(tensor.shape)}, and the config requires {list(shape)}: "
@@ -348,7 +348,7 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], dict[str, str]
     raise ConfigError(f"{key}={path} has a {CONFIG} but no *.safetensors: get the weights too.")
 
 
-def _tensors(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str]) -> dict[str, Tensor]:
+def tensors_in(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str]) -> dict[str, Tensor]:
     """Lists all tensors of the files in a folder. Each name must be unique.
 
     Args:

@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.config.hf_config import VARIANTS
-from jaxllm.config.model_spec import parameters
+from jaxllm.config.model_config import LoraConfig
+from jaxllm.config.model_spec import LORA_A, LORA_B, parameters
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BUFFERS = (".rotary_emb.inv_freq",)
@@ -47,6 +48,11 @@ class Entry:
     @property
     def name(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether it is a matrix of an adapter."""
+        return self.path[-1].endswith((LORA_A, LORA_B))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,6 +90,8 @@ def entries(model: Mapping[str, Any]) -> list[Entry]:
     """
     # Not validated: the file may be damaged, and its reader says so.
     more = {key: model[key] for key in VARIANTS if key in model}
+    if model.get("lora") is not None:
+        more["lora"] = LoraConfig.model_validate(model["lora"])
     shape = ModelConfig.model_construct(**{key: model[key] for key in REQUIRED}, **more)
     return [
         Entry(

@@ -59,7 +59,8 @@ def shrink(config: Config, hosts: int, steps: int, folder: Path) -> Config:
         left_out = ("source", "paths", "mixture", "tokenizer", "chat_template")
         kept = {key: value for key, value in values["data"].items() if key not in left_out}
         values["data"] = kept | {"source": "files", "paths": [str(_write_text(folder))]}
-    checkpoint = values.get("checkpoint", {})
+    # The hosts of a rehearsal are processes of one machine, which share its memory.
+    checkpoint = {key: value for key, value in values.get("checkpoint", {}).items() if not key.startswith("memory_")}
     every = min(config.checkpoint.every_steps or CHECKPOINT_STEPS, CHECKPOINT_STEPS)
     values["checkpoint"] = checkpoint | {"every_steps": every}
     values["log"] = {"every_steps": 1}
@@ -104,7 +105,7 @@ def changes(config: Config, small: Config) -> Iterator[str]:
 
 def reads_own_text(config: Config) -> bool:
     """Whether the rehearsal reads the data that the config names: it is here, small, and of few token ids."""
-    if config.model.vocab_size > MOST_VOCABULARY:
+    if config.model.vocab_size > MOST_VOCABULARY or config.train.loss == "dpo":
         return False
     patterns = [pattern for part in config.data.sources for pattern in part.paths]
     try:
@@ -173,7 +174,14 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
     batch = ranks * microbatches
     values = {
         **{"steps": steps, "sequence_length": S, "global_batch_sequences": batch, "microbatch_sequences": 1},
-        **{"init_from": None, "eval_every_steps": None, "eval_batches": None},
+        **{
+            "init_from": None,
+            "init_adapter": None,
+            "loss": "cross_entropy",
+            "eval_every_steps": None,
+            "eval_batches": None,
+            "length_schedule": (),
+        },
     }
     if train.batch_schedule:
         # As many batch sizes, each for as many steps.

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import AUTO, Config, ConfigError, load_config
+from jaxllm.plan.cost import HOUR_S
 from jaxllm.train.json_lines import read_lines
 from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
 
@@ -31,7 +32,7 @@ TRAINING, DATA, EVALUATING, SAVING, COMPILING, STARTING, REDONE, DOWN = PARTS = 
 )
 _PHASES = {"data_s": DATA, "evaluate_s": EVALUATING, "save_s": SAVING, "compile_s": COMPILING}
 """Key of a metrics line -> the part that its seconds belong to."""
-_COUNTS = ("devices", "absent_hosts")
+_COUNTS = ("devices", "absent_hosts", "memory_step")
 _START = {
     **{"start_import_s": "import", "start_meet_s": "meeting the other processes", "start_devices_s": "devices"},
     **{"start_dataset_s": "data", "start_initialize_s": "initial state", "start_restore_s": "restore"},
@@ -50,6 +51,8 @@ class Start:
     devices: int
     absent_hosts: int
     """Hosts of the launch that it trained without (launch.least_hosts)."""
+    memory_step: int
+    """The step that it resumed from in the hosts' memory (checkpoint.memory_every_steps); 0: it did not."""
     step_s: float
     """Median time between two lines; not-a-number for a single line."""
 
@@ -64,6 +67,8 @@ class History:
     evaluations: tuple[Mapping[str, Any], ...]
     lost: tuple[Mapping[str, Any], ...]
     """Lines of steps that were repeated after a restart."""
+    written: Mapping[str, Any]
+    """config.yaml as the last start wrote it: section -> key -> value."""
 
     def column(self, key: str) -> np.ndarray:
         """One float for each line; not-a-number for a line without the key."""
@@ -123,8 +128,10 @@ class History:
         for first, end in itertools.pairwise([*self._firsts, len(self.lines)]):
             line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
             step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
-            devices, absent = (int(_float(line.get(key))) if math.isfinite(_float(line.get(key))) else 0 for key in _COUNTS)
-            found.append(Start(int(line["step"]), int(last["step"]), devices, absent, step_s))
+            devices, absent, memory = (
+                int(_float(line.get(key))) if math.isfinite(_float(line.get(key))) else 0 for key in _COUNTS
+            )
+            found.append(Start(int(line["step"]), int(last["step"]), devices, absent, memory, step_s))
         return tuple(found)
 
     def last(self, key: str) -> float | None:
@@ -136,39 +143,54 @@ class History:
         values = self.column(key)[self._firsts[-1] if self._firsts else 0 :]
         return float(np.nanmax(values)) if np.isfinite(values).any() else None
 
-    def evaluated(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, held-out loss) of each evaluation."""
+    def evaluated(self, over: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, held-out loss) of each evaluation; or with `over`, a value of each line, that value in place of tokens."""
         points = [(_float(line["step"]), _float(line["eval_loss"])) for line in self.evaluations]
         steps, losses = np.array(points).reshape(-1, 2).T
-        return np.interp(steps, self.steps, self.tokens), losses
+        return np.interp(steps, self.steps, self.tokens if over is None else over), losses
 
     # ---------------------------------------------------------------------------------------------------------------- time
+
+    @cached_property
+    def _timed(self) -> list[tuple[Mapping[str, Any], float, float]]:
+        """(line, seconds between two starts before it, other seconds since the line before) of each line with a time, in order
+        of time."""
+        found = []
+        before_s: float | None = None
+        for line in sorted((line for line in (*self.lines, *self.lost) if "unix_s" in line), key=lambda line: line["unix_s"]):
+            began_s = line.get("start_unix_s")
+            if began_s is not None:
+                began_s -= line.get("start_import_s", 0.0)
+            down_s = 0.0 if began_s is None or before_s is None else max(0.0, began_s - before_s)
+            # A first line without the start time of its start gives no duration.
+            gap_s = max(0.0, line["unix_s"] - next((s for s in (began_s, before_s) if s is not None), line["unix_s"]))
+            before_s = line["unix_s"]
+            found.append((line, down_s, gap_s))
+        return found
 
     @cached_property
     def times_s(self) -> dict[str, float]:
         """Seconds by PARTS, from the first start to the last line; {} if lines have no times. The final evaluation and the
         final save come after the last line and are not included."""
-        timed = sorted((line for line in (*self.lines, *self.lost) if "unix_s" in line), key=lambda line: line["unix_s"])
         lost = {id(line) for line in self.lost}
         spent = dict.fromkeys(PARTS, 0.0)
-        before_s: float | None = None
-        for line in timed:
-            began_s = line.get("start_unix_s")
-            if began_s is not None:
-                began_s -= line.get("start_import_s", 0.0)
-            if began_s is not None and before_s is not None:
-                spent[DOWN] += max(0.0, began_s - before_s)
-            # A first line without the start time of its start gives no duration.
-            gap_s = max(0.0, line["unix_s"] - next((s for s in (began_s, before_s) if s is not None), line["unix_s"]))
-            before_s = line["unix_s"]
+        for line, down_s, gap_s in self._timed:
+            spent[DOWN] += down_s
             if id(line) in lost:
                 spent[REDONE] += gap_s
                 continue
             for key, part in _PHASES.items():
                 spent[part] += line.get(key, 0.0)
                 gap_s -= line.get(key, 0.0)
-            spent[TRAINING if began_s is None else STARTING] += max(0.0, gap_s)
-        return spent if timed else {}
+            spent[STARTING if "start_unix_s" in line else TRAINING] += max(0.0, gap_s)
+        return spent if self._timed else {}
+
+    @cached_property
+    def hours(self) -> np.ndarray:
+        """Hours from the first start to each line, without the time between starts; not-a-number for a line without a time."""
+        ends = np.cumsum([gap_s for _, _, gap_s in self._timed]) / HOUR_S
+        at = {id(line): end for (line, _, _), end in zip(self._timed, ends, strict=True)}
+        return np.array([at.get(id(line), math.nan) for line in self.lines])
 
     @property
     def last_start_s(self) -> dict[str, float]:
@@ -224,12 +246,14 @@ def read_run(folder: str | Path) -> History:
     # Those of older versions have all lines of their time, including those that were kept.
     for path in sorted(folder.glob("metrics-*.jsonl")):
         lost |= {text: line for text, line in _read(path) if text not in seen and "loss" in line}
+    written = _read_config(folder / "config.yaml")
     return History(
         folder,
-        _read_config(folder / "config.yaml", by_step),
+        _config_of(written, by_step),
         tuple(by_step[step] for step in sorted(by_step)),
         tuple(line for _, line in kept if "eval_loss" in line),
         tuple(lost.values()),
+        written,
     )
 
 
@@ -240,19 +264,22 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): remove the cause.") from None
 
 
-def _read_config(path: Path, by_step: Mapping[int, Mapping[str, Any]]) -> Config:
-    """The run's shape, mesh and batch. The training texts need not be present, and the log settings are dropped."""
+def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         values = read_yaml(path)
     except (OSError, RefusedInput) as error:
         raise ConfigError(f"{path} cannot be read as a config ({reason_of(error)}): get it from a copy of the run.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no sections: it is not the config of a run.")
-    data = values.get("data") or {}
+    return values
+
+
+def _config_of(written: Mapping[str, Any], by_step: Mapping[int, Mapping[str, Any]]) -> Config:
+    """The run's shape, mesh and batch. The training texts need not be present, and the log settings are dropped."""
+    data = written.get("data") or {}
     kept = {key: data[key] for key in ("packing", "mask_documents", "held_out_fraction") if key in data}
     # A placeholder: the tokenizer `bytes` would require a vocabulary of 256.
-    values["data"] = {"tokenizer": "not read", **kept}
-    values.pop("log", None)
+    values = {name: section for name, section in written.items() if name != "log"} | {"data": {"tokenizer": "not read", **kept}}
     config = load_config(values)
     if config.parallel.data == AUTO:
         logged = [line["devices"] for line in by_step.values() if "devices" in line]

@@ -68,7 +68,7 @@ svg { width: 100%; height: auto; } svg text { font-family: inherit; }
 table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top; }
 table.numbers td, table.numbers th { text-align: right; font-variant-numeric: tabular-nums; }
 .own { font-weight: 600; } .no { opacity: .5; } .small { font-size: .9em; opacity: .8; }
-</style>
+STYLE</style>
 </head>
 <body>
 """
@@ -80,9 +80,18 @@ def write_page(report: RunReport, path: str | Path) -> Path:
     Raises:
       ConfigError: the file cannot be written.
     """
+    return write(page(report), path)
+
+
+def write(text: str, path: str | Path) -> Path:
+    """Writes a page and replaces an existing file.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
     path = Path(path)
     try:
-        path.write_text(page(report), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out={path} cannot be written ({error.strerror}): choose another file.") from None
     return path
@@ -94,16 +103,21 @@ def page(report: RunReport) -> str:
     parts = [
         f"<h1>{name}</h1>",
         _table([], report.facts()),
-        *_paragraphs(report.notes()),
-        _grid([*training_charts(report.history), memory_chart(report)]),
+        *paragraphs(report.notes()),
+        grid([*training_charts(report.history), memory_chart(report)]),
     ]
     if times_s:
         parts += ["<h2>Where the time went</h2>", f'<div class="bar">{time_bar(times_s)}</div>', _time_table(times_s)]
-    parts += ["<h2>Effect of more data ranks</h2>", *_paragraphs(report.verdict())]
+    parts += ["<h2>Effect of more data ranks</h2>", *paragraphs(report.verdict())]
     if (over := report.over_ranks) is not None:
-        parts += [_grid(rank_charts(report, over)), f'<div class="wide">{_rank_table(report, over)}</div>']
+        parts += [grid(rank_charts(report, over)), f'<div class="wide">{_rank_table(report, over)}</div>']
         parts.append(f'<p class="small">{escape(CAVEAT)}</p>')
-    return _HEAD.replace("TITLE", name) + "\n".join(parts) + "\n</body>\n</html>\n"
+    return document(name, parts)
+
+
+def document(title: str, parts: Sequence[str], style: str = "") -> str:
+    """HTML text of a page of these parts, with more CSS; the title is HTML text too."""
+    return _HEAD.replace("STYLE", style).replace("TITLE", title) + "\n".join(parts) + "\n</body>\n</html>\n"
 
 
 # --------------------------------------------------------------------------------------------------------------- pictures
@@ -119,7 +133,7 @@ def training_charts(history: History) -> list[str]:
     if evaluated.size:
         loss.append(Curve("held-out", at, evaluated, ORANGE, dots=True))
     rate = [spread("learning rate", tokens, history.column("learning_rate"))]
-    norm = [spread("gradient norm", tokens, _above_zero(history.column("grad_norm")))]
+    norm = [spread("gradient norm", tokens, above_zero(history.column("grad_norm")))]
     unusual = [
         *_marks(history, history.steps[history.column("skipped") > 0], "skipped step", RED),
         *_marks(history, history.steps[history.column("loss_spike") > 0], "spike", ORANGE),
@@ -137,10 +151,10 @@ def training_charts(history: History) -> list[str]:
 def batch_chart(history: History) -> str:
     """Chart of the batch and of the noise scale with its interval, in tokens."""
     curves = [spread("batch", history.tokens, history.batch_tokens)]
-    noise = _above_zero(history.column("noise_scale_tokens"))
+    noise = above_zero(history.column("noise_scale_tokens"))
     if (measured := np.flatnonzero(np.isfinite(noise))).size:
         measured = measured[:: math.ceil(measured.size / MOST_POINTS)]
-        low, high = (_above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
+        low, high = (above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
         curves.append(Curve("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
     title = "Batch and noise scale" if len(curves) > 1 else "Batch (noise scale not measured)"
     return line_chart(title, curves, x_label="tokens", y_label="tokens of a step", y_log=True)
@@ -196,7 +210,7 @@ def _marks(history: History, steps: Iterable[float], label: str, color: str) -> 
     ]
 
 
-def _above_zero(values: np.ndarray) -> np.ndarray:
+def above_zero(values: np.ndarray) -> np.ndarray:
     return np.where(np.nan_to_num(values) > 0, values, np.nan)
 
 
@@ -232,9 +246,9 @@ def _table(
     return f'<table class="{"numbers" if numbers else "words"}">{head}{body}</table>'
 
 
-def _paragraphs(sentences: Iterable[str]) -> list[str]:
+def paragraphs(sentences: Iterable[str]) -> list[str]:
     return [f"<p>{escape(sentence)}</p>" for sentence in sentences]
 
 
-def _grid(pictures: Sequence[str]) -> str:
+def grid(pictures: Sequence[str]) -> str:
     return f'<div class="grid">{"".join(f"<div>{picture}</div>" for picture in pictures)}</div>'

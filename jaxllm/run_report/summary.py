@@ -73,7 +73,7 @@ class RunReport:
     def mfu(self) -> float | None:
         """MFU with causal attention; None if the device's peak is not known."""
         peak, rate, config = self.history.last("device_peak_flops"), self.tokens_per_s_per_device, self.history.config
-        return mfu(rate, config.model, config.train.sequence_length, peak) if peak and rate else None
+        return mfu(rate, config.model, config.train.sequence_length, peak, config.frozen) if peak and rate else None
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:
@@ -237,10 +237,12 @@ class RunReport:
 
 
 def shrunk(history: History) -> Iterator[str]:
-    """Yields one sentence for each start that trained without some hosts."""
+    """Yields one sentence for each start that trained without some hosts, and for each that resumed from memory."""
     whole = [start for start in history.starts if not start.absent_hosts]
     usual = max(whole, key=lambda start: start.last_step - start.first_step, default=None)
     for start in history.starts:
+        if start.memory_step:
+            yield f"Step {start.first_step}: resumed from step {start.memory_step} in the memory of the hosts."
         if not start.absent_hosts:
             continue
         sentence = f"Steps {start.first_step} to {start.last_step}: without {_count(start.absent_hosts, 'host')}"

@@ -23,6 +23,8 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 14, 30, 42
 """Space beside the plot, in the same units."""
 CHARACTER = 6.2
 """Approximate width of a letter."""
+LINE = 11
+"""Height of a line of text."""
 MOST_LEGEND = 5
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -40,6 +42,10 @@ class Curve:
     high: np.ndarray | None = None
     dots: bool = False
     """Whether to draw the points only."""
+    dash: str = ""
+    """An SVG dash pattern; '': a solid line."""
+    end_label: str = ""
+    """Short text to the right of the last point."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +164,9 @@ def line_chart(
     x_ticks: Sequence[float] | None = None,
     marks: Sequence[Mark] = (),
     usual: float = 1.0,
+    width: int = WIDTH,
 ) -> str:
-    """An <svg> of curves over one pair of axes.
+    """An <svg> of curves over one pair of axes. Curves with end labels are named by these, and are not in the legend.
 
     Args:
       x_ticks: positions of labels; default: round numbers.
@@ -171,14 +178,17 @@ def line_chart(
     least, most = float(x_all.min()), float(x_all.max())
     if least == most:
         least, most = (least / 2, most * 2) if x_log else (least - 0.5, most + 0.5)
-    across = Scale(least, most, LEFT, WIDTH - RIGHT, x_log)
+    labelled = any(curve.end_label for curve in curves)
+    across = Scale(least, most, LEFT, width - RIGHT - labelled * CHARACTER, x_log)
     up = Scale(*limits(curves, y_log, usual), HEIGHT - BOTTOM, TOP, y_log)
     body = [*_axes(across, up, x_label, y_label, across.ticks() if x_ticks is None else x_ticks)]
     body += [_vertical(float(across(mark.x)), mark.color) for mark in marks if least <= mark.x <= most]
     for curve in curves:
         body += _drawn(curve, across, up)
-    named = [(curve.label, curve.color) for curve in curves] + [(mark.label, mark.color) for mark in marks]
-    return _svg(title, [*body, *_legend(list(dict.fromkeys(named)))], HEIGHT)
+    body += _end_labels(curves, across, up)
+    named = [(curve.label, curve.color) for curve in curves if not curve.end_label]
+    named += [(mark.label, mark.color) for mark in marks]
+    return _svg(title, [*body, *_legend(list(dict.fromkeys(named)))], HEIGHT, width)
 
 
 def parts_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
@@ -201,25 +211,25 @@ def parts_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
     return _svg(title, body, y + 8)
 
 
-def _svg(title: str, body: Sequence[str], height: int) -> str:
+def _svg(title: str, body: Sequence[str], height: int, width: int = WIDTH) -> str:
     name = escape(title)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
     heading = f'<text x="{LEFT}" y="16" font-size="13" font-weight="600" fill="currentColor">{name}</text>'
     return "\n".join([head, f"<title>{name}</title>", heading, *body, "</svg>"])
 
 
 def _axes(across: Scale, up: Scale, x_label: str, y_label: str, x_ticks: Sequence[float]) -> Iterator[str]:
-    floor, y_ticks = HEIGHT - BOTTOM, up.ticks()
+    floor, right, y_ticks = HEIGHT - BOTTOM, across.end, up.ticks()
     for tick in y_ticks:
         at = float(up(tick))
-        yield f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="currentColor" stroke-opacity="0.12" fill="none"/>'
+        yield f'<path d="M{LEFT} {at:.1f}H{right:g}" stroke="currentColor" stroke-opacity="0.12" fill="none"/>'
         yield _text(LEFT - 6, at + 4, number(tick, digits_of(y_ticks)), "end")
     for tick in x_ticks:
         at = float(across(tick))
         yield f'<path d="M{at:.1f} {floor}v4" stroke="currentColor" stroke-opacity="0.5" fill="none"/>'
         yield _text(at, floor + 16, number(tick, digits_of(x_ticks)), "middle")
-    yield f'<path d="M{LEFT} {floor}H{WIDTH - RIGHT}" stroke="currentColor" stroke-opacity="0.5" fill="none"/>'
-    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle")
+    yield f'<path d="M{LEFT} {floor}H{right:g}" stroke="currentColor" stroke-opacity="0.5" fill="none"/>'
+    yield _text((LEFT + right) / 2, HEIGHT - 8, x_label, "middle")
     yield (
         f'<text transform="translate(13 {(TOP + floor) / 2:.1f}) rotate(-90)" text-anchor="middle" font-size="11" '
         f'fill="currentColor">{escape(y_label)}</text>'
@@ -242,7 +252,23 @@ def _drawn(curve: Curve, across: Scale, up: Scale) -> Iterator[str]:
         if len(points) == 1:
             yield f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2" fill="{curve.color}"/>'
         else:
-            yield f'<path d="{_path(points)}" stroke="{curve.color}" stroke-width="1.5" fill="none"/>'
+            dash = f' stroke-dasharray="{curve.dash}"' if curve.dash else ""
+            yield f'<path d="{_path(points)}" stroke="{curve.color}" stroke-width="1.5"{dash} fill="none"/>'
+
+
+def _end_labels(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[str]:
+    """Each label beside the last point of its curve, or at the nearest height of the chart where no other one is."""
+    placed: list[tuple[float, float]] = []
+    for curve in curves:
+        there = np.flatnonzero(np.isfinite(curve.x) & np.isfinite(curve.y))
+        if not curve.end_label or not there.size:
+            continue
+        x, end = float(across(curve.x[there[-1]])), float(up(curve.y[there[-1]]))
+        heights = [end, *sorted(np.arange(up.end, up.start, LINE), key=lambda y, end=end: abs(y - end))]
+        near = [other for at, other in placed if abs(at - x) < 2 * CHARACTER]
+        y = next((y for y in heights if all(abs(y - other) >= LINE for other in near)), end)
+        placed.append((x, y))
+        yield _text(x + 3, y + 4, curve.end_label, "start", curve.color).replace("<text", '<text class="end"', 1)
 
 
 def _unbroken(values: np.ndarray) -> Iterator[slice]:

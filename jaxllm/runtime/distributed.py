@@ -175,6 +175,11 @@ def launch_info() -> LaunchInfo:
     return replace(info, attempt=led.attempt) if (led := _led()) else info
 
 
+def launch() -> Launch | None:
+    """Rank, coordinator and secret of this process as it met the others in `start`; None in a run of one process."""
+    return _meeting.launch if _meeting else None
+
+
 def _led() -> Led | None:
     """What the leader of an elastic run decided; None in any other."""
     return _meeting.answer.led if _meeting else None
@@ -256,12 +261,15 @@ def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
         return combine([here])
     client, rank, count = coordination_client(), jax.process_index(), jax.process_count()
     # A value can be set only once: every exchange has its own folder.
-    folder = f"jaxllm/same/{next(_exchanges)}"
+    number = next(_exchanges)
+    folder = f"jaxllm/same/{number}"
     if rank > 0:
         client.key_value_set(f"{folder}/{rank}", here)
     else:
         texts = [here, *(client.blocking_key_value_get(f"{folder}/{other}", EXCHANGE_LIMIT_MS) for other in range(1, count))]
         client.key_value_set(f"{folder}/result", combine(texts))
+        # All have read the result before, or they would not be here.
+        client.key_value_delete(f"jaxllm/same/{number - 1}/")
     return client.blocking_key_value_get(f"{folder}/result", EXCHANGE_LIMIT_MS)
 
 

@@ -8,7 +8,8 @@ that do not reach each other may both train; the run directory's lock lets one o
 The leader waits launch.wait_s for the missing. Then those hosts train that are complete, as many of them as the planner finds
 a layout for, and at least launch.least_hosts. They get new ranks, the leader 0. JAX gets a port of its own, since the leader
 keeps that of the rendezvous: it is the door at which a host that returns waits. When one waits with which the run can grow, the
-leader has the run saved and started again.
+leader has the run saved and started again. A launcher may also start fewer hosts than the config's mesh has: those get a layout
+in the same way, and hosts that no layout uses wait as spares.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ class Elastic:
 
     Args:
       layout: (processes of each host that is there) -> keys of the config for them, as JSON; None if it cannot train there.
+      too_few: (processes of each host of the launch) -> whether the config's mesh has more devices than all of them.
     """
 
     least_hosts: int
     wait_s: float
     layout: Callable[[Sequence[Sequence[ProcessInfo]]], str | None]
+    too_few: Callable[[Sequence[Sequence[ProcessInfo]]], bool] = lambda hosts: False
 
 
 def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) -> tuple[Answer, WaitingRoom | None]:
@@ -179,6 +182,9 @@ class _Patient(Rendezvous):
     def layout(self, hosts: Sequence[Sequence[int]]) -> str | None:
         return self._elastic.layout([[self.infos[rank] for rank in ranks] for ranks in hosts])
 
+    def too_few(self, hosts: Sequence[Sequence[int]]) -> bool:
+        return self._elastic.too_few([[self.infos[rank] for rank in ranks] for ranks in hosts])
+
     def _numbered(self, ranks: Sequence[int]) -> list[ProcessInfo]:
         return [replace(self.infos[rank], rank=number) for number, rank in enumerate(ranks)]
 
@@ -221,12 +227,22 @@ class _Leader(_Patient):
         looked_at: set[int] = set()
         while True:
             there, now_s = {self.own.rank, *self.connections}, time.monotonic()
-            if len(there) == self.own.count and (self.own.attempt == 0 or sum(map(len, self.fitting(there))) == self.own.count):
+            hosts = self.fitting(there) if self.own.attempt else complete_hosts(self.launch, there)
+            whole = sum(map(len, hosts)) == self.own.count
+            if whole and not self.too_few(hosts):
                 return list(range(self.own.count)), ""
-            if now_s >= choose_at_s and there != looked_at:
+            if (whole or now_s >= choose_at_s) and there != looked_at:
                 looked_at = there
                 if (chosen := self._choose(there)) is not None:
                     return chosen
+                if len(hosts) >= (least := self._elastic.least_hosts):
+                    sentence = (
+                        f"No layout fits {len(hosts)} hosts or fewer, down to launch.least_hosts={least} (the batch does not "
+                        f"divide over them, or their memory is too small)"
+                    )
+                    if whole:
+                        raise ConfigError(f"{sentence}, and the launcher started no more.")
+                    log.warning("%s: waiting for more.", sentence)
             if now_s >= self.until_s:
                 raise RendezvousError(missing(self.launch, self.infos, there))
             self._look_for_a_rival()
@@ -248,6 +264,9 @@ class _Leader(_Patient):
         hosts = self.fitting(there)
         for count in range(len(hosts), self._elastic.least_hosts - 1, -1):
             if (layout := self.layout(hosts[:count])) is not None:
+                if spares := hosts[count:]:
+                    names = ", ".join(self.launch.hosts[ranks[0]] for ranks in spares)
+                    log.warning("No layout fits %d hosts: training on %d, without %s.", len(hosts), count, names)
                 return [rank for ranks in hosts[:count] for rank in ranks], layout
         return None
 
@@ -328,6 +347,6 @@ class WaitingRoom(_Patient):
         least = sum(set(ranks) <= self._present for ranks in hosts)
         for count in range(len(hosts), least, -1):
             whole = sum(map(len, hosts[:count])) == self.own.count
-            if whole or self.layout(hosts[:count]) is not None:
+            if (whole and not self.too_few(hosts)) or self.layout(hosts[:count]) is not None:
                 return [self.launch.hosts[ranks[0]] for ranks in hosts[least:count]]
         return []

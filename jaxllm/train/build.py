@@ -11,17 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm.config import Config
-from jaxllm.config.types import MASTER_ON_HOST
+from jaxllm.config import Config, ConfigError
+from jaxllm.config.types import GIVEN, MASTER_ON_HOST
 from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
+from jaxllm.parallel.trained import freezes, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
+from jaxllm.train.dpo import dpo_loss
+from jaxllm.train.given import Given
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Clipping, Metrics, Observe, make_train_step, make_update
+from jaxllm.train.step import Clipping, Metrics, Observe, Update, make_train_step, make_update
 
 State = TrainState | diloco.DilocoState
 """The training state: a DilocoState with train.diloco_steps, else a TrainState."""
@@ -66,17 +69,21 @@ class Training:
         return self.jit_create()(seed)
 
 
-def build_training(config: Config, mesh: Mesh) -> Training:
-    """The parts for a resolved config. Raises ConfigError if a parameter does not fit the mesh."""
+def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Training:
+    """The parts for a resolved config, with what the caller gives in the place of the usual. Raises ConfigError if a parameter
+    does not fit the mesh, or if the config names something that is not given."""
+    if given.loss is None and config.train.loss == GIVEN:
+        raise ConfigError("train.loss=given needs a loss: call jaxllm.Trainer or jaxllm.fit with loss=, or set cross_entropy.")
     offload = what_to_offload(config, mesh)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
-    functions = parallelize(config, mesh)
-    optimizer = make_optimizer(config, functions.table)
+    functions = parallelize(config, mesh, dpo_loss(config) if config.train.loss == "dpo" else given.loss)
+    table = functions.trained(functions.table)
+    optimizer = make_optimizer(config, table, given.optimizer)
 
     def create(seed: jax.Array | int) -> TrainState:
         params = functions.initialize(jax.random.key(seed))
         recent = Recent.empty() if config.train.skip_spikes else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(functions.trained(params)), recent)
 
     shardings = state_shardings(functions, optimizer, mesh, offload)
     if config.train.skip_spikes:
@@ -84,7 +91,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     if offload == "none":
         update = make_update(optimizer)
     else:
-        update = streamed_update(config, functions.table, shardings, mesh)
+        of_trained = dataclasses.replace(shardings, params=functions.trained(shardings.params))
+        update = streamed_update(config, table, of_trained, mesh)
+    if freezes(functions.table):
+        update = _update_of_trained(update, functions.trained)
     if offload in MASTER_ON_HOST:
         functions = loading_params(config, functions, mesh)
     is_diloco, replicas = config.train.diloco_steps is not None, config.parallel.replica
@@ -97,7 +107,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
             config.optimizer.clip_norm,
             each=diloco.vmap_over_replicas(replicas) if is_diloco else lambda apply: apply,
             should_apply=_skip_policy(config),
-            observe=_observer(config, functions.table),
+            observe=_observer(config, table),
             clipping=streamed_clipping(functions, mesh) if offload == "all" else Clipping(),
         )
         return diloco.inner_step(step) if is_diloco else step
@@ -113,6 +123,25 @@ def build_training(config: Config, mesh: Mesh) -> Training:
             "metrics_sharding": diloco.metrics_sharding(mesh),
         }
     return Training(functions=functions, step=step, measuring_step=measuring_step, **state)
+
+
+def build_trainings(config: Config, mesh: Mesh, given: Given = Given()) -> dict[int, Training]:
+    """{parts that train.length_schedule cuts sequences into: the training of such steps}. The whole sequences come first. All
+    have the same state."""
+    return {
+        parts: build_training(config.cut(parts) if parts > 1 else config, mesh, given)
+        for parts in sorted({1, *(phase.parts for phase in config.phases)})
+    }
+
+
+def _update_of_trained(update: Update, trained: Callable[[Any], Any]) -> Update:
+    """`update` of the trained part of the parameters. The others stay as they are."""
+
+    def run(gradients: Any, opt_state: Any, params: Any, *how: jax.Array) -> tuple[Any, Any]:
+        part, opt_state = update(gradients, opt_state, trained(params), *how)
+        return with_part(params, part), opt_state
+
+    return run
 
 
 def _skip_policy(config: Config) -> SkipPolicy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxllm.train.saved_programs import SavedPrograms, fingerprint, step_name
 
 
 class CompiledSteps:
-    """One program per number of microbatches, and one more for steps that measure the noise scale, if not all do.
+    """One program per number of microbatches and length, and one more for steps that measure the noise scale, if not all do.
 
     Attributes:
       current: the program for the present batch; None before the first compilation.
@@ -31,19 +31,23 @@ class CompiledSteps:
         self.from_cache = False
         self.traces = 0
 
-    def use(self, training: Training) -> None:
-        """Switches to another train step. Its programs are compiled when they are needed."""
+    def use(self, trainings: Mapping[int, Training]) -> None:
+        """Switches to other train steps, by the parts that sequences are cut into. Their programs are compiled when they are
+        needed."""
 
-        def jitted(step: Callable) -> Any:
+        def jitted(training: Training, step: Callable) -> Any:
             def counted(state, batch):
                 self.traces += 1
                 return step(state, batch)
 
             return training.jit_step(counted)
 
-        self._step = jitted(training.step)
-        self._measuring_step: Any = jitted(training.measuring_step) if training.measuring_step else None
-        self._programs: dict[tuple[int, bool], Any] = {}
+        # {(parts, whether it measures the noise scale): jitted step}
+        self._steps = {(parts, False): jitted(training, training.step) for parts, training in trainings.items()}
+        for parts, training in trainings.items():
+            if training.measuring_step:
+                self._steps[parts, True] = jitted(training, training.measuring_step)
+        self._programs: dict[tuple[int, int, bool], Any] = {}
 
     def select(self, batch: Any, step: int) -> bool:
         """Selects the program of the step that follows `step` steps. Returns False if it is not compiled yet."""
@@ -55,21 +59,24 @@ class CompiledSteps:
     def compile(self, state: State, batch: Any, step: int) -> None:
         """Compiles the program of the step that follows `step` steps, and selects it."""
         started, before = time.perf_counter(), program_cache.counts()
-        config = self._config.in_phase(self._config.phase_at(step)) if self._config.train.batch_schedule else self._config
+        config, phase = self._config, self._config.phase_at(step)
+        if config.has_phases:
+            config = config.in_phase(phase)
         options = xla_flags.compile_options(config, self._mesh.devices.flat[0])
         key = self._key(batch, step)
-        lowered = (self._measuring_step if key[1] else self._step).lower(state, batch)
+        M, _, measures = key
+        lowered = self._steps[phase.parts, measures].lower(state, batch)
         if jax.process_count() > 1:
             what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
             distributed.require_same(fingerprint(lowered.as_text(), options), what)
-        taken = self._saved.take(step_name(*key), lowered, options)
+        taken = self._saved.take(step_name(M, self._config.length_of(phase), measures), lowered, options)
         self.current = self._programs[key] = taken or lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
         now = program_cache.counts()
         self.from_cache = taken is not None or (now.found > before.found and now.compiled == before.compiled)
 
-    def _key(self, batch: Any, step: int) -> tuple[int, bool]:
-        """(number of microbatches, whether the program measures the noise scale)"""
-        every = self._config.log.noise_scale_every
-        measures = every is not None and self._measuring_step is not None and (step + 1) % every == 0
-        return len(batch["tokens"]), measures
+    def _key(self, batch: Any, step: int) -> tuple[int, int, bool]:
+        """(number of microbatches, parts of a sequence, whether the program measures the noise scale)"""
+        every, parts = self._config.log.noise_scale_every, self._config.phase_at(step).parts
+        measures = every is not None and (parts, True) in self._steps and (step + 1) % every == 0
+        return len(batch["tokens"]), parts, measures

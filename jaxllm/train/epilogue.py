@@ -11,12 +11,13 @@ from jaxllm.data.baselines import ngram_baseline
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable
 from jaxllm.train.console import Console
+from jaxllm.train.evaluation import Evaluation
 from jaxllm.train.memory_check import is_out_of_memory
 from jaxllm.train.messages import by_source
 from jaxllm.train.metrics import Record, Sink
 from jaxllm.train.run_dir import has_evaluation
 from jaxllm.train.signals import SignalHandler
-from jaxllm.train.trainer import Evaluation, Trainer
+from jaxllm.train.trainer import Trainer
 
 FINAL_EVAL_TOKENS = 2**24
 """Tokens per source in the final evaluation, because a hundredth of a large corpus would take days."""
@@ -30,6 +31,8 @@ def record_evaluation(
     if found is None:
         return None
     record: Record = {"step": trainer.step, "eval_loss": found.loss}
+    if found.accuracy is not None:
+        record["eval_accuracy"] = found.accuracy
     if len(found.by_source) > 1:
         record |= {f"eval_loss/{name}": loss for name, loss in found.by_source.items()}
     for sink in sinks:
@@ -53,6 +56,10 @@ def conclude(trainer: Trainer, signals: SignalHandler, console: Console, sinks: 
         for order, name in ((2, "bigrams"), (3, "trigrams")) if config.log.baselines else ():
             baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)
             console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
+        if found.accuracy is not None:
+            gained = f"the chosen answer gained more in {found.accuracy:.1%} of {found.tokens:,} held-out pairs"
+            console.say(f"held-out loss {found.loss:.3f} nats per pair; {gained}{by_source(found)}")
+            return None
         documents = sum(len(source.held_out) for source in data.sources)
         console.say(f"{found.tokens:,} held-out {unit}s scored in {documents:,} document{'s' if documents > 1 else ''}")
         console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")

@@ -2,15 +2,18 @@
 
     trainer's start      distributed.start(config.run, rules(config)); config = adapted(config)
 
-The model, the global batch and the order of the samples stay; mesh, ZeRO level, schedule, remat and microbatch may change.
+The model, the global batch and the order of the samples stay; mesh and microbatch may change, and ZeRO level, schedule and
+remat where nothing fits otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +32,9 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2**16
 STAND_IN = "h100-80gb"
 """Ranks layouts for devices that the planner does not know, such as CPUs, as if their memory were without limit."""
-AS_BEFORE = ("schedule", "overlap_passes", "offload_state", "remat")
-"""Kept where something fits with them: the search is then a matter of seconds, and the program has been tried."""
+AS_BEFORE = ("schedule", "overlap_passes", "offload_state", "remat", "zero")
+"""Kept where something fits with them: the search is then a matter of seconds, and the program has been tried. The ZeRO level
+is the first to be given up: fewer ranks may need a higher one."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +47,66 @@ class _Layout:
 
 def rules(config: Config) -> Elastic | None:
     """How far this run may shrink; None: not at all."""
-    least = config.launch.least_hosts
-    return None if least is None else Elastic(least, config.launch.wait_s, lambda hosts: layout_here(config, hosts))
+    least, wait_s = config.launch.least_hosts, config.launch.wait_s
+    if least is None:
+        return None
+    return Elastic(least, wait_s, partial(layout_here, config), partial(too_few, config))
+
+
+def too_few(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> bool:
+    """Whether the config's mesh has more devices than these hosts; False where they cannot be counted before JAX starts."""
+    uncounted = config.run.cpu_devices is None if _on_cpu(hosts) else any(info.gpus is None for one in hosts for info in one)
+    return not uncounted and _wanted(config) > sum(_devices(config, hosts))
 
 
 def layout_here(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str | None:
     """`layout` for these hosts, each a list of its processes. None if they have different numbers of devices."""
-    first = hosts[0][0]
-    on_cpu = first.cpu or not first.gpus
-    if on_cpu:
-        devices = [len(processes) * (config.run.cpu_devices or 1) for processes in hosts]
-    else:
-        devices = [len({gpu for info in processes for gpu in info.gpus or ()}) for processes in hosts]
+    devices = _devices(config, hosts)
     if len(set(devices)) > 1:
         return None
-    kinds = () if on_cpu else gpu_kinds()
+    kinds = () if _on_cpu(hosts) else gpu_kinds()
     return layout(config, len(hosts), devices[0], kinds[0] if kinds else "")
 
 
+def _on_cpu(hosts: Sequence[Sequence[ProcessInfo]]) -> bool:
+    return hosts[0][0].cpu or not hosts[0][0].gpus
+
+
+def _devices(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> list[int]:
+    """Number of each host's."""
+    if _on_cpu(hosts):
+        return [len(processes) * (config.run.cpu_devices or 1) for processes in hosts]
+    return [len({gpu for info in processes for gpu in info.gpus or ()}) for processes in hosts]
+
+
+def _wanted(config: Config) -> int:
+    """Devices of the config's mesh; 0: it takes any number."""
+    return 0 if config.parallel.data == AUTO else config.devices
+
+
+def absent_hosts(given: Config) -> int:
+    """Number of hosts that the run trains without (launch.least_hosts): those of its launch, and those for whose devices the
+    config's mesh has room, where the launcher started fewer. All processes know it.
+
+    Args:
+      given: the config that all hosts would use.
+    """
+    if given.launch.least_hosts is None:
+        return 0
+    here = len({member.host for member in distributed.members()})
+    room = math.ceil(_wanted(given) * here / jax.device_count())
+    return max(len(distributed.absent_hosts()), room - here)
+
+
 def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> str | None:
-    """The fastest layout that fits by the step-time model, as JSON, with all of AS_BEFORE kept if that leaves any; None if none
-    fits.
+    """The fastest layout that fits by the step-time model, as JSON, with AS_BEFORE kept if that leaves any; None if none fits.
 
     Args:
       per_host: devices of each host.
       device_kind: theirs, as JAX names it.
     """
     gpu = gpu_from_device_kind(device_kind)
-    for keep in (AS_BEFORE, ()):
+    for keep in (AS_BEFORE, AS_BEFORE[:-1], ()):
         options = SearchOptions(best=1, keep=keep, device_bytes=None if gpu else float("inf"))
         try:
             plan = search(config, gpu or find_gpu(STAND_IN), hosts * per_host, per_host, options)
@@ -85,16 +121,15 @@ def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> 
 
 def adapted(config: Config) -> Config:
     """The config for the devices that are there; all processes must call it. With launch.least_hosts its layout may be another:
-    that of the leader, or the fastest if the launcher started fewer hosts than the config's mesh has, as SLURM does for a range
-    of nodes.
+    that of the leader, or the fastest if the run has no leader and too few devices, as where SLURM starts a job of one or two
+    nodes with one.
     """
     if config.launch.least_hosts is None:
         return config
     if text := distributed.layout():
         return with_layout(config, text)
     devices, hosts = jax.devices(), len({member.host for member in distributed.members()})
-    too_large = config.parallel.data != AUTO and config.devices > len(devices)
-    if not too_large or hosts < config.launch.least_hosts or len(devices) % hosts:
+    if _wanted(config) <= len(devices) or hosts < config.launch.least_hosts or len(devices) % hosts:
         return config
     found = distributed.broadcast(layout(config, hosts, len(devices) // hosts, devices[0].device_kind) or "")
     if found:
@@ -122,12 +157,15 @@ def describe(given: Config, config: Config) -> str:
       given: the config that all hosts would use.
       config: that in use, resolved.
     """
-    absent = distributed.absent_hosts()
-    if not absent:
+    names, count = distributed.absent_hosts(), absent_hosts(given)
+    if not count:
         return ""
+    named = len(names) == count
+    who = ", ".join(names) if named else f"{count} host{'s' if count > 1 else ''}"
+    returns = ("it returns" if count == 1 else "they return") if named else "the launcher starts all"
     before, now = (c.num_microbatches if c.parallel.data != AUTO else None for c in (given, config))
     of = f", not {before}" if before not in (None, now) else ""
     return (
-        f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing: training on without, the same batches in {now} "
-        f"microbatch{'es' if now != 1 else ''}{of}; with all again when {'it returns' if len(absent) == 1 else 'they return'}"
+        f"{who} {'is' if count == 1 else 'are'} missing: training on without, the same batches in {now} "
+        f"microbatch{'es' if now != 1 else ''}{of}; with all again when {returns}"
     )

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
+import optax
 
-from jaxllm.checkpoint.files import describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.files import Meta, describe_run, require_shared, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.memory import STORED, MemoryCheckpoints, forget
+from jaxllm.checkpoint.memory_restore import LostPieces
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
 from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.parallel.types import Loss
 from jaxllm.runtime import distributed, exit_codes, progress, watchdog
 from jaxllm.train import fewer_hosts
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
+from jaxllm.train.given import Batches
 from jaxllm.train.memory_check import explain_out_of_memory
 from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong
 from jaxllm.train.metrics import Record, Sink, open_sinks
-from jaxllm.train.run_dir import keep_companions, make_run_dir, require_same_run, write_config
+from jaxllm.train.run_dir import keep_companions, keep_reference, make_run_dir, require_same_run, write_config
 from jaxllm.train.run_timer import RunTimer
 from jaxllm.train.signals import SignalHandler
 from jaxllm.train.stragglers import Stragglers
 from jaxllm.train.trainer import Trainer
 
 
-def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
+def fit(
+    config: Config,
+    *,
+    batches: Batches | None = None,
+    loss: Loss | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    on_step: Callable[[Record, Trainer], None] | None = None,
+    import_s: float = 0.0,
+) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it earlier;
     Trainer.stopped_by then names the signal. If a supervisor restarts the run and the signal comes before the first step, the
     process exits with exit_codes.RESTART instead.
 
     Args:
+      batches, loss, optimizer, on_step: as Trainer's (docs/extending.md).
       import_s: seconds that this process spent on imports and the config before the call; 0: not known.
     """
     timer = RunTimer(import_s)
@@ -46,24 +62,21 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         folder = make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
-        trainer = advice.trainer = Trainer(config, resumes=bool(saved_steps(folder / "checkpoints")))
+        given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
+        trainer = advice.trainer = Trainer(config, **given, resumes=bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
         require = stack.enter_context(hold_run_dir(folder))
-        given, config = config, trainer.config
+        asked, config = config, trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
         checkpoints = Checkpoints(folder, config.checkpoint, require)
         stack.callback(checkpoints.close)
         print_header(console, trainer)
-        if missing := fewer_hosts.describe(given, config):
+        if missing := fewer_hosts.describe(asked, config):
             console.say(missing)
-        if checkpoints.latest is not None:
-            require_same_run(folder, checkpoints.meta(), config, trainer.data.fingerprint)
-            with progress.phase("restore"):
-                trainer.restore(checkpoints)
-            for sentence in checkpoints.damaged:
-                console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
-            console.say(f"resumed from step {trainer.step} in {folder}")
+        memory = stack.enter_context(memory_of(trainer, folder))
+        resume(trainer, checkpoints, memory, folder, console)
+        keep_reference(folder, trainer, require)
         first = trainer.step
         if first >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
@@ -84,9 +97,14 @@ def fit(config: Config, *, import_s: float = 0.0) -> Trainer:
         if launch.restarts:
             room = stack.enter_context(distributed.waiting_room(lambda hosts: signals.ask(f"the return of {hosts}")))
         with progress.phase("step"):
-            stopped_by = train(trainer, checkpoints, signals, console, sinks, timer)
+            stopped_by = train(trainer, checkpoints, memory, signals, console, sinks, timer)
         with progress.phase("save"):
+            if trainer.step == trainer.memory_step:
+                # Nothing was trained since, and the memory is about to be emptied.
+                checkpoints.save(trainer.step, trainer.state, describe(trainer))
             checkpoints.wait()
+            if memory is not None:
+                memory.close(is_useless=True)
         with progress.phase("finish"):
             stopped_by = trainer.stopped_by = stopped_by or conclude(trainer, signals, console, sinks)
         if stopped_by and trainer.step:
@@ -106,8 +124,63 @@ def leave_early(name: str) -> None:
     )
 
 
+@contextmanager
+def memory_of(trainer: Trainer, folder: Path) -> Iterator[MemoryCheckpoints | None]:
+    """The run's checkpoints in memory, if it has any; closed at the end."""
+    config = trainer.config.checkpoint
+    if config.memory_every_steps is None:
+        if distributed.is_main_process():
+            forget(folder)
+        yield None
+        return
+    memory = MemoryCheckpoints(folder, config, trainer.state, trainer.absent_hosts)
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+def resume(
+    trainer: Trainer, checkpoints: Checkpoints, memory: MemoryCheckpoints | None, folder: Path, console: Console
+) -> None:
+    """Restores the newest state, of the memory of the hosts or of the run directory, if there is one."""
+    stored, found = checkpoints.latest, None
+    if memory is not None:
+        with progress.phase("restore"):
+            found = memory.find(stored, checkpoints.newest_name)
+    if found is not None:
+        require_same_run(found.folder, found.meta(), trainer.config, trainer.data.fingerprint)
+        try:
+            with progress.phase("restore"):
+                trainer.restore(found)
+            trainer.memory_step = trainer.step
+            newest = "there is none" if stored is None else f"the newest is {stored}"
+            console.say(f"resumed from step {trainer.step} in {found.folder}; in {folder} {newest}")
+            checkpoints.set_damaged_aside()
+        except LostPieces as error:
+            if stored is None:
+                raise
+            console.say(str(error))
+            found = None
+    if found is None and stored is not None:
+        require_same_run(folder, checkpoints.meta(), trainer.config, trainer.data.fingerprint)
+        with progress.phase("restore"):
+            trainer.restore(checkpoints)
+        console.say(f"resumed from step {trainer.step} in {folder}")
+    for sentence in checkpoints.damaged if trainer.step else ():
+        console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
+    if memory is not None:
+        memory.begin(keep=found)
+
+
 def train(
-    trainer: Trainer, checkpoints: Checkpoints, signals: SignalHandler, console: Console, sinks: list[Sink], timer: RunTimer
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    memory: MemoryCheckpoints | None,
+    signals: SignalHandler,
+    console: Console,
+    sinks: list[Sink],
+    timer: RunTimer,
 ) -> str | None:
     """The training loop. Metrics arrive one step late; evaluation, saving and profiling wait for the running step. Returns the
     signal that stopped it, or None at the last step.
@@ -125,21 +198,19 @@ def train(
         if record["skipped"] or record["loss_spike"]:
             console.say(what_went_wrong(record))
         rate = float(record["tokens_per_s_per_device"])
-        utilisation = mfu(rate, config.model, config.train.sequence_length, peak_flops) if peak_flops else None
+        length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
+        utilisation = mfu(rate, config.model, length, peak_flops, config.frozen) if peak_flops else None
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (first + 1, config.train.steps)
         console.step(record, utilisation, due)
 
-    def save(step: int) -> None:
-        meta = describe_run(config, step, trainer.data.fingerprint, trainer.watch.skipped_steps)
+    def save(step: int, to: Checkpoints | MemoryCheckpoints = checkpoints) -> None:
         with progress.phase("save"):
-            checkpoints.save(step, trainer.state, meta)
+            # A memory checkpoint belongs to what is in the store: a user may take the run back there.
+            to.save(step, trainer.state, describe(trainer) | ({STORED: checkpoints.newest_saved} if to is memory else {}))
 
     started = time.perf_counter()
     if first < config.train.steps:
-        trainer.prepare()
-        if trainer.compile_s is not None:
-            source = ", from the cache" if trainer.programs.from_cache else ""
-            console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")
+        compile_step(trainer, console)
     stopped_by = signals.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()
@@ -153,13 +224,16 @@ def train(
             periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
             saves = last or actions.save or any(is_multiple(step, period) for period in periods)
             evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)
+            remembers = not (last or stopped_by) and is_multiple(step, config.checkpoint.memory_every_steps)
             stragglers.look()
-            if saves or evaluates or ends_profile(config, step):
+            if saves or evaluates or remembers or ends_profile(config, step):
                 publish(trainer.finish())
                 if saves and not last:
                     stragglers.measure()
         if (saves or evaluates) and (note := noise_note(trainer)):
             console.say(note)
+        if memory is not None and remembers:
+            save(step, memory)
         if saves:
             save(step)
             signals.saved()
@@ -174,6 +248,18 @@ def train(
     if trainer.step > first:
         console.say(f"trained {trainer.step - first} steps in {time.perf_counter() - started:.0f} s")
     return stopped_by
+
+
+def describe(trainer: Trainer) -> Meta:
+    """Metadata for a checkpoint now."""
+    return describe_run(trainer.config, trainer.step, trainer.data.fingerprint, trainer.watch.skipped_steps)
+
+
+def compile_step(trainer: Trainer, console: Console) -> None:
+    trainer.prepare()
+    if trainer.compile_s is not None:
+        source = ", from the cache" if trainer.programs.from_cache else ""
+        console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.flops import state_bytes
 from jaxllm.cost_model.hardware import RESERVE_BYTES, Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
@@ -120,9 +120,9 @@ def check_memory(
 
 def least_host_bytes(config: Config) -> int:
     """Bytes that this process's share of a run on CPU devices takes at the very least: the state in float32, sharded over all
-    devices (12 bytes a parameter), and a batch of token ids."""
+    devices, and a batch of token ids."""
     batch_bytes = 4 * config.train.global_batch_sequences * config.train.sequence_length
-    everything = 12 * parameter_count(config.model) + batch_bytes
+    everything = state_bytes(config) + batch_bytes
     return everything * jax.local_device_count() // jax.device_count()
 
 

@@ -13,8 +13,9 @@ from jaxllm.pipeline_schedule import idle_share, microbatches_for
 from jaxllm.plan.noise_scale_text import reading
 from jaxllm.plan.pipeline_report import USUAL_IDLE
 from jaxllm.train.console import Console
+from jaxllm.train.evaluation import Evaluation
 from jaxllm.train.metrics import Record
-from jaxllm.train.trainer import Evaluation, Trainer
+from jaxllm.train.trainer import Trainer
 
 WELL_FILLED = 0.9
 """Fill ratio of sequences below which a run reports the free space."""
@@ -53,10 +54,12 @@ def print_header(console: Console, trainer: Trainer) -> None:
 
 
 def batch_notes(config: Config) -> Iterator[str]:
-    """Lines about train.batch_schedule. The program of each batch size is compiled at its first step."""
-    if not config.train.batch_schedule:
+    """Lines about train.batch_schedule and train.length_schedule. The program of each phase is compiled at its first step."""
+    if not config.has_phases:
         return
-    later = config.phases[1:]
+    first, *later = config.phases
+    if first.parts > 1:
+        yield f"at first a {describe_phase(config, first)}"
     for phase in later:
         if phase.first_step < config.train.steps:
             tokens = config.tokens_before(phase.first_step)
@@ -66,13 +69,15 @@ def batch_notes(config: Config) -> Iterator[str]:
         last = config.phases[-1].sequences
         yield f"learning rate proportional to {rule}; optimizer.learning_rate is that of {last} sequences"
     if later and later[-1].first_step >= config.train.steps:
-        yield f"note: the run ends before train.batch_schedule reaches its batch of {later[-1].sequences} sequences"
+        yield f"note: the run ends before its schedule reaches a {describe_phase(config, later[-1])}"
 
 
 def describe_phase(config: Config, phase: Phase) -> str:
-    M = config.in_phase(phase).num_microbatches
-    tokens = phase.sequences * config.train.sequence_length
-    return f"batch of {phase.sequences} sequences, {tokens:,} tokens a step in {M} microbatch{'es' if M > 1 else ''}"
+    own = config.in_phase(phase)
+    M, tokens = own.num_microbatches, own.step_tokens
+    length = f" of {length:,} tokens" if (length := config.length_of(phase)) else ""
+    what = f"batch of {own.train.global_batch_sequences} sequences{length}"
+    return f"{what}, {tokens:,} tokens a step in {M} microbatch{'es' if M > 1 else ''}"
 
 
 def pipeline_notes(config: Config) -> Iterator[str]:
@@ -108,6 +113,8 @@ def diloco_line(config: Config) -> str:
 def note_epochs(console: Console, trainer: Trainer) -> None:
     """Prints the epochs of each source, if there are several or one is read more than once."""
     config, stream = trainer.config, trainer.stream
+    if not stream.sources:
+        return
     epochs = stream.epochs(config.sequences_before(config.train.steps))
     if len(epochs) > 1 or max(epochs.values()) > 1:
         console.say("epochs of the complete run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))

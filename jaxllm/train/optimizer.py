@@ -1,7 +1,8 @@
-"""AdamW and the learning-rate schedule, counted in tokens."""
+"""The optimizers, and the learning-rate schedule, counted in tokens."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,23 +10,65 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
+from optax.contrib import MuonDimensionNumbers
 
-from jaxllm.config import Config
+from jaxllm.config import Config, ConfigError
+from jaxllm.config.model_spec import parameters
+from jaxllm.config.types import GIVEN
 
 LearningRate = Callable[[jax.Array], jax.Array]
+MUON_RMS = 0.2
+"""Root mean square of Muon's updates, that of AdamW's (Liu et al., 2025, arXiv 2502.16982), as both have one learning rate."""
 
 
-def make_optimizer(config: Config, table: Any) -> optax.GradientTransformation:
-    """AdamW without the learning rate, which the step multiplies in. `table`: nested dict of Parameter.
+def make_optimizer(
+    config: Config, table: Any, given: optax.GradientTransformation | None = None
+) -> optax.GradientTransformation:
+    """The optimizer of optimizer.name without the learning rate, which the step multiplies in; weight decay applies only to
+    matrices. Or the one that is given, which has both: its updates come out negated, for a learning rate of 1.
 
-    Weight decay applies only to matrices.
+    Args:
+      table: nested dict of Parameter.
     """
-    adamw = config.optimizer
+    o = config.optimizer
+    if o.name == GIVEN:
+        if given is None:
+            raise ConfigError("optimizer.name=given needs an optimizer: call Trainer or fit with optimizer=, or name another.")
+        return optax.chain(given, optax.scale(-1.0))
+    momentum = optax.trace(o.momentum) if o.momentum else optax.identity()
+    scale = {
+        "adamw": lambda: optax.scale_by_adam(o.beta1, o.beta2, o.epsilon),
+        "muon": lambda: _muon(config, table),
+        "lion": lambda: optax.scale_by_lion(o.beta1, o.beta2),
+        "sgd": lambda: momentum,
+    }[o.name]()
     decayed = jax.tree.map(lambda p: p.is_matrix, table)
-    return optax.chain(
-        optax.scale_by_adam(adamw.beta1, adamw.beta2, adamw.epsilon),
-        optax.add_decayed_weights(adamw.weight_decay, mask=decayed),
-    )
+    return optax.chain(scale, optax.add_decayed_weights(o.weight_decay, mask=decayed))
+
+
+def _muon(config: Config, table: Any) -> optax.GradientTransformation:
+    """Muon for the blocks' matrices, each for itself, and Adam for all else."""
+    o, specs = config.optimizer, {spec.path: spec for spec in parameters(config.model) if spec.inputs}
+
+    def dims(parameter: Any) -> Any:
+        if (spec := specs.get(parameter.path)) is None:
+            return optax.MaskedNode()
+        # The dims before those of the spec count layers.
+        first, end = len(parameter.shape) - len(spec.shape), len(parameter.shape)
+        return MuonDimensionNumbers(tuple(range(first, first + spec.inputs)), tuple(range(first + spec.inputs, end)))
+
+    def size(parameter: Any) -> Any:
+        if (spec := specs.get(parameter.path)) is None:
+            return optax.MaskedNode()
+        # By the spec: stored shapes have ZeRO's padding, with which the update would depend on the mesh.
+        return MUON_RMS * math.sqrt(max(math.prod(spec.shape[: spec.inputs]), math.prod(spec.shape[spec.inputs :])))
+
+    of_dims, sizes = jax.tree.map(dims, table), jax.tree.map(size, table)
+    orthogonal = optax.contrib.scale_by_muon(beta=o.momentum, weight_dimension_numbers=lambda updates: of_dims)
+    scaled = optax.stateless(lambda updates, params: jax.tree.map(lambda size, u: size * u, sizes, updates))
+    kinds: Any = {"muon": optax.chain(orthogonal, scaled), "adam": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
+    return optax.partition(kinds, jax.tree.map(lambda p: "muon" if p.path in specs else "adam", table))
 
 
 def make_learning_rate(config: Config) -> LearningRate:
@@ -36,6 +79,8 @@ def make_learning_rate(config: Config) -> LearningRate:
     multiplied by (batch / last batch of train.batch_schedule) to the power that train.batch_lr names.
     """
     o = config.optimizer
+    if o.name == GIVEN:
+        return lambda step: jnp.ones((), jnp.float32)
     # Floats, because int32 would overflow at 2 billion tokens.
     total, warmup_tokens = float(config.total_tokens), float(o.warmup_tokens)
     decay_tokens = float(o.decay_tokens if o.decay_tokens is not None else total / 5)
@@ -62,16 +107,3 @@ def make_learning_rate(config: Config) -> LearningRate:
         return o.learning_rate * warmup * decay * jnp.asarray(factor)[phase]
 
     return learning_rate
-
-
-def clip_by_norm(gradients: Any, norm: jax.Array, limit: float | None) -> Any:
-    """Scales gradients down so that their global norm, given as `norm`, is at most `limit`."""
-    if limit is None:
-        return gradients
-    scale = clip_scale(norm, limit)
-    return jax.tree.map(lambda g: g * scale, gradients)
-
-
-def clip_scale(norm: jax.Array, limit: float) -> jax.Array:
-    """What clip_by_norm multiplies gradients by."""
-    return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,8 @@ from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.companions import copy_companions
 from jaxllm.pretrained.folder import TOKENIZER
+from jaxllm.runtime import distributed
+from jaxllm.train.dpo import Reference
 from jaxllm.train.json_lines import read_lines
 from jaxllm.train.trainer import Trainer
 
@@ -63,10 +66,23 @@ def keep_companions(folder: Path, trainer: Trainer) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str) -> None:
+def keep_reference(folder: Path, trainer: Trainer, require: Callable[[], None]) -> None:
+    """Stores what DPO's reference says of the text before the first step, and reads it when the run resumes. All processes call
+    it."""
+    if trainer.config.train.loss != "dpo":
+        return
+    if trainer.reference is None:
+        trainer.reference = Reference.load(folder, trainer.stream.sources, trainer.data.held_out())
+    elif distributed.is_main_process():
+        require()
+        trainer.reference.save(folder)
+
+
+def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str) -> None:
     """Refuses to resume a run under a config that would change its model, its text or the batch of any step.
 
     Args:
+      folder: where the checkpoint is.
       meta: the checkpoint's description of itself.
       fingerprint: fingerprint of the present text.
 
@@ -78,11 +94,11 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
     free |= {("data", key) for key in ("paths", "tokenizer", "chat_template", "max_documents")}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
-    keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences")]
+    keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences", "loss", "freeze")]
     for section, key in keys:
         # A key that is newer than the run had its default value.
         default = type(getattr(config, section)).model_fields[key].get_default()
-        old, new = before.get(section, {}).get(key, default), now[section][key]
+        old, new = before.get(section, {}).get(key, [] if default == () else default), now[section][key]
         if key == "mixture":
             old, new = ([{k: v for k, v in part.items() if k != "paths"} for part in parts] for parts in (old, new))
         if key == "rope_scaling" and isinstance(old, dict):
@@ -101,17 +117,24 @@ def require_same_run(folder: Path, meta: Meta, config: Config, fingerprint: str)
         )
 
 
-def require_same_batches(folder: Path, meta: Meta, config: Config) -> None:
-    """Refuses a train.batch_schedule that differs for the steps already done; later steps may change."""
+def require_same_batches(folder: Path | str, meta: Meta, config: Config) -> None:
+    """Refuses a train.batch_schedule or train.length_schedule that differs for the steps already done; later steps may
+    change."""
     train, step = meta["config"]["train"], meta["step"]
     first, length = train["global_batch_sequences"], train["sequence_length"]
-    before = done_by(phases_of(first, train.get("batch_schedule", ()), length), step)
-    if before != done_by(config.phases, step):
+    batches, lengths, given = train.get("batch_schedule", ()), train.get("length_schedule", ()), config.train
+    before = done_by(phases_of(first, batches, length), step)
+    if before != done_by(phases_of(given.global_batch_sequences, given.batch_schedule, given.sequence_length), step):
         schedule = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
         raise ConfigError(
             f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
             f"train.batch_schedule=[{schedule}], but the given schedule differs for them: begin it with these, or choose "
             f"another run.dir."
+        )
+    if done_by(phases_of(first, batches, length, lengths), step) != done_by(config.phases, step):
+        raise ConfigError(
+            f"{folder} holds a run of {step} steps with train.length_schedule={[list(pair) for pair in lengths]}, but the "
+            f"given schedule differs for them: begin it with these, or choose another run.dir."
         )
 
 

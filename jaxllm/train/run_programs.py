@@ -18,16 +18,26 @@ from jaxllm.config import Config
 from jaxllm.mesh import batch_sharding, replicated
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train import diloco
-from jaxllm.train.build import Training, build_training
+from jaxllm.train.build import Training, build_trainings
 from jaxllm.train.saved_programs import step_name
 
-INITIAL_STATE, EVALUATION, LAYER_NORMS = "initial state", "evaluation", "layer norms"
+INITIAL_STATE, EVALUATION, TOKEN_LOSSES = "initial state", "evaluation", "token losses"
 FIRST_ROUND, OUTER_STEP = "start of the first round", "outer step"
 
 
 def jit_evaluation(training: Training, mesh: Mesh) -> Any:
     """(weights, batch) -> the sum of losses and the number of tokens."""
     return jax.jit(training.functions.loss_sum, out_shardings=replicated(mesh))
+
+
+def jit_token_losses(training: Training, mesh: Mesh) -> Any:
+    """(weights, batch) -> the loss of each token."""
+    return jax.jit(training.functions.token_losses, out_shardings=replicated(mesh))
+
+
+def layer_norms_name(length: int | None) -> str:
+    """length: of the sequences, if others differ."""
+    return f"layer norms{f', sequences of {length}' if length else ''}"
 
 
 def jit_layer_norms(training: Training, mesh: Mesh) -> Any:
@@ -40,11 +50,15 @@ def jit_first_round(training: Training, replicas: int) -> Any:
     return jax.jit(partial(diloco.begin, replicas=replicas), out_shardings=training.shardings)
 
 
-def batch_layout(config: Config, mesh: Mesh, microbatches: int, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch [microbatch, sequence, position] as shapes with shardings."""
+def batch_layout(
+    config: Config, mesh: Mesh, microbatches: int, rows: int, trains: bool = True
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch [microbatch, sequence, position] as shapes with shardings: one that a step trains on, or one to evaluate."""
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "mask": jnp.bool_}
     if config.data.mask_documents:
         dtypes["segments"] = jnp.int32
+    if config.train.loss == "dpo" and trains:
+        dtypes["reference"] = jnp.float32
     shape, sharding = (microbatches, rows, config.train.sequence_length), batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
@@ -65,29 +79,33 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
     """The programs of a run of a resolved config, from its initial state to its last evaluation. Sampling text at the end, and
     reading a checkpoint, compile small programs of their own.
     """
-    rows = config.microbatch_rows
-    first = build_training(diloco.without(config), mesh)
+    of_first = build_trainings(diloco.without(config), mesh)
+    first = of_first[1]
     yield RunProgram(INITIAL_STATE, first.jit_create(), (config.train.seed,))
-    trainings = [(first, 0, config.train.steps)]
+    trainings = [(of_first, 0, config.train.steps)]
     if config.train.diloco_steps is not None:
-        rounds, begin = build_training(config, mesh), config.train.diloco_after_steps
-        trainings = [(first, 0, begin), (rounds, begin, config.train.steps)]
+        of_rounds, begin = build_trainings(config, mesh), config.train.diloco_after_steps
+        trainings, rounds = [(of_first, 0, begin), (of_rounds, begin, config.train.steps)], of_rounds[1]
         yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config.parallel.replica), (first.layout(),))
         outer: Any = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
         yield RunProgram(OUTER_STEP, outer.jitted_step, (rounds.layout(),))
     ends = [*(phase.first_step for phase in config.phases[1:]), config.train.steps]
-    for training, begin, end in trainings:
+    for by_parts, begin, end in trainings:
         for phase, phase_end in zip(config.phases, ends, strict=True):
             if max(begin, phase.first_step) >= min(end, phase_end):
                 continue
-            of_phase = config.in_phase(phase) if config.train.batch_schedule else config
+            of_phase = config.in_phase(phase) if config.has_phases else config
             options, M = compile_options(of_phase, mesh.devices.flat[0]), of_phase.num_microbatches
-            batch = batch_layout(config, mesh, M, rows)
+            batch = batch_layout(of_phase, mesh, M, of_phase.microbatch_rows)
+            training, length = by_parts[phase.parts], config.length_of(phase)
             for step in filter(None, (training.step, training.measuring_step)):
-                name = step_name(M, step is training.measuring_step)
+                name = step_name(M, length, step is training.measuring_step)
                 yield RunProgram(name, training.jit_step(step), (training.layout(), batch), options)
             if config.log.layer_norms_every is not None:
-                yield RunProgram(LAYER_NORMS, jit_layer_norms(training, mesh), (training.layout().params, batch))
-    last = trainings[-1][0]
-    batch = batch_layout(config, mesh, config.parallel.pipe, rows)
-    yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (last.layout().params, batch))
+                yield RunProgram(layer_norms_name(length), jit_layer_norms(training, mesh), (training.layout().params, batch))
+    last = trainings[-1][0][1]
+    batch = batch_layout(config, mesh, config.parallel.pipe, config.microbatch_rows, trains=False)
+    if config.train.loss == "dpo":
+        yield RunProgram(TOKEN_LOSSES, jit_token_losses(last, mesh), (last.layout().params, batch))
+    else:
+        yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (last.layout().params, batch))

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.runtime import distributed, program_cache, progress
+from jaxllm.runtime import program_cache, progress
 from jaxllm.train.memory_check import total_bytes
 from jaxllm.train.metrics import Record
 
@@ -80,14 +80,17 @@ class RunTimer:
 
 
 def start_keys(trainer: Any, peak_flops: float | None) -> Record:
-    """Keys for one start: devices; absent_hosts, the number of those that it trains without; with a compilation cache
-    programs_found in it and programs_compiled until the first step; if the devices' memory is known also memory_estimate_bytes,
-    the closed form for the largest batch, and memory_capacity_bytes, the limit for a step; on a known GPU device_peak_flops,
-    and predicted_tokens_per_s_per_device for the largest batch with its range, ..._low and ..._high.
+    """Keys for one start: devices; absent_hosts, the number of those that it trains without; memory_step, the step that it
+    resumed from in the hosts' memory; with a compilation cache programs_found in it and programs_compiled until the first step;
+    if the devices' memory is known also memory_estimate_bytes, the closed form for the largest batch, and
+    memory_capacity_bytes, the limit for a step; on a known GPU device_peak_flops, and predicted_tokens_per_s_per_device for the
+    largest batch with its range, ..._low and ..._high.
     """
     record: Record = {"devices": trainer.mesh.size}
-    if absent := distributed.absent_hosts():
-        record["absent_hosts"] = len(absent)
+    if trainer.absent_hosts:
+        record["absent_hosts"] = trainer.absent_hosts
+    if trainer.memory_step is not None:
+        record["memory_step"] = trainer.memory_step
     if any(counts := program_cache.counts()):
         record |= {f"programs_{name}": count for name, count in counts._asdict().items()}
     if (fit := trainer.memory_fit) is not None:

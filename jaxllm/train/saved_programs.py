@@ -129,10 +129,11 @@ def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
     return hashlib.sha256(f"{sorted(options.items())}{module}{main}".encode()).hexdigest()
 
 
-def step_name(microbatches: int, measures: bool) -> str:
-    """Name of a train step; measures: it measures the noise scale, and others do not."""
-    plural = "es" if microbatches > 1 else ""
-    return f"train step of {microbatches} microbatch{plural}{', measuring the noise scale' if measures else ''}"
+def step_name(microbatches: int, length: int | None, measures: bool) -> str:
+    """Name of a train step. length: of its sequences, if others differ. measures: it measures the noise scale, and others do
+    not."""
+    plural, of_length = "es" if microbatches > 1 else "", f", sequences of {length}" if length else ""
+    return f"train step of {microbatches} microbatch{plural}{of_length}{', measuring the noise scale' if measures else ''}"
 
 
 class SavedPrograms:

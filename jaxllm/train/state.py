@@ -1,4 +1,5 @@
-"""The training state: step, master parameters, optimizer moments. All are float32 and created with their final sharding.
+"""The training state: step, master parameters, optimizer moments. All are float32 and created with their final sharding; but
+frozen parameters are in the compute dtype, and have no moments.
 
 Moments, and optionally master parameters, may be in pinned host memory (parallel.offload_state). Only their shardings show
 this.
@@ -28,7 +29,7 @@ class TrainState:
     step: jax.Array
     """Number of steps done, int32."""
     params: Any
-    """Master parameters, float32, a nested dict."""
+    """Master parameters, float32, and frozen ones in the compute dtype: a nested dict."""
     opt_state: Any
     recent: Any = None
     """The last losses and gradient norms (instability.Recent), with train.skip_spikes."""
@@ -40,23 +41,27 @@ class TrainState:
 def state_shardings(
     parallelized: Parallelized, optimizer: optax.GradientTransformation, mesh: Mesh, offload: str = "none"
 ) -> TrainState:
-    """Shardings of a TrainState: moments are sharded like their parameter, counters are replicated.
+    """Shardings of a TrainState: moments are sharded like their parameter; counters, and what has another shape than the
+    parameter whose path it has, are replicated.
 
     Args:
       offload: the value of parallel.offload_state.
     """
     host = _in_host_memory if offload != "none" else lambda sharding: sharding
-    params = parallelized.master_shardings
-    moments = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: host(sharding),
-        jax.eval_shape(optimizer.init, parallelized.master),
-        params,
-        transform_non_params=lambda _: replicated(mesh),
-    )
+    params, trained = parallelized.master_shardings, parallelized.trained(parallelized.master)
+    master = dict(jax.tree_util.tree_leaves_with_path(trained))
+
+    # By path, because optax.tree_map_params (optax 0.2.8) cannot map optimizers whose parts are for some parameters.
+    def sharding_of(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+        found = next((master[path[at:]] for at in range(len(path)) if path[at:] in master), None)
+        return host(found.sharding) if found is not None and found.shape == x.shape else replicated(mesh)
+
+    moments = jax.tree_util.tree_map_with_path(sharding_of, jax.eval_shape(optimizer.init, trained))
     # A tree of shardings, with the sharding of the step in its place.
     step: Any = replicated(mesh)
-    return TrainState(step, jax.tree.map(host, params) if offload in MASTER_ON_HOST else params, moments)
+    if offload in MASTER_ON_HOST:
+        params = jax.tree.map(lambda p, there: host(there) if p.trainable else there, parallelized.table, params)
+    return TrainState(step, params, moments)
 
 
 def what_to_offload(config: Config, mesh: Mesh) -> str:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxllm.parallel.types import NoiseParts
+from jaxllm.train.clipping import clip_by_norm
 from jaxllm.train.instability import SkipPolicy, skip_not_finite
-from jaxllm.train.optimizer import LearningRate, clip_by_norm
 from jaxllm.train.state import TrainState
 from jaxllm.train.step_noise import estimates
 
@@ -48,7 +48,7 @@ def make_update(optimizer: optax.GradientTransformation) -> Update:
 def make_train_step(
     value_and_grad: Callable[[Any, Any], tuple[Any, ...]],
     update: Update,
-    learning_rate: LearningRate,
+    learning_rate: Callable[[jax.Array], jax.Array],
     clip_norm: float | None,
     each: Callable[[Callable], Callable] = lambda apply: apply,
     should_apply: SkipPolicy = skip_not_finite,
@@ -59,6 +59,7 @@ def make_train_step(
     step (not finite, or a spike), parameters and optimizer state are unchanged; only the step counter advances.
 
     Args:
+      learning_rate: step -> learning rate.
       value_and_grad: (params, batch) -> (loss, gradients), or (loss, gradients, NoiseParts) to measure the noise scale too.
       each: maps the update over replicas, if each replica has its own state.
     """

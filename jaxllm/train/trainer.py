@@ -11,20 +11,22 @@ wait. After Ctrl-C, or a notebook's stop button, the state is that of a complete
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxllm.checkpoint.arrays import give_up
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.checkpoint.weights import MUST_AGREE, initial_weights, read_weights
+from jaxllm.checkpoint.memory_restore import MemoryCheckpoint
+from jaxllm.checkpoint.weights import MUST_AGREE, initial_adapter, initial_weights, read_initial
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
 from jaxllm.cost_model.hardware import require_device_runs
@@ -32,19 +34,21 @@ from jaxllm.data.sources import load_data
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
+from jaxllm.parallel.types import Loss
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
-from jaxllm.train import diloco, fewer_hosts, run_programs
+from jaxllm.train import diloco, evaluation, fewer_hosts, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
-from jaxllm.train.build import State, Training, build_training
+from jaxllm.train.build import State, Training, build_trainings
 from jaxllm.train.compiled_steps import CompiledSteps
 from jaxllm.train.console import Console
+from jaxllm.train.given import Batches, Given, GivenBatches, adopted, require_same_optimizer
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM
 from jaxllm.train.memory_check import check_memory
 from jaxllm.train.metrics import Record
 from jaxllm.train.noise_scale import NoiseScale
-from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms
+from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms, jit_token_losses, layer_norms_name
 from jaxllm.train.saved_programs import SavedPrograms
 from jaxllm.train.signals import defer_sigint
 from jaxllm.train.state import on_device
@@ -53,21 +57,16 @@ from jaxllm.train.step_watch import Watch, by_layer
 log = logging.getLogger(__name__)
 
 
-class Evaluation(NamedTuple):
-    """Losses on held-out text."""
-
-    loss: float
-    """Nats per token."""
-    tokens: int
-    """Number of scored tokens."""
-    by_source: dict[str, float]
-    """The loss of each source of a mixture."""
-
-
 class Trainer:
     """One run on the local devices (or on run.cpu_devices). It writes no files; `fit` in loop.py does.
 
     Args:
+      batches: what to train on in the place of the text of data.*: a function from the number of steps done to the next batch,
+        or an iterable of the batches of all steps. A batch is a dict of arrays as the loader's (data/loader.py).
+      loss: what to train on in the place of cross-entropy (parallel/types.py); `evaluate` is always cross-entropy.
+      optimizer: an optax transformation with a learning rate of its own, in the place of optimizer.name.
+      on_step: called with the metrics of each step, when they are read, and the trainer, which has begun the next step. What it
+        raises ends the loop.
       resumes: `restore` will be called, so train.init_from is not read.
 
     Raises:
@@ -85,18 +84,34 @@ class Trainer:
       weights: the weights that train.init_from names; None without it.
       saved: programs that `jaxllm compile --save` compiled for this run.
       noise: the gradient noise scale so far, with log.noise_scale_every.
+      memory_step: the step that this start resumed from in the hosts' memory; None if it did not.
+      reference: with train.loss=dpo what the model said that training began with; None before `fit` has read a resumed run's.
+      loss_sum, token_losses: functions of Parallelized, jitted.
       stopped_by: the name of the signal that stopped `fit`, or None.
+      absent_hosts: the number of hosts that the run trains without.
       watch: the state of skipped steps and spikes.
     """
 
-    def __init__(self, config: Config, *, resumes: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        batches: Batches | None = None,
+        loss: Loss | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        on_step: Callable[[Record, Trainer], None] | None = None,
+        resumes: bool = False,
+    ):
+        self._given, self._on_step = Given(batches, loss, optimizer), on_step
+        config = adopted(config, self._given)
         # A wrong path is reported before any device is used.
-        self.weights = None if resumes else initial_weights(config)
+        self.weights, adapter = (None, None) if resumes else (initial_weights(config), initial_adapter(config))
         with progress.phase("meet"):
             distributed.start(config.run, fewer_hosts.rules(config))
         distributed.require_same_config(config)
         with progress.phase("devices"):
             jax.devices()
+        self.absent_hosts = fewer_hosts.absent_hosts(config)
         self.config = config = fewer_hosts.adapted(config).resolve(jax.device_count())
         require_device_runs(config.model, jax.local_devices()[0])
         self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
@@ -106,6 +121,7 @@ class Trainer:
             self.stream = self.data.stream()
             most_documents = partial(self.data.most_documents, self.stream)
             self.config = config = with_room_for_documents(config, jax.local_devices()[0], most_documents)
+        self._own_batches = None if batches is None else GivenBatches(config, batches, jax.local_devices()[0])
         self.mesh = mesh_on_hosts(config.parallel)
         self.saved = SavedPrograms(config, self.mesh)
         self.programs = CompiledSteps(config, self.mesh, self.saved)
@@ -116,10 +132,12 @@ class Trainer:
             with jax.set_mesh(self.mesh):
                 create = self.saved.wrap(run_programs.INITIAL_STATE, training.jit_create())
                 self.state: State = create(config.train.seed)
-            if self.weights is not None:
-                params = read_weights(self.weights, _give_up(self.state.params), self.parallelized.table)
+            if self.weights is not None or adapter is not None:
+                params = read_initial(self.weights, adapter, self.state.params, self.parallelized.table)
                 self.state = dataclasses.replace(self.state, params=params)
+        self.reference = evaluation.reference_of(self) if config.train.loss == "dpo" and not resumes else None
         self.step = 0
+        self.memory_step: int | None = None
         self.stopped_by: str | None = None
         self.watch = Watch(config)
         self.noise = NoiseScale()
@@ -135,12 +153,17 @@ class Trainer:
         The caller converts the state.
         """
         config = self.config if in_rounds else diloco.without(self.config)
-        self._training = training = build_training(config, self.mesh)
+        trainings = build_trainings(config, self.mesh, self._given)
+        self._training = training = trainings[1]
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
-        self.programs.use(training)
-        self._loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))
-        self._layer_norms = self.saved.wrap(run_programs.LAYER_NORMS, jit_layer_norms(training, self.mesh))
+        self.programs.use(trainings)
+        self.loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))
+        self.token_losses = self.saved.wrap(run_programs.TOKEN_LOSSES, jit_token_losses(training, self.mesh))
+        names = {phase.parts: layer_norms_name(config.length_of(phase)) for phase in config.phases}
+        self._layer_norms = {
+            parts: self.saved.wrap(name, jit_layer_norms(trainings[parts], self.mesh)) for parts, name in names.items()
+        }
         return training
 
     # ------------------------------------------------------------------------------------------------------------ training
@@ -204,7 +227,8 @@ class Trainer:
         norms = self._layer_norms_if_due(batch)
         with jax.set_mesh(self.mesh), progress.phase("step"):
             previous = self._start_step(batch, norms)
-            return finished or self._read(previous)
+            record = None if finished else self._read(previous)
+        return finished or self._handed_over(record)
 
     def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
         """Returns the previous step, whose metrics are not read yet: (its number, its metrics)."""
@@ -227,13 +251,19 @@ class Trainer:
         if every is None or (self.step + 1) % every:
             return {}
         with jax.set_mesh(self.mesh), progress.phase("evaluate"):
-            return {LAYER_ACTIVATION_NORM: self._layer_norms(self.state.params, batch)}
+            return {LAYER_ACTIVATION_NORM: self._layer_norms[self.config.phase_at(self.step).parts](self.state.params, batch)}
 
     def finish(self) -> Record | None:
         """Waits for the running step and returns its metrics. The timer of tokens_per_s_per_device stops until the next."""
         pending, self._pending = self._pending, None
         with progress.phase("step"):
             record, self._last_finish_s = self._read(pending), None
+        return self._handed_over(record)
+
+    def _handed_over(self, record: Record | None) -> Record | None:
+        """`record`, after the callback has it."""
+        if record is not None and self._on_step is not None:
+            self._on_step(record, self)
         return record
 
     def compile_step(self, batch: Any) -> None:
@@ -271,14 +301,17 @@ class Trainer:
         self._last_finish_s = now
         record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values), "tokens_per_s_per_device": rate}
         record |= self.noise.see(values)
+        phase = self.config.phase_at(step - 1)
         if self.config.train.batch_schedule:
-            record["batch_sequences"] = self.config.phase_at(step - 1).sequences
+            record["batch_sequences"] = phase.sequences
+        if (length := self.config.length_of(phase)) is not None:
+            record["sequence_length"] = length
         if len(self.stream.sources) > 1:
             epochs = self.stream.epochs(self.config.sequences_before(step))
             record |= {f"epochs/{name}": count for name, count in epochs.items()}
         return record
 
-    def restore(self, checkpoints: Checkpoints) -> None:
+    def restore(self, checkpoints: Checkpoints | MemoryCheckpoint) -> None:
         """Restores the newest saved state. The data resumes at its step."""
         # Meshes add or remove zeros, so shapes of arrays do not identify the model.
         meta = checkpoints.meta()
@@ -290,9 +323,10 @@ class Trainer:
                     f"{checkpoints.folder} has a model with model.{key}={saved}, not {wanted}: set model.{key}={saved}."
                 )
         diloco.require_same_replicas(meta, self.config)
+        require_same_optimizer(checkpoints.folder, meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
-        layouts = {self.rounds is not None: _give_up(self.state)}
+        layouts = {isinstance(self.state, diloco.DilocoState): give_up(self.state)}
 
         def like(meta: Meta) -> State:
             """State with the structure of a checkpoint, which may be an older one from before the first round."""
@@ -322,42 +356,36 @@ class Trainer:
         is laid out [microbatch, sequence, position] on the mesh; each host reads its part. Positions are in zigzag order
         (parallel/zigzag.py) if parallel.context is above 1.
         """
-        config = self.config
-        samples = config.sequences_before(step) + np.arange(config.phase_at(step).sequences)
-        samples = samples.reshape(-1, config.microbatch_rows)
-        return put_global_batch(self.mesh, self.stream.samples, samples, config.train.sequence_length)
+        config, phase = self.config, self.config.phase_at(step)
+        parts, length = phase.parts, config.train.sequence_length
+        if self._own_batches is not None:
+            rows = np.arange(phase.sequences).reshape(-1, config.microbatch_rows)
+            return put_global_batch(self.mesh, self._own_batches.reader(step), rows, length)
+        if self.reference is None and config.train.loss == "dpo":
+            raise ConfigError("This Trainer has no reference for train.loss=dpo: resume with jaxllm.fit, which reads it.")
+        samples = self.stream.samples if self.reference is None else partial(self.reference.samples, self.stream)
+
+        def read(rows: np.ndarray) -> dict[str, np.ndarray]:
+            """Rows parts k to parts k + parts - 1 are sample k, cut. A process reads whole samples, in order."""
+            found = samples(rows[::parts] // parts)
+            return {name: array.reshape(len(rows), -1) for name, array in found.items()}
+
+        rows = parts * config.sequences_before(step) + np.arange(parts * phase.sequences)
+        rows = rows.reshape(-1, parts * config.microbatch_rows)
+        return put_global_batch(self.mesh, read, rows, length // parts)
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+    def evaluate(
+        self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> evaluation.Evaluation | None:
         """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
         True after a batch; it must return the same on all processes.
 
         Raises:
           ConfigError: nothing is held out.
         """
-        # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
-        M, R = self.config.parallel.pipe, self.config.microbatch_rows
-        length = self.config.train.sequence_length
-        sums: dict[str, tuple[float, int]] = {}
-        with jax.set_mesh(self.mesh):
-            for source in self.data.held_out():
-                total, count = 0.0, 0
-                for first in itertools.islice(range(0, source.packing.num_samples, M * R), max_batches):
-                    # Each batch counts as progress for the watchdog, because an evaluation may take hours.
-                    with progress.phase("evaluate"):
-                        batch = put_global_batch(self.mesh, source.in_order, (first + np.arange(M * R)).reshape(M, R), length)
-                        part, tokens = self._loss_sum(self.state.params, batch)
-                        # Summed in float64, because a float32 sum over a million tokens would lose its last digits.
-                        total, count = total + float(part), count + int(tokens)
-                    if stop():
-                        return None
-                sums[source.name] = (total, count)
-        tokens = sum(count for _, count in sums.values())
-        if not tokens:
-            raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
-        by_source = {name: total / count for name, (total, count) in sums.items() if count}
-        return Evaluation(sum(total for total, _ in sums.values()) / tokens, tokens, by_source)
+        return evaluation.evaluate(self, max_batches, stop)
 
     @property
     def model(self) -> Llama:
@@ -367,10 +395,3 @@ class Trainer:
     def close(self) -> None:
         """Stops the prefetching thread."""
         self.batches.close()
-
-
-def _give_up(arrays: Any) -> Any:
-    """Frees arrays and returns their ShapeDtypeStructs, because two states may not fit into memory."""
-    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
-    jax.tree.map(lambda x: x.delete(), arrays)
-    return layout

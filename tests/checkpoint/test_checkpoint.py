@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from contextlib import closing, nullcontext
@@ -25,15 +26,16 @@ from tiny import TINY
 import jaxllm
 from jaxllm import cli
 from jaxllm.checkpoint import checksums, manager
-from jaxllm.checkpoint.arrays import read_arrays
+from jaxllm.checkpoint.arrays import give_up, read_arrays
 from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints, SaveError
+from jaxllm.checkpoint.memory import MemoryCheckpoints
+from jaxllm.checkpoint.memory_restore import LostPieces
 from jaxllm.checkpoint.weights import export
 from jaxllm.config import ConfigError
 from jaxllm.pretrained.folder import PACKAGES, open_folder
 from jaxllm.runtime import exit_codes
 from jaxllm.train.loop import fit
-from jaxllm.train.trainer import _give_up
 
 CHECKOUT = Path(__file__).parents[2]
 # The vocabulary is padded to 260 on four tensor ranks. Constant rate: half a run sees the same rates as a complete one.
@@ -370,6 +372,52 @@ def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_
     assert [checkpoints._failure(error).exit_code for error in (gone, copied)] == [exit_codes.LOST] * 2
 
 
+def test_a_run_that_was_killed_resumes_from_memory(tiny_config, whole, tmp_path, monkeypatch, capsys):
+    """On the same mesh bit for bit, with each step's line, and nothing is left in memory at the end."""
+    (tmp_path / "memory").mkdir()
+    memory = ("checkpoint.memory_every_steps=1", f"checkpoint.memory_dir={tmp_path / 'memory'}", "checkpoint.every_steps=100")
+    config = tiny_config(*DATA_8, *memory, f"run.dir={tmp_path / 'run'}")
+    advance = jaxllm.Trainer.advance
+
+    def ends(self):
+        for thread in threading.enumerate():
+            if thread.name == "memory-checkpoint":
+                thread.join()
+        if self.step == 3:
+            raise InterruptedError("killed")
+        return advance(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jaxllm.Trainer, "advance", ends)
+        with pytest.raises(InterruptedError):
+            fit(config)
+    resumed = fit(config)
+    assert resumed.memory_step == 3
+    assert f"resumed from step {resumed.memory_step} in the memory of " in capsys.readouterr().out
+    assert_equal(resumed.state, whole[1])
+    assert losses(tmp_path / "run") == losses(whole[0])
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_pieces_that_are_lost_after_the_search_leave_the_store(tiny_config, run, whole, tmp_path, monkeypatch, capsys):
+    class Gone:
+        folder = "the memory of h1"
+
+        def meta(self):
+            return read_meta(run / "checkpoints" / "4")
+
+        def restore(self, like, table):
+            like(self.meta())
+            raise LostPieces("h1 does not answer.")
+
+    monkeypatch.setattr(MemoryCheckpoints, "find", lambda self, *_: Gone())
+    memory = ("checkpoint.memory_every_steps=1", f"checkpoint.memory_dir={tmp_path}")
+    trainer = fit(tiny_config(*DATA_8, *memory, f"run.dir={run}"))
+    assert f"h1 does not answer.\nresumed from step 4 in {run}\n" in capsys.readouterr().out
+    assert trainer.memory_step is None
+    assert_equal(trainer.state, whole[1])
+
+
 # ------------------------------------------------------------------------------------------------------------ other meshes
 
 
@@ -412,7 +460,7 @@ def test_another_model_is_refused(tiny_config, whole):
     with pytest.raises(ConfigError, match=r"has a model with model.intermediate_size=64, not 128: set model.intermediate_size"):
         restore(other, whole[0])
     with pytest.raises(ConfigError, match=r"layers\.\S+ has shape \(.*64.*\) in .* and \(.*128.*\) in this config"):
-        Checkpoints(whole[0], other.config.checkpoint).restore(_give_up(other.state), other.parallelized.table)
+        Checkpoints(whole[0], other.config.checkpoint).restore(give_up(other.state), other.parallelized.table)
 
 
 def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import outside
 import pytest
+from memory_saves import found_again
 from meshes import in_one_stack, unpadded
 
 from jaxllm.checkpoint.files import describe_run
@@ -69,6 +70,7 @@ def trees(config, training, state):
 
 @pytest.mark.parametrize(("saved", "read"), PAIRS)
 def test_every_pipeline_reads_every_others_checkpoint(state_of, tmp_path, saved, read):
+    """From the store and from memory."""
     config, theirs, state = state_of(saved)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(3, state, describe_run(config, 3, ""))
@@ -76,10 +78,14 @@ def test_every_pipeline_reads_every_others_checkpoint(state_of, tmp_path, saved,
     checkpoints.close()
     other, training, like = state_of(read)
     shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, training.shardings)
-    found = Checkpoints(tmp_path, CheckpointConfig()).restore(shapes, training.functions.table)
-    jax.tree.map(lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(str(x.sharding)), found, training.shardings)
-    for ours, read in zip(trees(config, theirs, state), trees(other, training, found), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, ours, read)
+    in_memory = found_again(tmp_path, config, state)
+    for source in (Checkpoints(tmp_path, CheckpointConfig()), in_memory):
+        found = source.restore(shapes, training.functions.table)
+        jax.tree.map(
+            lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(str(x.sharding)), found, training.shardings
+        )
+        for ours, read in zip(trees(config, theirs, state), trees(other, training, found), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours, read)
 
 
 def test_weights_are_exported_from_virtual_stages_and_taken_up_by_others(state_of, tmp_path):

@@ -86,11 +86,36 @@ REFUSALS = {
     ("train.seed=4294967296",): "train.seed=4294967296 is not valid: it should be less than 2147483648.",
     ("optimizer.beta2=1.0",): "optimizer.beta2=1.0 is not valid: it should be less than 1.",
     ("data.held_out_fraction=0", "log.baselines=true"): "need held-out text: set data.held_out_fraction above 0",
+    (
+        "optimizer.name=muon",
+        "parallel.offload_state=optimizer",
+    ): "optimizer.name=muon takes whole matrices, and parallel.offload",
+    ("optimizer.name=given",): "optimizer.name=given and moments=null do not fit: with name=given set moments",
+    ("optimizer.moments=1",): "optimizer.name=adamw and moments=1.0 do not fit",
+    ("train.loss=given", "train.z_loss_weight=0.1"): "train.loss=given and train.z_loss_weight=0.1 do not go together",
+    ("train.loss=given", "log.noise_scale_every=1"): "train.loss=given and log.noise_scale_every=1 do not go together",
+    ("data.source=given", "train.eval_every_steps=1"): "need held-out text, and data.source=given has none: remove them.",
+    ("data.source=given", "data.paths=[x]"): "data.paths is not read with data.source=given",
     ("data.source=files",): "data.source=files needs data.paths: give files or glob patterns.",
     ("data.source=files", "data.paths=[nope/*.txt]"): "data.paths: no file matches 'nope/*.txt'",
     ("data.paths=[x]",): "data.paths is not read with data.source=python_stdlib",
     ("optimizer.decay_tokens=5",): "optimizer.decay_tokens belongs to schedule=wsd, not cosine",
     ("log.profile_steps=[5, 20]",): "log.profile_steps=[5, 20] is not [first, last] within 1..10.",
+    ("model.lora.rank=0",): "model.lora.rank=0 is not valid: it should be greater than or equal to 1.",
+    ("model.lora.alpha=8",): "model.lora.rank is missing",
+    ("model.lora.rank=4", "model.lora.targets=[lm_head]"): "model.lora.targets",
+    (
+        "model.lora.rank=4",
+        "train.freeze=[embedding]",
+    ): "model.lora freezes all other parameters already: leave train.freeze out.",
+    ("model.lora.rank=4", "parallel.tensor=2", "parallel.tensor_ring=true"): "parallel.tensor_ring=true does not go together "
+    "with model.lora: leave one of them out.",
+    ("train.freeze=[head]", "parallel.replica=2", "train.diloco_steps=2"): "train.diloco_steps=2 does not go together with "
+    "train.freeze: leave one of them out.",
+    ("train.freeze=[head]", "parallel.offload_state=all"): "parallel.offload_state=all does not go together with train.freeze",
+    ("train.freeze=[layers.3.mlp.*]",): "train.freeze=layers.3.mlp.* is the name of no parameter: use patterns of embedding,",
+    ("train.freeze=['*']",): "train.freeze leaves no parameter to train: remove one of its patterns.",
+    ("train.init_adapter=x",): "train.init_adapter has no effect without model.lora: set model.lora.rank, or leave it out.",
     ("steps=3",): "Cannot read the override 'steps=3': write section.key=value, such as train.steps=100.",
     ("train.steps.x=3",): "'train.steps.x=3' does not name a key: steps has no keys below it.",
 }
@@ -129,7 +154,8 @@ PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
     [
         (
             PART | {"source": "fils"},
-            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, chat, prepared, megatron.",
+            "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, chat, preferences, prepared, "
+            "megatron.",
         ),
         (PART | {"path": "x"}, "Unknown key data.mixture[0].path: did you mean data.mixture[0].paths?"),
         (PART | {"steps": 3}, "Unknown key data.mixture[0].steps: did you mean train.steps?"),
@@ -212,7 +238,8 @@ def test_every_recipe_loads(tmp_path, monkeypatch):
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 256}
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}))
     (model / "tokenizer.json").touch()
-    (tmp_path / "data" / "chatterbot.jsonl").touch()
+    for name in ("data/chatterbot.jsonl", "pairs.jsonl"):
+        (tmp_path / name).touch()
     for path in recipes:
         assert load_config(path).train.steps > 0
 

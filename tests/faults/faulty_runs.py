@@ -64,11 +64,13 @@ import errno, os, sys, time
 from jaxllm import cli
 from jaxllm.runtime import peer_monitor
 from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.train import fewer_hosts
 from jaxllm.train.trainer import Trainer
 
 pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
 advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
 list_files, beat, first_batch, trains = Checkpoints._list_files, peer_monitor.PeerMonitor._beat, None, False
+saves = 0
 
 def say(words):
     os.write(1, f"{{words}}\\n".encode())
@@ -87,6 +89,18 @@ def slowly(self):
     say("saving")
     time.sleep({SLOW_SAVE_S})
     list_files(self)
+
+def never_done(self):
+    global saves
+    saves += 1
+    if saves == 2:
+        say("saving")
+        time.sleep(1000)
+    list_files(self)
+
+def plan(*_):
+    say("planning")
+    time.sleep(1000)
 
 def read(self, step):
     global first_batch
@@ -109,6 +123,8 @@ def beat_and_say(self):
 Trainer.advance, Trainer.compile_step, peer_monitor.PeerMonitor._beat = at_its_pace, said, beat_and_say
 if fault == "slow save":
     Checkpoints._list_files = slowly
+elif fault == "endless save and planning":
+    Checkpoints._list_files, fewer_hosts.layout = never_done, plan
 elif fault.endswith("data"):
     Trainer.train_batch = read
 say(f"pid {{os.getpid()}}")
@@ -213,19 +229,23 @@ class Launch:
         assert lines == ([f"resumed from step {self.first} in {self._run.dir}"] if self.first else []), self
         assert "damaged" not in self[0].out.text, self
 
+    def lose(self, rank: int) -> None:
+        """Ends all processes of a host at once, as a loss of power."""
+        self._processes.pop(rank).close()
+
     def strike(self, rank: int, number: signal.Signals) -> None:
         os.kill(self[rank].pid, number)
 
     def assert_ends(self, *codes: int | tuple[int, ...], within_s: float = END_S) -> None:
-        """All processes end in time, with these codes by rank; a tuple: one of them."""
-        until_s = time.monotonic() + within_s
-        for rank in range(self._count):
+        """All processes that were not lost end in time, with these codes by rank; a tuple: one of them."""
+        until_s, ranks = time.monotonic() + within_s, sorted(self._processes)
+        for rank in ranks:
             try:
                 self[rank].popen.wait(max(until_s - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"process {rank} lives after {within_s:.0f} s\n{self}") from None
             self[rank].has_ended()
-        found = [self[rank].popen.returncode for rank in range(self._count)]
+        found = [self[rank].popen.returncode for rank in ranks]
         allowed = [code if isinstance(code, tuple) else (code,) for code in codes]
         fits = [code in these for code, these in zip(found, allowed, strict=True)]
         assert all(fits), f"exit codes {found}, not {codes}\n{self}"

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from faulty_runs import CHECKOUT, HOST, SILENT_S, START_S, STEPS, Run, environment, is_open, supervised
+from run_files import records
 
 from jaxllm.runtime import exit_codes
 
@@ -243,6 +244,34 @@ def test_four_processes_lose_one_and_two_take_up_their_run(text_file, whole, tmp
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
     # Other samples would be visible.
     assert np.median(np.abs(np.diff(expected)) / expected[1:]) > 20 * TOLERANCE
+
+
+def test_hosts_are_lost_during_a_save_and_while_the_others_plan_without_them(text_file, whole, tmp_path):
+    """Four hosts lose one while process 0 has not yet given a checkpoint its name, and then process 0's, which asks the planner
+    for a layout of the other three. Two train on, from the checkpoint before.
+    """
+    run, steps = Run(tmp_path, text_file), 20
+    hosts = ",".join(f"127.0.0.{rank + 1}" for rank in range(4))
+    shrinks = (f"train.steps={steps}", "launch.least_hosts=2", "launch.wait_s=10", "parallel.data=4", "parallel.zero=3")
+    with run.launch(*shrinks, count=4) as launch:
+        launch.start(0, under=supervised(restarts=5), fault="endless save and planning", JAXLLM_HOSTS=hosts)
+        for rank in (1, 2, 3):
+            launch.start(rank, under=supervised(restarts=5), JAXLLM_HOSTS=hosts)
+        launch.wait_for(0, "saving")
+        assert [path.name for path in (run.dir / "checkpoints").glob("*tmp*")] != []
+        launch.lose(3)
+        launch.wait_for(0, "planning")
+        launch.lose(0)
+        launch.assert_ends(0, 0, within_s=START_S)
+        assert f"resumed from step 2 in {run.dir}" in launch[1].out.lines, launch
+        missing = "127.0.0.1, 127.0.0.4 are missing: training on without, the same batches in "
+        assert any(line.startswith(missing) for line in launch[1].out.lines), launch
+    starts = [line for line in records(run.dir) if "start_unix_s" in line]
+    assert [(start["devices"], start.get("absent_hosts", 0)) for start in starts] == [(4, 0), (2, 2)]
+    assert all(path.name.isdecimal() for path in (run.dir / "checkpoints").iterdir())
+    assert [step for step, *_ in run.records()] == list(range(1, steps + 1))
+    expected, losses = (np.array([loss for _, loss, _ in one.records()[:steps]]) for one in (whole, run))
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
 
 
 # ----------------------------------------------------------------------------------------------------------- the end

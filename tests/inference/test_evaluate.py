@@ -1,5 +1,6 @@
 """Compares scores of a text with the logits of the model itself, on one device and on meshes."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -14,7 +15,7 @@ from flax import nnx
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
-from jaxllm.inference.evaluate import Score, Windows, evaluate, read_text, tokenize
+from jaxllm.inference.evaluate import PositionBucket, Score, Windows, evaluate, read_text, tokenize
 from jaxllm.mesh import make_mesh
 from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
@@ -89,13 +90,22 @@ def test_scores_are_those_of_the_logits_on_every_mesh(score_on, losses, override
     assert expected.size == found.tokens == 6 * 14
     assert (found.windows, found.dropped_tokens) == (6, 10)
     np.testing.assert_allclose(found.loss, expected.mean(), rtol=2e-6)
+    detailed = score_on(*overrides, width=width, by_position=True)
+    assert [(one.first, one.last, one.tokens) for one in detailed.by_position] == [
+        *((1, 1, 6), (2, 3, 12), (4, 7, 24), (8, 14, 42)),
+    ]
+    for one in detailed.by_position:
+        np.testing.assert_allclose(one.loss, expected[:, one.first - 1 : one.last].mean(), rtol=2e-6)
+    assert detailed.loss == math.fsum(one.nats for one in detailed.by_position) / detailed.tokens
+    np.testing.assert_allclose(detailed.loss, found.loss, rtol=2e-6)
+    assert dataclasses.replace(detailed, loss=0, by_position=()) == dataclasses.replace(found, loss=0)
 
 
 @pytest.mark.parametrize(("stride", "rows"), [(4, 1), (4, 3), (1, 3), (14, 3)])
 def test_a_stride_scores_each_token_once_with_more_before_it(score_on, losses, stride, rows):
     seen = []
     progress = lambda what, done, total: seen.append((done, total))  # noqa: E731
-    found = score_on("parallel.data=1", stride=stride, rows=rows, progress=progress)
+    found = score_on("parallel.data=1", stride=stride, rows=rows, by_position=stride == 4, progress=progress)
     count = (TOKENS - LENGTH) // stride + 1
     later = losses[stride : (count - 1) * stride + 1 : stride, LENGTH - stride :]
     expected = np.concatenate([losses[0, 1:], later.reshape(-1)])
@@ -103,6 +113,10 @@ def test_a_stride_scores_each_token_once_with_more_before_it(score_on, losses, s
     np.testing.assert_allclose(found.loss, expected.mean(), rtol=2e-6)
     assert found.dropped_tokens == (TOKENS - LENGTH) % stride
     assert found.bytes == expected.size
+    if stride == 4:
+        # Only the first window scores tokens with fewer than 11 before them.
+        assert [one.tokens for one in found.by_position] == [1, 2, 4, 7 + 4 * (count - 1)]
+        assert found.loss == math.fsum(one.nats for one in found.by_position) / found.tokens
     assert seen == [(min(done, count), count) for done in range(0, count + rows, rows)]
 
 
@@ -185,6 +199,16 @@ def test_measures_follow_from_the_loss():
     assert score.bits_per_byte == pytest.approx(0.5)
     assert score.to_json()["tokens"] == 50
     assert Score(1e4, 1, 1, 1, 0).perplexity == math.inf
+    assert "by_position" not in score.to_json()
+    buckets = (PositionBucket(1, 1, 2, 5.0), PositionBucket(2, 3, 0, 0.0))
+    detailed = dataclasses.replace(score, by_position=buckets)
+    assert detailed.to_json() == score.to_json() | {
+        "by_position": [
+            {"loss": 2.5, "first": 1, "last": 1, "tokens": 2, "nats": 5.0},
+            {"loss": None, "first": 2, "last": 3, "tokens": 0, "nats": 0.0},
+        ]
+    }
+    assert [line.split() for line in detailed.lines()[-2:]] == [["1", "2", "2.5000"], ["2", "to", "3", "0", "-"]]
     # Only first parts of a character: there are no bytes to divide the loss by, and JSON has no infinity.
     assert Score(1.0, 3, 0, 1, 0).to_json()["bits_per_byte"] is None
 

@@ -32,13 +32,16 @@ STEPS, STEP_S = 60, 0.2
 """Enough that a fault after step 7 finds the run in progress."""
 COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", f"train.steps={STEPS}")
 
-# jaxllm train, with a pause before each step.
+# jaxllm train, with a pause before each step. The hosts are simulated: each has its own folder for checkpoints in memory.
 PROGRAM = """
-import sys, time
+import os, sys, time
 from jaxllm import cli
+from jaxllm.checkpoint import memory
 from jaxllm.train.trainer import Trainer
 
 advance, step_s = Trainer.advance, float(sys.argv.pop(1))
+make_home = memory.make_home
+memory.make_home = lambda folder, run_dir: make_home(f"{folder}/{os.environ['JAXLLM_PROCESS_ID']}", run_dir)
 
 def slowly(self):
     time.sleep(step_s)
@@ -179,6 +182,9 @@ class Run:
         fit(jaxllm.load_config(self.recipe, [f"run.dir={alone}", *COMMON, *self.more, *mesh]))
         assert self._records(self.dir, "step") == self._records(alone, "step") == list(range(1, self.steps + 1))
         np.testing.assert_allclose(self._records(self.dir, "loss"), self._records(alone, "loss"), rtol=1e-5)
+
+    def steps_done(self) -> list[int]:
+        return self._records(self.dir, "step")
 
     def starts(self) -> list[dict]:
         """The first line of each start."""

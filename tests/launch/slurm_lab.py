@@ -65,8 +65,9 @@ MinJobAge=3600
 JobRequeue=1
 PropagateResourceLimits=NONE
 GresTypes=gpu
-NodeName=h[1-{count}] CPUs=4 RealMemory=4000 Gres=gpu:fake:2 State=UNKNOWN
+NodeName=h[1-{total}] CPUs=4 RealMemory=4000 Gres=gpu:fake:2 State=UNKNOWN
 PartitionName=main Nodes=h[1-{count}] Default=YES MaxTime=60 State=UP
+PartitionName=apart Nodes=h[{next}-{total}] MaxTime=60 State=UP
 """
 
 
@@ -86,9 +87,9 @@ def wait_until(true: Callable[[], bool], limit_s: float, what: str | Callable[[]
 
 
 @contextmanager
-def cluster(folder: Path, count: int):
-    """A Lab with nodes h1 to h<count>, all idle; removed afterwards."""
-    lab = Lab(folder, count)
+def cluster(folder: Path, count: int, apart: int):
+    """A Lab with nodes h1 to h<count>, and `apart` more in a partition of that name, all idle; removed afterwards."""
+    lab = Lab(folder, count, apart)
     try:
         lab.start()
         yield lab
@@ -101,12 +102,13 @@ class Lab:
 
     Args:
       folder: new; holds the daemons' state and logs.
-      count: of nodes.
+      count: of nodes in the partition of jobs that name none.
+      apart: of nodes in the other.
     """
 
-    def __init__(self, folder: Path, count: int):
-        self.folder, self.count = folder.resolve(), count
-        self.nodes = [f"h{number}" for number in range(1, count + 1)]
+    def __init__(self, folder: Path, count: int, apart: int):
+        self.folder, self._count, self._total = folder.resolve(), count, count + apart
+        self.nodes = [f"h{number}" for number in range(1, self._total + 1)]
         self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self._network = Network(self.nodes, self.folder)
         self.plug, self.unplug = self._network.plug, self._network.unplug
@@ -134,7 +136,7 @@ class Lab:
         self._spawn("slurmctld", *self.on(SWITCH), "slurmctld", "-D", "-c", "-f", self.environment["SLURM_CONF"])
         for node in self.nodes:
             self.power_on(node)
-        wait_until(lambda: self._idle() == self.count, UP_LIMIT_S, lambda: f"all nodes idle\n{self.logs()}", every_s=0.5)
+        wait_until(lambda: self._idle() == self._total, UP_LIMIT_S, lambda: f"all nodes idle\n{self.logs()}", every_s=0.5)
 
     def close(self) -> None:
         for daemon in self._daemons.values():
@@ -160,7 +162,8 @@ class Lab:
 
     def _write_files(self) -> None:
         folder = self.folder
-        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, switch=SWITCH, network=ADDRESSES, count=self.count))
+        nodes = {"count": self._count, "next": self._count + 1, "total": self._total}
+        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, switch=SWITCH, network=ADDRESSES, **nodes))
         for number in (0, 1):
             # SLURM refuses a GPU that is not a device node; these two are /dev/null.
             os.mknod(folder / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))

@@ -18,7 +18,11 @@ from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
 
+from jaxllm.config import load_config
+from jaxllm.run_report import summary
+from jaxllm.run_report.history import read_run
 from jaxllm.runtime.authentication import read_secret
+from jaxllm.train.loop import fit
 
 CHECKOUT = Path(__file__).parents[2]
 SCRIPT = CHECKOUT / "launch" / "slurm.sbatch"
@@ -29,6 +33,7 @@ JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NODELIST": "h[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_PARTITION": "main",
     "JAXLLM_VENV": "none",
     "PYTHON": sys.executable,
     "PYTHONPATH": str(CHECKOUT),
@@ -46,38 +51,48 @@ def script(*arguments: str, cwd: Path, path: Path = SCRIPT, **variables: str) ->
     return subprocess.run(command, cwd=cwd, env=plain(**variables), capture_output=True, text=True, timeout=60)
 
 
+# Until the script has looked for nodes, or has stopped it.
+LASTS = '[[ ! "${UNTIL:-}" ]] || for _ in {1..3000}; do [[ -e "$LOG/$UNTIL" ]] && break; sleep 0.01; done; exit "$CODE"'
 KEEP = '[[ -z "${JAXLLM_SECRET_FILE:-}" ]] || cp -p "$JAXLLM_SECRET_FILE" "$LOG/kept"'
 
 
 @pytest.fixture
 def slurm(tmp_path):
-    """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=...) -> (the script's exit code, its lines, srun's
-    arguments and environment, scontrol's arguments).
+    """slurm(exit code of srun, what scontrol shows, *command, short_turn_s=..., IDLE=what sinfo shows, UNTIL=the program whose
+    call srun waits for) -> (the script's exit code, its lines, srun's arguments and environment, the arguments of scontrol,
+    sinfo and scancel).
     """
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, body in (
-        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; ' + KEEP + '; exit "$CODE"'),
+        ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; ' + KEEP + "; " + LASTS),
+        ("sinfo", 'echo "$*" >>"$LOG/sinfo"; echo "$IDLE"'),
+        ("scancel", 'echo "$*" >>"$LOG/scancel"'),
         ("scontrol", '[[ $1 == show ]] && { [[ $SHOWN ]] || exit 1; echo "$SHOWN"; exit; }; echo "$*" >>"$LOG/scontrol"'),
     ):
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
 
-    def run(code: int, shown: str, *command: str, short_turn_s: int = 60, **variables: str):
+    def run(code: int, shown: str, *command: str, short_turn_s: int = 60, grow_after_s: int = 600, **variables: str):
         text = SCRIPT.read_text()
-        assert text.count("\nshort_turn_s=60 ") == 1
+        for line, value in (("short_turn_s=60 ", short_turn_s), ("grow_after_s=600 ", grow_after_s), ("grow_look_s=60 ", 1)):
+            assert text.count(f"\n{line}") == 1
+            text = text.replace(f"\n{line}", f"\n{line.partition('=')[0]}={value} ")
         edited = tmp_path / "slurm.sbatch"
-        edited.write_text(text.replace("\nshort_turn_s=60 ", f"\nshort_turn_s={short_turn_s} "))
+        edited.write_text(text)
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
         made_up = {"PATH": path, "LOG": str(tmp_path), "CODE": str(code), "SHOWN": shown}
         result = script(*command or ("jaxllm", "train", "a.yaml"), cwd=tmp_path, path=edited, **JOB | made_up | variables)
-        asked = tmp_path / "scontrol"
+        asked = {name: tmp_path / name for name in ("scontrol", "sinfo", "scancel")}
+        lines = {name: path.read_text().splitlines() if path.exists() else [] for name, path in asked.items()}
         return SimpleNamespace(
             code=result.returncode,
             said=(result.stdout + result.stderr).splitlines(),
             srun=(tmp_path / "srun").read_text().splitlines(),
             environment=(tmp_path / "environment").read_text().splitlines(),
-            asked=asked.read_text().splitlines() if asked.exists() else [],
+            asked=lines["scontrol"],
+            looked=lines["sinfo"],
+            stopped=lines["scancel"],
         )
 
     return run
@@ -146,6 +161,59 @@ def test_what_slurm_decided_already_is_left_to_it(slurm, answer, state):
     assert found.said[-1] == f"jaxllm: exit code 75; not requeued from here: the job is {state}"
 
 
+SMALLER = {"JAXLLM_GROW_TO": "4", "SLURM_JOB_NUM_NODES": "3"}
+LOOKS = "jaxllm: 3 nodes of at most 4: looks for idle nodes after {} s, to be requeued for them"
+
+
+def test_a_turn_with_fewer_nodes_ends_for_an_idle_one(slurm):
+    """Soon after its begin, and the comment has failures: none counts."""
+    before = shown(comment="for Ada (jaxllm: 2 failures in a row)")
+    found = slurm(75, before, grow_after_s=0, UNTIL="scancel", IDLE="drained \nidle ", **SMALLER)
+    assert found.code == 75
+    assert found.stopped == ["--signal=TERM 7"]
+    assert set(found.looked) == {"--noheader --partition=main --states=idle --format=%T"}
+    comment = "update JobId=7 Comment=for Ada (jaxllm: 0 failures in a row, 1 requeues to grow)"
+    assert found.asked == [comment, "requeue Incomplete 7"]
+    assert LOOKS.format(0) in found.said
+    assert "jaxllm: a node of partition main is idle: the run saves, to be requeued" in found.said
+    assert re.fullmatch(r"jaxllm: saved, after \d+ s on 3 nodes; requeued for up to 4", found.said[-1])
+
+
+@pytest.mark.parametrize("idle", ["", "idle*", "idle~", "drained", "planned\nmixed"])
+def test_nodes_that_slurm_would_not_give_end_no_turn(slurm, idle):
+    found = slurm(75, shown(), grow_after_s=0, short_turn_s=0, UNTIL="sinfo", IDLE=idle, **SMALLER)
+    assert found.looked
+    assert (found.stopped, found.said[-1]) == ([], "jaxllm: stopped by a signal, and saved; requeued")
+
+
+@pytest.mark.parametrize(("grown", "after_s"), [(0, 600), (1, 1200), (3, 4800), (40, 38400)])
+def test_each_requeue_that_brought_too_few_nodes_makes_the_next_turn_look_later(slurm, grown, after_s):
+    before = f"(jaxllm: 1 failures in a row, {grown} requeues to grow)" if grown else None
+    found = slurm(1, shown(comment=before), **SMALLER)
+    assert LOOKS.format(after_s) in found.said
+    assert (found.looked, found.stopped) == ([], [])
+    more = f", {grown} requeues to grow" if grown else ""
+    assert found.asked[0] == f"update JobId=7 Comment=(jaxllm: {2 if grown else 1} failures in a row{more})"
+
+
+def test_a_turn_with_all_nodes_looks_for_none_and_forgets_how_often_it_grew(slurm):
+    before = shown(comment="x (jaxllm: 1 failures in a row, 3 requeues to grow)")
+    found = slurm(0, before, grow_after_s=0, JAXLLM_GROW_TO="2", IDLE="idle")
+    assert found.asked == ["update JobId=7 Comment=x (jaxllm: 1 failures in a row)"]
+    assert (found.looked, found.stopped) == ([], [])
+    assert slurm(0, shown(), IDLE="idle", SLURM_JOB_NUM_NODES="1").looked == []
+
+
+@pytest.mark.parametrize("code", [0, 76])
+def test_what_ends_a_run_that_should_grow_counts_as_ever(slurm, code):
+    """It was at its last step, or lost a peer while it saved."""
+    found = slurm(code, shown(), grow_after_s=0, UNTIL="scancel", IDLE="idle", **SMALLER)
+    assert found.stopped == ["--signal=TERM 7"]
+    assert [line for line in found.asked if "Comment" in line] == (
+        ["update JobId=7 Comment=(jaxllm: 1 failures in a row)"] if code else []
+    )
+
+
 def test_a_command_that_does_not_go_on_where_it_left_off_has_one_turn(slurm):
     found = slurm(1, shown(), "jaxllm", "doctor")
     assert (found.code, found.asked) == (1, [])
@@ -159,7 +227,8 @@ def test_each_host_runs_the_command_under_a_supervisor(slurm):
     assert found.srun[-10:] == [*supervised, sys.executable, "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"][-10:]
     assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
     # It would end a process that is saving when another is done.
-    assert "--kill-on-bad-exit=0" in found.srun
+    assert {"--kill-on-bad-exit=0", "--ntasks-per-node=1"} <= set(found.srun)
+    assert "--ntasks-per-node=8" in slurm(0, shown(), SLURM_NTASKS_PER_NODE="8").srun
 
 
 def secrets_of(environment: list[str]) -> dict[str, str]:
@@ -209,6 +278,12 @@ def test_a_task_of_an_array_is_requeued_alone(slurm):
     [
         (("jaxllm",), {"SLURM_JOB_ID": ""}, "this is a job script: sbatch launch/slurm.sbatch jaxllm train CONFIG"),
         ((), {}, "give the command to run: sbatch launch/slurm.sbatch jaxllm train CONFIG [section.key=value ...]"),
+        (
+            ("jaxllm",),
+            {"JAXLLM_GROW_TO": "3-4"},
+            "JAXLLM_GROW_TO=3-4 is no number of nodes: give the end of the range, 4 for sbatch",
+        ),
+        (("jaxllm",), {"JAXLLM_GROW_TO": "08"}, "JAXLLM_GROW_TO=08 is no number of nodes"),
         (("jaxllm",), {"PYTHON": "/bin/false"}, "/bin/false has no jaxllm: submit from a checkout with an environment"),
         (("jaxllm",), {"JAXLLM_VENV": "here"}, "/here/bin/python has no jaxllm: submit from a checkout with"),
         (PREPARE, ARRAY, "the parts of an array need a node each: give sbatch --nodes=1."),
@@ -351,17 +426,22 @@ def test_options_stand_before_the_first_command():
 
 # --------------------------------------------------------------------------------------------------------- a real SLURM
 
-NODES = 10
+NODES, APART = 10, 4
+"""Nodes of a run that shall not find others are apart."""
 STEPS, LONG = 40, 200
 """Steps of a run; and of one that must outlive the minute until its successor comes, at a step a second."""
+SHRINKS = (
+    *("launch.least_hosts=3", "parallel.zero=3", "train.global_batch_sequences=12", "train.microbatch_sequences=1"),
+    "optimizer.schedule=constant",
+)
 JAX_START_S = 180
-"""Limit for a start while five processes compile on two busy cores."""
+"""Limit for a start while nine processes compile on two busy cores."""
 SMALL_S = 120
 """Limit for anything that SLURM and bash do on such a machine; they need seconds."""
 DOWN_S = 90
 """From a cut to the turn elsewhere: slurmctld checks its nodes every few seconds, and takes 26 to 45."""
 
-# Steps of a second that cost no CPU, in the first turn: a fault must find the run in progress.
+# Steps of a second that cost no CPU, in the first turns: a fault must find the run in progress.
 PACED = """
 import os, time
 from jaxllm import cli
@@ -373,7 +453,7 @@ def paced(self):
     time.sleep(1)
     return advance(self)
 
-if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(os.environ.get("PACED_TURNS", "1")):
     Trainer.advance = paced
 cli.main()
 """
@@ -382,7 +462,7 @@ cli.main()
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     require_slurm()
-    with cluster(tmp_path_factory.mktemp("slurm") / "lab", NODES) as lab:
+    with cluster(tmp_path_factory.mktemp("slurm") / "lab", NODES, APART) as lab:
         yield lab
 
 
@@ -403,6 +483,8 @@ def place(tmp_path_factory, text_file):
         ("failures_in_a_row=5\n", "failures_in_a_row=1\n"),
         ("backoff_s=30 ", "backoff_s=1 "),
         ("short_turn_s=60 ", "short_turn_s=0 "),
+        ("grow_after_s=600 ", "grow_after_s=0 "),
+        ("grow_look_s=60 ", "grow_look_s=1 "),
     ):
         assert text.count(line) == 1
         text = text.replace(line, edited)
@@ -416,11 +498,11 @@ def place(tmp_path_factory, text_file):
 
 @pytest.fixture(scope="module")
 def submit(lab, place):
-    """submit(*options, command=[...], script=...) -> Job"""
+    """submit(*options, command=[...], script=..., variables) -> Job"""
     environment = {"JAXLLM_VENV": "none", "PYTHON": str(place / "python"), "PYTHONPATH": str(CHECKOUT)}
 
-    def submit(*options: str, command: list, script: str = "slurm.sbatch"):
-        return lab.submit(*options, script, *command, cwd=place, **environment)
+    def submit(*options: str, command: list, script: str = "slurm.sbatch", **variables: str):
+        return lab.submit(*options, script, *command, cwd=place, **environment | variables)
 
     return submit
 
@@ -514,12 +596,16 @@ class Run:
     Args:
       steps: train.steps.
       processes: one on each node.
+      options: sbatch's, in place of so many nodes.
+      more: overrides of the config.
+      variables: more of the job's environment.
     """
 
-    def __init__(self, submit, place: Path, name: str, steps: int, processes: int):
+    def __init__(self, submit, place: Path, name: str, steps: int, processes: int, *options: str, more=(), **variables: str):
         self.folder, self.processes = place / name, processes
-        self.command = ["jaxllm", "train", "tiny.yaml", f"train.steps={steps}", f"parallel.data={processes}"]
-        self.job = submit(f"--nodes={processes}", command=[*self.command, f"run.dir={name}"])
+        self.command = ["jaxllm", "train", "tiny.yaml", f"train.steps={steps}", f"parallel.data={processes}", *more]
+        options = options or (f"--nodes={processes}",)
+        self.job = submit(*options, command=[*self.command, f"run.dir={name}"], **variables)
         self.nodes: list[str] = []
         """Nodes of the first turn, once `wait_until_saved` has returned."""
 
@@ -568,15 +654,18 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(lab, place, submit):
-    """Three runs, each disturbed as soon as it has a checkpoint, all at once: most of the time is spent waiting for SLURM.
+    """Four runs, each disturbed as soon as it has a checkpoint, all at once: most of the time is spent waiting for SLURM.
 
     The first is preempted; the second loses one of two nodes; the third, of one process, loses its node's network, behind which
-    it lives on: with steps of a second it has not ended before another turn begins elsewhere.
+    it lives on: with steps of a second it has not ended before another turn begins elsewhere. The last loses one of four nodes,
+    that of process 0, and there is no other.
     """
+    paced = {"PACED_TURNS": "2", "JAXLLM_GROW_TO": "4"}
     runs = SimpleNamespace(
         preempted=Run(submit, place, "preempted", STEPS, 2),
         powerless=Run(submit, place, "powerless", STEPS, 2),
         cut_off=Run(submit, place, "cut-off", LONG, 1),
+        shrinking=Run(submit, place, "shrinking", STEPS, 4, "--nodes=3-4", "--partition=apart", more=SHRINKS, **paced),
     )
     runs.preempted.wait_until_saved()
     lab.user("scancel", "--signal=TERM", runs.preempted.job.number)
@@ -585,9 +674,45 @@ def runs(lab, place, submit):
     lab.power_off(runs.powerless.nodes[1])
     runs.cut_off.wait_until_saved()
     lab.unplug(runs.cut_off.nodes[0])
+    runs.shrinking.wait_until_saved()
+    lab.power_off(runs.shrinking.nodes[0])
     for run in (runs.preempted, runs.cut_off):
         run.run_undisturbed()
     return runs
+
+
+# First: its second turn lasts for little more than half a minute.
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_a_run_trains_on_with_fewer_nodes_and_takes_one_back(lab, runs):
+    """The loss of each step is that of a run that lost none."""
+    run = runs.shrinking
+
+    def starts() -> list[dict]:
+        return [line for line in steps_of(run.folder) if "start_unix_s" in line]
+
+    wait_until(lambda: len(starts()) == 2, DOWN_S + JAX_START_S, lambda: f"a start with three nodes\n{run.job.output}")
+    shrunk = yaml.safe_load((run.folder / "config.yaml").read_text())["parallel"]
+    assert (shrunk["data"], shrunk["zero"]) == (3, 3)
+    assert len(run.job.nodes) == 3
+    lab.power_on(run.nodes[0])
+    assert run.job.wait("COMPLETED", "FAILED", limit_s=DOWN_S + JAX_START_S) == "COMPLETED", run.job.output
+    said = run.job.output
+    assert [(start["devices"], start.get("absent_hosts", 0)) for start in starts()] == [(4, 0), (3, 1), (4, 0)], said
+    assert run.job.show("Restarts") == "2"
+    # Nothing of it was a failure.
+    assert run.job.show("Comment") == "(jaxllm:"
+    assert "0 failures in a row)" in lab.user("scontrol", "show", "job", run.job.number)
+    assert "jaxllm: 3 nodes of at most 4: looks for idle nodes after 0 s" in said
+    assert "0: 1 host is missing: training on without, the same batches in 1 microbatch, not 3; with all again when" in said
+    assert re.search(r"jaxllm: saved, after \d+ s on 3 nodes; requeued for up to 4\n", said)
+    (sentence,) = summary.shrunk(read_run(run.folder))
+    assert "without 1 host, on 3 of 4 devices" in sentence
+    mesh = ("run.cpu_devices=8", "parallel.tensor=2", f"run.dir={run.undisturbed}")
+    fit(load_config(run.folder.parent / "tiny.yaml", [*run.command[3:], *mesh]))
+    found, expected = figures(run.folder), figures(run.undisturbed)
+    assert found["step"] == expected["step"] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
 @pytest.mark.launcher

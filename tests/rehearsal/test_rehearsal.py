@@ -45,6 +45,7 @@ def recipe(path):
     if values["model"].get("name", "") not in ("", *published_models()):
         # A folder that is not here, with its conversations.
         values["model"]["name"], values["data"] = "smollm2-135m", {}
+        values["train"].pop("loss", None)
     return load_config(values)
 
 

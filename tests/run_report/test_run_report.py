@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import time
-from html.parser import HTMLParser
 from itertools import pairwise
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -12,6 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import yaml
+from stored_runs import BATCH, ONE, RATE, Tags, pictures, steps, timed, write_config, write_lines
 from tiny import TINY
 from typer.testing import CliRunner
 
@@ -44,35 +44,11 @@ from jaxllm.train.memory_check import check_memory
 from jaxllm.train.run_timer import start_keys
 
 H100 = GPUS["h100-80gb"]
-BATCH = 128
-"""Tokens per step of TINY: 8 sequences of 16."""
-RATE = 1000.0
-ONE = ("data.source=python_stdlib", "parallel.data=1", "parallel.zero=0")
 BIG = {
     "model": {"name": "llama-3.2-1b"},
     "parallel": {"data": 8},
     "train": {"steps": 100, "sequence_length": 4096, "global_batch_sequences": 32, "microbatch_sequences": 1},
 }
-
-
-def write_config(folder, config):
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def steps(count, batch=BATCH, first=1, tokens=0, **more):
-    """Metrics lines of steps whose loss falls by a hundredth each."""
-    return [
-        {
-            **{"step": step, "tokens": tokens + (step - first + 1) * batch, "loss": 5 * 0.99**step, "grad_norm": 1.0},
-            **{"learning_rate": 1e-3, "tokens_per_s_per_device": RATE},
-            **more,
-        }
-        for step in range(first, first + count)
-    ]
 
 
 @pytest.fixture
@@ -198,12 +174,6 @@ def test_what_fits_nowhere_is_said():
 
 
 # ---------------------------------------------------------------------------------------------------------------- the run
-
-
-def timed(lines, *unix_s, **first):
-    """The lines with times; each step waited half a second for its batch."""
-    found = [line | {"unix_s": at, "data_s": 0.5} for line, at in zip(lines, unix_s, strict=True)]
-    return [found[0] | first, *found[1:]]
 
 
 def test_every_second_is_some_parts(run):
@@ -359,7 +329,9 @@ def test_the_report_says_how_far_off_the_prediction_was(run, off, words):
     """The keys are those that a start writes on a GPU that it knows."""
     config = load_config(BIG)
     device = SimpleNamespace(device_kind=H100.device_kind, platform="gpu", memory_stats=lambda: None)
-    trainer = SimpleNamespace(mesh=SimpleNamespace(size=8), memory_fit=check_memory(config, device))
+    trainer = SimpleNamespace(
+        mesh=SimpleNamespace(size=8), memory_fit=check_memory(config, device), memory_step=None, absent_hosts=0
+    )
     speed = predicted_speed(config, H100, 8)
     lines = steps(50, config.step_tokens, tokens_per_s_per_device=(1 + off) * speed.expected)
     lines[0] |= start_keys(trainer, None)
@@ -379,28 +351,6 @@ def test_without_a_prediction_or_its_batch_nothing_is_said_of_it(run):
 
 
 # --------------------------------------------------------------------------------------------------------------- the page
-
-
-class Tags(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open, self.seen, self.attributes = [], set(), {}
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.add(tag)
-        self.attributes |= {name: value for name, value in attrs if name in ("src", "href", "style", "onclick")}
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.seen.add(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def pictures(text):
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(run, tmp_path):
@@ -527,7 +477,7 @@ def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
     for module, name, value in ((progress, "time", clock), (run_timer, "time", clock), (progress, "_since_s", now_s)):
         monkeypatch.setattr(module, name, value)
     timer = run_timer.RunTimer(import_s=0.5)
-    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), memory_fit=None)
+    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), memory_fit=None, memory_step=None, absent_hosts=0)
     lines = []
     for _ in range(2):
         for power, phase in enumerate(progress.PHASES):
@@ -623,7 +573,9 @@ def test_programs_that_take_more_are_told_of():
 
     first, larger, smaller, timer = Program(5), Program(7), Program(6), RunTimer()
     lines = [
-        timer.record_keys(SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None))
+        timer.record_keys(
+            SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None, memory_step=None, absent_hosts=0)
+        )
         for now in (first, first, larger, first, smaller)
     ]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]
@@ -640,5 +592,7 @@ def test_starts_without_some_hosts_are_named(run):
     notes = list(report_on(run(lines)).notes())
     assert "Steps 5 to 8: without 1 host, on 6 of 8 devices, 1.50 times as long a step." in notes
     assert sum("without" in note for note in notes) == 1
-    lines[4] |= {"devices": "many", "absent_hosts": None}
+    lines[4] |= {"memory_step": 4}
+    assert "Step 5: resumed from step 4 in the memory of the hosts." in list(report_on(run(lines)).notes())
+    lines[4] |= {"devices": "many", "absent_hosts": None, "memory_step": "x"}
     assert not any("without" in note for note in report_on(run(lines)).notes())

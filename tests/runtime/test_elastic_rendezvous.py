@@ -14,7 +14,7 @@ from jaxllm.runtime.elastic_rendezvous import Elastic, WaitingRoom, at_home, com
 from jaxllm.runtime.launchers import Launch
 from jaxllm.runtime.rendezvous import open_port
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
-from jaxllm.runtime.rendezvous_client import RendezvousError
+from jaxllm.runtime.rendezvous_client import RendezvousError, Visit
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(1, 5))
 SECRET = b"s" * 32
@@ -83,6 +83,8 @@ def meeting(launch):
     yield make
     for one in made:
         for room in one.rooms:
+            # Those who wait there would look for another leader.
+            room.ended = True
             room.leave()
         one.pool.shutdown()
 
@@ -178,6 +180,82 @@ def test_as_many_hosts_train_as_have_a_layout(meeting):
             == f"The run has ended while process {rank} on {HOSTS[rank]} waited to return: there is nothing left to train."
         )
         assert error.exit_code == 0
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_launch_of_fewer_hosts_than_the_mesh_has_gets_a_layout_at_once(meeting, attempt):
+    """As where SLURM starts a job of five or four nodes with four."""
+    run = meeting(wait_s=10.0, too_few=lambda hosts: len(hosts) < 5)
+    answers = [future.result(timeout=5) for future in [run.come(rank, attempt=attempt) for rank in range(4)]]
+    assert [answer.rank for answer in answers] == [0, 1, 2, 3]
+    assert {(answer.led.layout, *answer.led.absent) for answer in answers} == {("layout of 4",)}
+    assert run.rooms == []
+
+
+def test_hosts_of_such_a_launch_that_no_layout_uses_stay_in_reserve(meeting, launch, caplog):
+    run = meeting(
+        wait_s=0.3, too_few=lambda hosts: len(hosts) < 5, layout=lambda hosts: layout(hosts) if len(hosts) < 4 else None
+    )
+    futures = [run.come(rank) for rank in range(4)]
+    wait_until(lambda: sum(future.done() for future in futures) == 3)
+    (spare,) = (rank for rank, future in enumerate(futures) if not future.done())
+    assert {future.result().led.layout for future in futures if future.done()} == {"layout of 3"}
+    assert f"No layout fits 4 hosts: training on 3, without {HOSTS[spare]}." in caplog.text
+    (room,) = run.rooms
+    room.grow = pytest.fail
+    # It is there, all are, and they still are too few.
+    wait_until(lambda: spare in room.connections and time.monotonic() > room._grow_at_s + 0.3)
+    assert room._thread.is_alive()
+
+
+def test_a_launch_without_any_layout_is_refused(meeting):
+    errors = meeting(wait_s=10.0, too_few=lambda hosts: True, layout=lambda hosts: None).all(range(4))
+    assert {str(error) for error in errors} == {
+        "No layout fits 4 hosts or fewer, down to launch.least_hosts=2 (the batch does not divide over them, or their memory "
+        "is too small), and the launcher started no more."
+    }
+
+
+def test_those_who_have_no_layout_say_so_and_wait(meeting, caplog):
+    run = meeting(wait_s=0.3, layout=lambda hosts: None)
+    futures = [run.come(rank) for rank in range(3)]
+    wait_until(lambda: "or their memory is too small): waiting for more." in caplog.text)
+    assert not any(future.done() for future in futures)
+    assert {answer.led.layout for answer in [future.result(timeout=LIMIT_S) for future in (*futures, run.come(3))]} == {""}
+
+
+def test_a_host_that_is_lost_while_the_leader_plans_makes_all_meet_again(meeting, launch):
+    planning, lost = threading.Event(), threading.Event()
+
+    def plans(hosts):
+        planning.set()
+        assert lost.wait(LIMIT_S)
+        return layout(hosts)
+
+    run = meeting(wait_s=1.0, layout=plans)
+    others = [run.come(rank) for rank in (0, 1)]
+    with joined(launch, 2):
+        assert planning.wait(LIMIT_S)
+    lost.set()
+    for future in others:
+        error = future.result(timeout=LIMIT_S)
+        assert isinstance(error, RendezvousError)
+        assert f"Process 2 on {HOSTS[2]} joined, but was gone when all were there" in str(error)
+    assert {answer.led.layout for answer in run.all([0, 1])} == {"layout of 2"}
+
+
+def joined(launch, rank):
+    """The connection of a process that leader 0 has taken."""
+    until_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            connection = elastic_rendezvous.connect(*launch.address_of(0), 1.0)
+            break
+        except OSError:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    assert Visit(connection, process(launch, rank), None).introduce(until_s)
+    return connection
 
 
 def test_a_host_trains_with_all_of_its_processes_or_with_none():

@@ -227,7 +227,9 @@ def test_the_phases_are_announced(whole):
 
 def test_a_batch_the_run_does_not_come_to_is_announced(tiny_config):
     config = tiny_config(*RAMP, "train.steps=4").resolve(8)
-    assert list(batch_notes(config))[-1] == ("note: the run ends before train.batch_schedule reaches its batch of 32 sequences")
+    assert list(batch_notes(config))[-1] == (
+        "note: the run ends before its schedule reaches a batch of 32 sequences, 512 tokens a step in 4 microbatches"
+    )
 
 
 def test_no_sample_is_left_out_or_read_twice(whole):

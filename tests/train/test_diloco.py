@@ -14,6 +14,7 @@ import optax
 import outside
 import pytest
 import yaml
+from memory_saves import found_again, layout
 from meshes import Run, unequal_batch
 from run_files import records
 from tiny import TINY
@@ -298,6 +299,14 @@ def test_a_run_killed_inside_a_round_goes_on_exactly(whole, tiny_config, tmp_pat
     assert_equal(resumed.state, trainer.state)
     by_step = [{r["step"]: r["loss"] for r in records(run) if "loss" in r} for run in (folder, copy)]
     assert by_step[0] == by_step[1]
+
+
+def test_rounds_are_kept_in_memory(whole, tmp_path):
+    state = whole[1].state
+    found = found_again(tmp_path, whole[1].config, state)
+    back = found.restore(layout(state, jax.tree.map(lambda x: x.sharding, state)), whole[1].parallelized.table)
+    assert type(back) is type(state)
+    assert_equal(back, state)
 
 
 def test_where_the_first_round_is_damaged_the_steps_before_it_are_taken_up(whole, tiny_config, tmp_path):

@@ -18,7 +18,8 @@ BATCH = ("train.global_batch_sequences=24", "train.microbatch_sequences=1")
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(
-    "more", [(), ("parallel.pipe=2", "parallel.schedule=gpipe"), ("parallel.tensor=2", "parallel.remat=full")]
+    "more",
+    [(), ("parallel.zero=3",), ("parallel.pipe=2", "parallel.schedule=gpipe"), ("parallel.tensor=2", "parallel.remat=full")],
 )
 def test_a_layout_keeps_the_batch_and_what_has_been_tried(tiny_config, hosts, more):
     config = tiny_config(*BATCH, *more)
@@ -27,7 +28,7 @@ def test_a_layout_keeps_the_batch_and_what_has_been_tried(tiny_config, hosts, mo
     assert p.data * p.pipe * p.context * p.tensor == 2 * hosts
     assert found.num_microbatches * found.train.microbatch_sequences * p.data == 24
     # One stage has no schedule.
-    kept = AS_BEFORE if p.pipe > 1 else ("remat", "offload_state")
+    kept = AS_BEFORE if p.pipe > 1 else ("remat", "offload_state", "zero")
     assert {key: getattr(p, key) for key in kept} == {key: getattr(config.parallel, key) for key in kept}
     unchanged = {"parallel", "train"}
     assert found.model_dump(exclude=unchanged) == config.model_dump(exclude=unchanged)
@@ -68,6 +69,24 @@ def test_gpus_of_a_host_are_those_that_any_of_its_processes_sees(tiny_config, mo
     assert layout_here(config, [*of("abcd")[:2], *of("abc")[:1]]) is None
 
 
+@pytest.mark.parametrize(
+    ("mesh", "cpu_devices", "host", "few"),
+    [
+        ("8", 2, {"cpu": True, "gpus": None}, True),
+        ("6", 2, {"cpu": True, "gpus": None}, False),
+        # XLA_FLAGS may have asked for more.
+        ("8", None, {"cpu": True, "gpus": None}, False),
+        ("8", None, {"cpu": False, "gpus": ["a", "b"]}, True),
+        ("4", None, {"cpu": False, "gpus": ["a", "b"]}, False),
+        ("auto", None, {"cpu": False, "gpus": ["a", "b"]}, False),
+        ("8", None, {"cpu": False, "gpus": None}, False),
+    ],
+)
+def test_a_mesh_of_more_devices_than_the_launch_has(tiny_config, mesh, cpu_devices, host, few):
+    config = tiny_config(*BATCH, f"parallel.data={mesh}", f"run.cpu_devices={cpu_devices or 'null'}", "launch.least_hosts=2")
+    assert rules(config).too_few([[SimpleNamespace(**host)]] * 3) is few
+
+
 def test_it_is_off_by_default(tiny_config):
     assert rules(tiny_config()) is None
     found = rules(tiny_config("launch.least_hosts=3", "launch.wait_s=7"))
@@ -92,13 +111,29 @@ def test_without_a_layout_the_config_is_the_same(tiny_config):
 
 
 def test_the_log_says_who_is_missing(tiny_config, monkeypatch):
-    given = tiny_config(*BATCH, "parallel.data=4")
+    given = tiny_config(*BATCH, "parallel.data=4", "launch.least_hosts=2")
     config = with_layout(given, json.dumps({"parallel": {"data": 3}, "microbatch_sequences": 8})).resolve(3)
     assert fewer_hosts.describe(given, given) == ""
     monkeypatch.setattr(distributed, "absent_hosts", lambda: ["h3"])
     assert fewer_hosts.describe(given, config) == (
         "h3 is missing: training on without, the same batches in 1 microbatch, not 6; with all again when it returns"
     )
+
+
+@pytest.mark.parametrize(("devices", "hosts", "absent"), [(3, 3, 1), (4, 2, 2), (6, 6, 2), (8, 4, 0), (8, 8, 0), (16, 4, 0)])
+def test_hosts_that_the_launcher_did_not_start_are_counted(tiny_config, monkeypatch, devices, hosts, absent):
+    """As where SLURM has three nodes for a job of three or four."""
+    given = tiny_config(*BATCH, f"parallel.data={4 if devices == 3 else 8}", "launch.least_hosts=2")
+    config = with_layout(given, json.dumps({"parallel": {"data": devices}, "microbatch_sequences": 1}))
+    monkeypatch.setattr(fewer_hosts.jax, "device_count", lambda: devices)
+    monkeypatch.setattr(distributed, "members", lambda: [SimpleNamespace(host=f"h{rank % hosts}") for rank in range(devices)])
+    assert fewer_hosts.absent_hosts(given) == absent
+    assert fewer_hosts.absent_hosts(tiny_config(*BATCH, "launch.least_hosts=2", "parallel.data=auto")) == 0
+    assert fewer_hosts.absent_hosts(tiny_config(*BATCH, "parallel.data=8")) == 0
+    who = "1 host is" if absent == 1 else f"{absent} hosts are"
+    said = fewer_hosts.describe(given, config)
+    assert said.startswith(f"{who} missing: training on without, ") if absent else said == ""
+    assert not absent or said.endswith("; with all again when the launcher starts all")
 
 
 def test_fewer_devices_than_the_mesh_get_a_layout(tiny_config, monkeypatch, caplog):

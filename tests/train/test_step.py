@@ -7,7 +7,8 @@ import pytest
 
 from jaxllm.mesh import make_mesh
 from jaxllm.train.build import build_training
-from jaxllm.train.optimizer import clip_by_norm, make_learning_rate, make_optimizer
+from jaxllm.train.clipping import clip_by_norm
+from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.step import make_update
 
 

@@ -1,0 +1,246 @@
+"""`jaxllm report RUN RUN ...`: runs side by side, and which of them reached a loss first.
+
+comparison = compare(["runs/small-batch", "runs/large-batch"])
+print("\\n".join(comparison.lines()))
+write_page(comparison, "comparison.html")          (run_report/comparison_page.py)
+
+Everything comes from metrics.jsonl and config.yaml of each run (history.py). No JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import ConfigError
+from jaxllm.run_report.history import History, read_run
+from jaxllm.run_report.summary import usual_rate
+from jaxllm.run_report.svg import number
+
+LETTERS = "ABCDEFGHIJKL"
+"""Labels of the runs. With more runs no chart could be read."""
+WIDEST = 20
+"""Characters of a cell on a terminal; the page has all of them."""
+_TEXT = ("data.tokenizer", "data.source", "data.paths", "data.mixture", "data.chat_template")
+"""Keys of the text and its tokens: if they differ, so may what a nat per token means."""
+_HELD_OUT = ("data.held_out_fraction",)
+_CONTEXT = ("train.sequence_length", "data.packing", "data.mask_documents")
+_OWN = ("run.dir",)
+"""Keys that always differ."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    letter: str
+    name: str
+    history: History
+    reached_at: int | None
+    """Index of the first metrics line with a smoothed loss at or below the common loss."""
+
+    @cached_property
+    def numbers(self) -> dict[str, float | None]:
+        """What the table shows; None for what is not known. Losses are in nats per token, training losses smoothed."""
+        history, smoothed, evaluated = self.history, self.history.smoothed_loss, self.history.evaluated()[1]
+        noise, at = history.noise_tokens, self.reached_at
+        return {
+            "tokens": int(history.tokens[-1]),
+            "steps": int(history.steps[-1]),
+            "hours": _finite(history.hours[-1]),
+            "loss": _finite(smoothed[-1]),
+            "least_loss": _least(smoothed),
+            "eval_loss": _finite(evaluated[-1]) if evaluated.size else None,
+            "least_eval_loss": _least(evaluated),
+            "devices": history.devices,
+            "batch_tokens": float(history.batch_tokens[-1]),
+            "learning_rate": history.config.optimizer.learning_rate,
+            "tokens_per_s_per_device": usual_rate(history),
+            "noise_scale_tokens": None if noise is None else float(noise[-1]),
+            "restarts": len(history.restarts),
+            "steps_to_common_loss": None if at is None else int(history.steps[at]),
+            "tokens_to_common_loss": None if at is None else int(history.tokens[at]),
+            "hours_to_common_loss": None if at is None else _finite(history.hours[at]),
+        }
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """section.key -> value, of the config as it was written, with defaults for keys that an older version did not have."""
+        known = self.history.config.model_dump(mode="json")
+        # The history's config has a placeholder there.
+        known["data"]["tokenizer"] = None
+        return {
+            f"{section}.{key}": value
+            for source in (known, self.history.written)
+            for section, keys in source.items()
+            if isinstance(keys, dict)
+            for key, value in keys.items()
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The complete result of `jaxllm report` with several runs."""
+
+    runs: tuple[ComparedRun, ...]
+    common_loss: float | None
+    """Smoothed training loss; None: the runs have none in common, or their losses are not comparable."""
+
+    @cached_property
+    def differing(self) -> dict[str, list[Any]]:
+        """section.key -> its value in each run, for keys whose values are not all equal."""
+        keys = dict.fromkeys(key for run in self.runs for key in run.settings if key not in _OWN)
+        values = {key: [run.settings.get(key) for run in self.runs] for key in keys}
+        return {key: found for key, found in values.items() if any(one != found[0] for one in found)}
+
+    def first(self, key: str) -> list[list[ComparedRun]]:
+        """The runs with a number, smallest first; those with the same number together."""
+        known = [(value, run) for run in self.runs if (value := run.numbers[key]) is not None]
+        by_value = itertools.groupby(sorted(known, key=lambda one: one[0]), lambda one: one[0])
+        return [[run for _, run in equal] for _, equal in by_value]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; null for unknown values."""
+        orders = {name: self.first(f"{name}_to_common_loss") for name in ("tokens", "hours")}
+        return {
+            "runs": [
+                {
+                    **{"run": str(run.history.folder), "letter": run.letter, "name": run.name},
+                    **run.numbers,
+                    "config": {key: values[number] for key, values in self.differing.items()},
+                }
+                for number, run in enumerate(self.runs)
+            ],
+            "common_loss": self.common_loss,
+            **{f"first_in_{name}": [run.name for run in order[0]] if order else [] for name, order in orders.items()},
+            "warnings": list(self.warnings()),
+        }
+
+    # --------------------------------------------------------------------------------------------------------------- words
+
+    def sentences(self) -> Iterator[str]:
+        """Which run reached the common loss first, and what a reader must know before he compares."""
+        yield from self.warnings()
+        reached = [run for run in self.runs if run.reached_at is not None]
+        if self.common_loss is None or not reached:
+            return
+        who = "Every run" if len(reached) == len(self.runs) else f"{len(reached)} of {len(self.runs)} runs"
+        found = f"{who} reached a training loss of {self.common_loss:.4f} (smoothed): in tokens {self._order('tokens', number)}"
+        if timeless := [run.name for run in reached if run.numbers["hours_to_common_loss"] is None]:
+            yield f"{found}. In hours it is not known, because lines of {', '.join(timeless)} have no times."
+        else:
+            yield f"{found}; in hours {self._order('hours', lambda hours: f'{_hours(hours)} h')}."
+
+    def _order(self, name: str, shown: Callable[[float], str]) -> str:
+        key = f"{name}_to_common_loss"
+        groups = [(" and ".join(run.name for run in runs), _cell(runs[0].numbers[key], shown)) for runs in self.first(key)]
+        (first, least), later = groups[0], ", ".join(f"{names} ({value})" for names, value in groups[1:])
+        return f"{first} first ({least}){f', then {later}' if later else ''}"
+
+    def warnings(self) -> Iterator[str]:
+        for keys, words in (
+            (_TEXT, "The losses are not comparable if the texts or tokenizers are not the same, and the runs differ in {}."),
+            (_HELD_OUT, "The held-out losses are of different texts: the runs differ in {}."),
+            (_CONTEXT, "Tokens do not see the same context, which changes the loss: the runs differ in {}."),
+        ):
+            if found := [key for key in keys if key in self.differing]:
+                yield words.format(" and ".join(found))
+
+    def table(self) -> list[tuple[str, list[str]]]:
+        """Rows of (heading, a text for each run)."""
+        shown: list[tuple[str, str, Callable[[float], str]]] = [
+            ("tokens", "tokens", "{:,}".format),
+            ("steps", "steps", "{:,}".format),
+            ("hours", "hours", _hours),
+            ("loss at the end", "loss", "{:.4f}".format),
+            ("lowest loss", "least_loss", "{:.4f}".format),
+            ("held-out loss at the end", "eval_loss", "{:.4f}".format),
+            ("lowest held-out loss", "least_eval_loss", "{:.4f}".format),
+            ("devices", "devices", "{:,}".format),
+            ("batch, tokens", "batch_tokens", "{:,.0f}".format),
+            ("learning rate", "learning_rate", "{:g}".format),
+            ("tokens/s/device", "tokens_per_s_per_device", number),
+            ("noise scale, tokens", "noise_scale_tokens", number),
+            ("restarts", "restarts", "{:,}".format),
+        ]
+        if self.common_loss is not None:
+            ways = (("steps", "{:,}".format), ("tokens", "{:,}".format), ("hours", _hours))
+            shown += [(f"{name} to {self.common_loss:.4f}", f"{name}_to_common_loss", way) for name, way in ways]
+        rows = [(heading, [_cell(run.numbers[key], way) for run in self.runs]) for heading, key, way in shown]
+        rows += [(key, [_setting(value) for value in values]) for key, values in self.differing.items()]
+        return [row for row in rows if any(cell != "-" for cell in row[1])]
+
+    def lines(self) -> Iterator[str]:
+        """The comparison as terminal text."""
+        yield from self.sentences()
+        yield ""
+        yield from (f"{run.letter}  {run.name}" for run in self.runs)
+        yield ""
+        rows = [("", [run.letter for run in self.runs]), *self.table()]
+        rows = [(name, [cell if len(cell) <= WIDEST else f"{cell[: WIDEST - 1]}…" for cell in cells]) for name, cells in rows]
+        columns = zip(*(cells for _, cells in rows), strict=True)
+        left, widths = max(len(name) for name, _ in rows), [max(map(len, column)) for column in columns]
+        for name, cells in rows:
+            yield f"{name:<{left}}{''.join(f'  {cell:>{width}}' for cell, width in zip(cells, widths, strict=True))}"
+
+
+def compare(folders: Sequence[str | Path], *, loss: float | None = None) -> Comparison:
+    """Reads run directories and compares them.
+
+    Args:
+      loss: smoothed training loss, in nats, at which runs are compared. Default: the lowest that every run reached, if the
+        losses are comparable.
+
+    Raises:
+      ConfigError: a folder is not a run directory or is given twice, there are too many, or none of them reached the loss.
+    """
+    if len(folders) > len(LETTERS):
+        raise ConfigError(f"{len(folders)} runs are too many to tell apart in a chart: give at most {len(LETTERS)}.")
+    places: dict[Path, str | Path] = {}
+    for folder in folders:
+        if (before := places.setdefault(Path(folder).resolve(), folder)) is not folder:
+            raise ConfigError(f"{before} and {folder} are the same run: give each run once.")
+    histories = [read_run(folder) for folder in folders]
+    names = [place.name for place in places]
+    names = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    runs = [ComparedRun(*run, None) for run in zip(LETTERS, names, histories, strict=False)]
+    least = [run.numbers["least_loss"] for run in runs]
+    known = [value for value in least if value is not None]
+    if loss is not None and not any(value <= loss for value in known):
+        lowest = f"the least smoothed loss is {min(known):.4f}; give that or more" if known else "no step has a finite loss"
+        raise ConfigError(f"--loss={loss:g} was reached by none of these runs: {lowest}.")
+    comparable = not any(key in Comparison(tuple(runs), None).differing for key in _TEXT)
+    if loss is None and comparable and len(known) == len(runs):
+        loss = max(known)
+    return Comparison(tuple(ComparedRun(run.letter, run.name, run.history, _reached(run.history, loss)) for run in runs), loss)
+
+
+def _reached(history: History, loss: float | None) -> int | None:
+    there = [] if loss is None else np.flatnonzero(history.smoothed_loss <= loss)
+    return int(there[0]) if len(there) else None
+
+
+def _least(values: np.ndarray) -> float | None:
+    return float(np.nanmin(values)) if np.isfinite(values).any() else None
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _cell(value: float | None, shown: Callable[[float], str]) -> str:
+    return "-" if value is None else shown(value)
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.4g}"
+
+
+def _setting(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
