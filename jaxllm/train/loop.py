@@ -140,6 +140,11 @@ def memory_of(trainer: Trainer, folder: Path) -> Iterator[MemoryCheckpoints | No
         memory.close()
 
 
+def say_damaged(checkpoints: Checkpoints, folder: Path, console: Console) -> None:
+    for sentence in checkpoints.damaged:
+        console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
+
+
 def resume(
     trainer: Trainer, checkpoints: Checkpoints, memory: MemoryCheckpoints | None, folder: Path, console: Console
 ) -> None:
@@ -154,9 +159,10 @@ def resume(
             with progress.phase("restore"):
                 trainer.restore(found)
             trainer.memory_step = trainer.step
+            checkpoints.set_damaged_aside()
+            say_damaged(checkpoints, folder, console)
             newest = "there is none" if stored is None else f"the newest is {stored}"
             console.say(f"resumed from step {trainer.step} in {found.folder}; in {folder} {newest}")
-            checkpoints.set_damaged_aside()
         except LostPieces as error:
             if stored is None:
                 raise
@@ -166,9 +172,8 @@ def resume(
         require_same_run(folder, checkpoints.meta(), trainer.config, trainer.data.fingerprint)
         with progress.phase("restore"):
             trainer.restore(checkpoints)
+        say_damaged(checkpoints, folder, console)
         console.say(f"resumed from step {trainer.step} in {folder}")
-    for sentence in checkpoints.damaged if trainer.step else ():
-        console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
     if memory is not None:
         memory.begin(keep=found)
 

@@ -27,7 +27,7 @@ import jaxllm
 from jaxllm import cli
 from jaxllm.checkpoint import checksums, manager
 from jaxllm.checkpoint.arrays import give_up, read_arrays
-from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
+from jaxllm.checkpoint.files import describe_run, newest_whole, read_meta, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints, SaveError
 from jaxllm.checkpoint.memory import MemoryCheckpoints
 from jaxllm.checkpoint.memory_restore import LostPieces
@@ -372,10 +372,17 @@ def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_
     assert [checkpoints._failure(error).exit_code for error in (gone, copied)] == [exit_codes.LOST] * 2
 
 
-def test_a_run_that_was_killed_resumes_from_memory(tiny_config, whole, tmp_path, monkeypatch, capsys):
-    """On the same mesh bit for bit, with each step's line, and nothing is left in memory at the end."""
+@pytest.mark.parametrize("is_stored", [False, True], ids=["nothing stored", "step 2 stored, 4 damaged"])
+def test_a_run_that_was_killed_resumes_from_memory(is_stored, tiny_config, whole, tmp_path, monkeypatch, capsys):
+    """On the same mesh bit for bit, with each step's line, and nothing is left in memory at the end. A damaged checkpoint of a
+    later step makes room for that step."""
     (tmp_path / "memory").mkdir()
-    memory = ("checkpoint.memory_every_steps=1", f"checkpoint.memory_dir={tmp_path / 'memory'}", "checkpoint.every_steps=100")
+    memory = (
+        "checkpoint.memory_every_steps=1",
+        f"checkpoint.memory_dir={tmp_path / 'memory'}",
+        "checkpoint.asynchronous=false",
+    )
+    memory += (f"checkpoint.every_steps={2 if is_stored else 100}",)
     config = tiny_config(*DATA_8, *memory, f"run.dir={tmp_path / 'run'}")
     advance = jaxllm.Trainer.advance
 
@@ -391,9 +398,15 @@ def test_a_run_that_was_killed_resumes_from_memory(tiny_config, whole, tmp_path,
         patch.setattr(jaxllm.Trainer, "advance", ends)
         with pytest.raises(InterruptedError):
             fit(config)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    if is_stored:
+        (checkpoints / "4").mkdir()
     resumed = fit(config)
     assert resumed.memory_step == 3
-    assert f"resumed from step {resumed.memory_step} in the memory of " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"resumed from step {resumed.memory_step} in the memory of " in said
+    assert ("checkpoint 4 is damaged" in said) == (tmp_path / "run" / "checkpoints-damaged" / "4-1").exists() == is_stored
+    assert newest_whole(checkpoints) == (4, {})
     assert_equal(resumed.state, whole[1])
     assert losses(tmp_path / "run") == losses(whole[0])
     assert list((tmp_path / "memory").iterdir()) == []
