@@ -11,10 +11,11 @@ from tiny import TINY
 from jaxllm.compile.aot import can_compile_for_gpus
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works")
+LORA = "05_fine_tune_with_lora"
+NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works", LORA)
 COMPILES = "02_plan_a_cluster"
-NIGHTLY = (COMPILES, "03_bring_a_model")
-"""Notebooks whose content the tests of plans and of conversion cover."""
+NIGHTLY = (COMPILES, "03_bring_a_model", LORA)
+"""Notebooks whose content the tests of plans, of conversion and of adapters cover."""
 LARGEST_BYTES = 400_000
 
 
@@ -78,6 +79,8 @@ def test_stale_outputs_are_seen_by_their_kind(runner):
 )
 def test_it_runs_from_a_clean_kernel_and_puts_out_what_it_keeps(name, runner, monkeypatch):
     require("nbclient", "ipykernel", "matplotlib")
+    if name == LORA:
+        require("gguf", "peft", "transformers")
     if name == COMPILES and not can_compile_for_gpus():
         pytest.skip("compiling for GPUs needs the extra aot")
     # The compiler flags of conftest.py make programs slow, and set another number of devices.
