@@ -13,7 +13,6 @@ Extension calls it local checkpoints with replication; there the ranks of a resu
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import secrets
@@ -51,6 +50,7 @@ from jaxllm.checkpoint.memory_transfer import Address, Port, get_header, put
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed
 from jaxllm.runtime.authentication import SECRET, SECRET_FILE
+from jaxllm.runtime.launchers import is_loopback
 from jaxllm.runtime.rendezvous_checks import listening_address
 from jaxllm.runtime.socket_messages import Name, Rank, listen
 from jaxllm.untrusted import JSON_BYTES, Text, Whole, checked, parse_json, read_text
@@ -327,14 +327,6 @@ def forget(run_dir: Path) -> None:
     """For a run without checkpoints in memory: those of an earlier start are not its own any more."""
     with suppress(OSError):
         (run_dir / RUN_FILE).unlink(missing_ok=True)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether it is written as an address of this host alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def neighbour(rank: int, hosts: Sequence[str]) -> int | None:

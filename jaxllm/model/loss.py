@@ -66,30 +66,16 @@ def sums_and_gradients(
     added. Without it there are no gradients: None; or `with_gradients` that of h alone, and None for the head's.
     """
     with_gradients = dhead_VD is not None or bool(with_gradients)
-    B, S, D = h_BSD.shape
-    chunks = min(S, -(-B * S // chunk_tokens))
-    C = -(-S // chunks)
-
-    def cut(x):
-        """[B, S, ...] -> [chunks, B, C, ...], padded at the end. The padding has weight 0."""
-        x = jnp.pad(x, [(0, 0), (0, chunks * C - S)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)
-
+    B, S, _ = h_BSD.shape
+    # The padding has weight 0.
+    cut = partial(cut_positions, chunks=min(S, -(-B * S // chunk_tokens)))
     ids_V = jnp.arange(head_VD.shape[0]) + part.first(head_VD.shape[0])
 
     def chunk(carry, inputs):
         objective, loss, dhead_VD = carry
         h_BCD, targets_BC, weights_BC = inputs
-        with jax.named_scope("head"):
-            logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, head_VD, preferred_element_type=jnp.float32)
+        logits_BCV, is_target_BCV, log_z_BC, target_BC = scores(h_BCD, head_VD, targets_BC, ids_V, vocab_size, part)
         with jax.named_scope("loss"):
-            logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
-            top_BC = part.largest(jnp.max(logits_BCV, axis=-1))
-            # A comparison, not a gather: where the vocabulary is sharded, each device reads only its own rows.
-            is_target_BCV = targets_BC[..., None] == ids_V[None, None]
-            target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
-            z_BC, target_BC = part.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
-            log_z_BC = top_BC + jnp.log(z_BC)
             loss_BC = (log_z_BC - target_BC) * weights_BC
             loss += jnp.sum(loss_BC)
             objective += jnp.sum(loss_BC + z_loss_weight * jnp.square(log_z_BC) * weights_BC)
@@ -110,8 +96,37 @@ def sums_and_gradients(
     (objective, loss, dhead_VD), dh = jax.lax.scan(chunk, (zero, zero, dhead_VD), inputs)
     if dh is None:
         return (objective, loss), None
-    dh_BSD = jnp.moveaxis(dh, 0, 1).reshape(B, chunks * C, D)[:, :S]
-    return (objective, loss), (dh_BSD, dhead_VD)
+    return (objective, loss), (joined_positions(dh, S), dhead_VD)
+
+
+def scores(
+    h_BCD: Array, head_VD: Array, targets_BC: Array, ids_V: Array, vocab_size: int, part: VocabularySlice
+) -> tuple[Array, Array, Array, Array]:
+    """(logits, which of them are the target's, log Z, the target's logit) of a chunk, float32 but for the second."""
+    with jax.named_scope("head"):
+        logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, head_VD, preferred_element_type=jnp.float32)
+    with jax.named_scope("loss"):
+        logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
+        top_BC = part.largest(jnp.max(logits_BCV, axis=-1))
+        # A comparison, not a gather: where the vocabulary is sharded, each device reads only its own rows.
+        is_target_BCV = targets_BC[..., None] == ids_V[None, None]
+        target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
+        z_BC, target_BC = part.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
+        return logits_BCV, is_target_BCV, top_BC + jnp.log(z_BC), target_BC
+
+
+def cut_positions(x: Array, chunks: int) -> Array:
+    """[B, S, ...] -> [chunks, B, C, ...], padded at the end."""
+    B, S, *rest = x.shape
+    C = -(-S // chunks)
+    x = jnp.pad(x, [(0, 0), (0, chunks * C - S)] + [(0, 0)] * len(rest))
+    return jnp.moveaxis(x.reshape(B, chunks, C, *rest), 1, 0)
+
+
+def joined_positions(x: Array, S: int) -> Array:
+    """The inverse of cut_positions: [chunks, B, C, ...] -> [B, S, ...]."""
+    chunks, B, C, *rest = x.shape
+    return jnp.moveaxis(x, 0, 1).reshape(B, chunks * C, *rest)[:, :S]
 
 
 def chunked(loss: Callable, chunk_tokens: int) -> Callable:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.model.loss import VocabularySlice, sums_and_gradients
+from jaxllm.model.loss import VocabularySlice, cut_positions, joined_positions, scores, sums_and_gradients
 
 
 def token_losses(
@@ -21,26 +21,15 @@ def token_losses(
 ) -> Float[Array, "B S"]:
     """-log p(target) of each position, float32, without gradients. The arguments are those of loss.sums_and_gradients."""
     B, S, _ = h_BSD.shape
-    chunks = min(S, -(-B * S // chunk_tokens))
-    C = -(-S // chunks)
     ids_V = jnp.arange(head_VD.shape[0]) + part.first(head_VD.shape[0])
-
-    def cut(x):
-        x = jnp.pad(x, [(0, 0), (0, chunks * C - S)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)
 
     def chunk(inputs):
         h_BCD, targets_BC = inputs
-        logits_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, head_VD, preferred_element_type=jnp.float32)
-        logits_BCV = jnp.where((ids_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
-        top_BC = part.largest(jnp.max(logits_BCV, axis=-1))
-        target_BC = jnp.sum(jnp.where(targets_BC[..., None] == ids_V[None, None], logits_BCV, 0.0), axis=-1)
-        z_BC, target_BC = part.total(jnp.stack([jnp.sum(jnp.exp(logits_BCV - top_BC[..., None]), axis=-1), target_BC]))
-        return top_BC + jnp.log(z_BC) - target_BC
+        *_, log_z_BC, target_BC = scores(h_BCD, head_VD, targets_BC, ids_V, vocab_size, part)
+        return log_z_BC - target_BC
 
-    with jax.named_scope("token_losses"):
-        found = jax.lax.map(chunk, (cut(h_BSD), cut(targets_BS)))
-    return jnp.moveaxis(found, 0, 1).reshape(B, chunks * C)[:, :S]
+    cut = partial(cut_positions, chunks=min(S, -(-B * S // chunk_tokens)))
+    return joined_positions(jax.lax.map(chunk, (cut(h_BSD), cut(targets_BS))), S)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -72,9 +73,8 @@ def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]
 
 def reference_of(trainer: Scoring) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
-    score = lambda source, samples: token_losses(trainer, source, samples)  # noqa: E731
     with jax.set_mesh(trainer.mesh):
-        return Reference.compute(trainer.stream.sources, trainer.data.held_out(), score)
+        return Reference.compute(trainer.stream.sources, trainer.data.held_out(), partial(token_losses, trainer))
 
 
 def token_losses(trainer: Scoring, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
@@ -102,5 +102,5 @@ def _text(trainer: Scoring, number: int, source: PackedDocuments, samples: np.nd
 def _pairs(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     assert trainer.reference is not None, "computed or read before the first step"
     samples = samples[samples < source.packing.num_samples]
-    now = log_p(source, samples, lambda source, samples: token_losses(trainer, source, samples))
+    now = log_p(source, samples, partial(token_losses, trainer))
     return judge(now, trainer.reference.held_out[number][samples], trainer.config.train.dpo_beta)

@@ -285,7 +285,7 @@ MINIMAL = {"global_batch_sequences": 1, "sequence_length": 1}
 
 
 def test_a_state_is_read_from_other_hosts(mesh, port, tmp_path):
-    """Of three processes, the files of two are on the other host."""
+    """The files of two of three processes are on the other host."""
     address, there = port
     state, sources = state_on(mesh), []
     for writer in range(3):

@@ -100,7 +100,7 @@ def plain(run, gradients):
 
 
 def flops(config):
-    """Of all matmuls of a step's gradients, as traced on one device."""
+    """FLOPs of all matmuls of a step's gradients, as traced on one device."""
     run = config.resolve(1)
     mesh = make_mesh(run.parallel, jax.devices()[:1])
     functions = parallelize(run, mesh)
