@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from jaxllm.checkpoint.files import why
 from jaxllm.config.errors import ConfigError
-from jaxllm.pretrained.folder import Folder, Index
+from jaxllm.pretrained.folder import Folder, Index, LayerElements
 from jaxllm.pretrained.names import Entry
 from jaxllm.pretrained.safetensors import CODES
 
@@ -94,26 +93,6 @@ class OrbaxFolder(Folder):
             self._flat, whole = None, self._whole(entry.path)
             self._flat = (entry.path, layer, (whole if entry.layers is None else whole[layer]).reshape(-1))
         return self._flat[2]
-
-
-@dataclass(frozen=True)
-class LayerElements:
-    """One layer's array of a parameter, read on demand."""
-
-    folder: OrbaxFolder
-    entry: Entry
-    layer: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.entry.dims)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.folder.dtype(self.entry.path)
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        return self.folder.flat_layer(self.entry, self.layer)[begin:end]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_config import read_object
 from jaxllm.config.model_spec import LORA_A, LORA_B, LORA_TARGETS
 from jaxllm.config.types import PositiveFloat, PositiveInt
-from jaxllm.pretrained.folder import Folder, HuggingFaceFolder, Index, require_shape, tensors_in
+from jaxllm.pretrained.folder import Folder, HuggingFaceFolder, Index, LayerElements, require_shape, tensors_in
 from jaxllm.pretrained.names import Entry
 from jaxllm.pretrained.streaming import Move, in_files, stream
 from jaxllm.untrusted import RefusedInput, checked, shown
@@ -111,7 +111,7 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
         if entry.is_lora:
             stored = dtype or folder.dtype(entry.path)
             for layer, name in enumerate(entry.tensors):
-                moves.append(Move(name, LayerOf(folder, entry, layer), entry.matrix, stored, name))
+                moves.append(Move(name, LayerElements(folder, entry, layer), entry.matrix, stored, name))
                 tensors[name] = (stored, entry.their_shape)
     layout = in_files(tensors, STEM, 2**63, {"format": "pt"})
     stream(moves, layout, aside)
@@ -174,25 +174,4 @@ class MergedFolder(Folder):
         return self._factors[1]
 
     def slab(self, entry: Entry, layer: int) -> Any:
-        return LayerOf(self, entry, layer) if entry.columns else self.base.slab(entry, layer)
-
-
-@dataclass(frozen=True)
-class LayerOf:
-    """One layer's matrix of a folder, in jaxllm's order of dims, read on demand."""
-
-    folder: Folder
-    entry: Entry
-    layer: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.entry.dims)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.folder.dtype(self.entry.path)
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        index = [slice(self.layer, self.layer + 1), *[slice(None)] * len(self.entry.dims)]
-        return self.folder.read(self.entry.path, index).reshape(-1)[begin:end]
+        return LayerElements(self, entry, layer) if entry.columns else self.base.slab(entry, layer)

@@ -16,6 +16,7 @@ Format 1 consists of Orbax files; checkpoint/weights.py reads it.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,31 @@ class Folder:
         shape = self.entries[path].shape
         index = (slice(None),) * len(shape) if index is None else index
         return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+
+    def flat_layer(self, entry: Entry, layer: int) -> np.ndarray:
+        """One layer's elements of a parameter in layers, in order."""
+        index = [slice(layer, layer + 1), *[slice(None)] * len(entry.dims)]
+        return self.read(entry.path, index).reshape(-1)
+
+
+@dataclass(frozen=True)
+class LayerElements:
+    """One layer's array of a parameter, read on demand, in jaxllm's order of dims. It stands for a Slab."""
+
+    folder: Folder
+    entry: Entry
+    layer: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.entry.dims)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.folder.dtype(self.entry.path)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return self.folder.flat_layer(self.entry, self.layer)[begin:end]
 
 
 @dataclass
