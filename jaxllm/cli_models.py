@@ -134,8 +134,9 @@ def data_prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files or quoted patterns (** for folders). .jsonl, .json and .ndjson: one object per line; .parquet: rows; "
-            "any other text file: one document. .gz and .zst are decompressed.",
+            help="Files, quoted patterns (** for folders) or addresses: s3://, gs://, https://, hf://datasets/ORG/NAME/... "
+            ".jsonl and .ndjson: one object per line; .json: that, or one array; .csv, .parquet and .arrow: rows; any other "
+            "text file: one document. .gz and .zst are decompressed.",
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
@@ -174,7 +175,9 @@ def data_prepare(
 
 
 def convert_from_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors, or ORG/NAME of the Hub.")
+    ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
     force: Force = False,
     verify: Verify = False,

@@ -25,6 +25,7 @@ from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_object, stored_section
+from jaxllm.config.hub import folder_of
 from jaxllm.config.model_config import LoraConfig
 from jaxllm.parallel.trained import chosen, with_part
 from jaxllm.pretrained.adapters import AdapterFolder, MergedFolder, open_adapter
@@ -133,9 +134,9 @@ def find_weights(key: str, text: str, step: int | None = None, adapters: Sequenc
 
 
 def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
-    path = Path(text)
     if not text:
         raise ConfigError(f"{key} is empty: give a run directory, one of its checkpoints, or a model folder.")
+    path = folder_of(key, text, weights=True)
     if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
         raise ConfigError(
             f"--step={step} selects a checkpoint of a run directory, and {text} is not a run directory: leave it out."
@@ -146,7 +147,7 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
         require_plain_path(key, path, BACKSLASH)
         return _read_format_1(key, path)
     if is_model_folder(path):
-        opened = open_folder(key, text)
+        opened = open_folder(key, str(path))
         return WeightsSource(opened.description, path, opened.model, None, opened)
     if (path / "checkpoints").is_dir():
         folder = path / "checkpoints"

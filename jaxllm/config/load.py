@@ -97,6 +97,12 @@ def take_named(values: dict[str, Any]) -> None:
             return _take(values, *_of_folder(Path(name)))
         if ran := _as_it_ran(values, name):
             return _take(values, *ran)
+        from jaxllm.config.hub import folder_of, is_hub_name, pinned
+
+        if is_hub_name(name):
+            folder = folder_of("model.name", name, weights=False)
+            model["name"] = pinned(name, folder)
+            return _take(values, *_of_folder(folder))
     values["model"] = {**_published_shape(name), **model}
 
 
@@ -118,11 +124,16 @@ def _of_folder(path: Path) -> tuple[Mapping[str, Any], list[Path]]:
 
 
 def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[Path]] | None:
-    """The same from the files in run.dir, if that run used this model name and the model folder no longer exists."""
+    """The same from the files in run.dir, if that run used this model name and the model folder no longer exists. A model of
+    the Hub stays at the commit that the run began with.
+    """
     run = values.get("run")
     folder = Path(str((run if isinstance(run, Mapping) else {}).get("dir", RunConfig.model_fields["dir"].default)))
     model = read_recipe(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
-    return (model, [folder / "tokenizer"]) if isinstance(model, Mapping) and model.get("name") == name else None
+    if not isinstance(model, Mapping) or not re.fullmatch(re.escape(name) + "(@[0-9a-f]{40})?", str(model.get("name"))):
+        return None
+    values["model"]["name"] = model["name"]
+    return model, [folder / "tokenizer"]
 
 
 def _take(values: dict[str, Any], shape: Mapping[str, Any], tokenizers: Sequence[Path]) -> None:

@@ -92,7 +92,7 @@ class ModelConfig(Section):
     name: str | None = None
     """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it. Or a model folder, Hugging Face's or
     jaxllm's own: it gives the shape and, unless set otherwise, the weights (train.init_from) and the tokenizer for texts
-    (data.tokenizer)."""
+    (data.tokenizer). Or ORG/NAME or ORG/NAME@REVISION, a model of the Hugging Face Hub, stored with its commit."""
     num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)]
     hidden_size: PositiveInt
     intermediate_size: PositiveInt

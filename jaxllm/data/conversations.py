@@ -32,7 +32,8 @@ import numpy as np
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
-from jaxllm.data.records import is_lines, read_objects
+from jaxllm.data.parts import kind_of
+from jaxllm.data.records import read_objects
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.untrusted import RefusedInput
@@ -136,7 +137,7 @@ def _files(patterns: Sequence[str]) -> list[str]:
             f"data.paths is too much to read at the start of each run ({error}): name a smaller folder."
         ) from None
     for path in found:
-        if not is_lines(path):
+        if kind_of(path) != "lines":
             raise ConfigError(f"{path} is not .jsonl: conversations must be JSON lines, one on each line.")
     return found
 

@@ -18,6 +18,8 @@ from jaxllm.untrusted import INT32, RefusedInput, Whole, checked, read_json, rea
 
 FORMAT, VERSION = "jaxllm-tokens", 1
 MANIFEST = "manifest.json"
+INPUTS = "inputs.json"
+"""The inputs, if any came from a store, with their versions. For people: nothing reads it."""
 TOKENIZER = "tokenizer"
 DATA_ENDINGS = (".array_record", ".lengths.npy", ".keys.npy")
 INDEX_SHA256 = "index_sha256"

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.manifest import FORMAT, INDEX_SHA256, MANIFEST, TOKENIZER, VERSION, read_stored
+from jaxllm.data.manifest import FORMAT, INDEX_SHA256, INPUTS, MANIFEST, TOKENIZER, VERSION, read_stored
+from jaxllm.data.parts import InputFile
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
-from jaxllm.data.records import InputFile
 from jaxllm.data.shards import (
     FOR_MANIFEST,
     Origin,
@@ -113,8 +113,9 @@ def prepare(
     With several workers the calling script needs Python's usual `if __name__ == "__main__"`.
 
     Args:
-      inputs: files or glob patterns (** for folders). .jsonl, .json and .ndjson hold one object per line, .parquet holds
-        rows, any other file is one document. .gz and .zst are decompressed. Documents are ordered by the files' sorted paths.
+      inputs: files or glob patterns (** for folders), or addresses as stores.py explains. .jsonl, .json and .ndjson hold one
+        object per line, or .json one array of them; .csv, .parquet and .arrow hold rows; any other file is one document. .gz
+        and .zst are decompressed. Documents are ordered by the files' sorted paths.
       out: the output folder.
       tokenizer: a folder with tokenizer.json, or bytes.
       text_key: the field or column that holds the text.
@@ -265,6 +266,8 @@ def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], t
     try:
         remove_leftovers(folder, of_other_hosts=True)
         _save_tokenizer(folder, tokenizer)
+        if origin.stored and read_stored(folder / INPUTS) != (listed := {"files": list(origin.stored)}):
+            replace_json(folder / INPUTS, listed)
         if read_stored(folder / MANIFEST) != manifest:
             replace_json(folder / MANIFEST, manifest)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads texts from files: plain text, JSON lines or Parquet, optionally compressed with gzip or Zstandard.
+"""Reads texts from files: plain text, JSON lines or arrays, CSV, Parquet or Arrow, optionally compressed by gzip or Zstandard.
 
 A file can be read in parts, so that several processes share a large one: JSON lines by byte range, Parquet by row group. A
 line belongs to the part in which it begins.
@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, BinaryIO
 
-from jaxllm.config.errors import ConfigError, line_of
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.compression import DamagedFile, decompressed
-from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json, reason_of
+from jaxllm.data.parts import InputFile, Part, Record, check_text, is_splittable, kind_of, may_be_array
+from jaxllm.data.rows import arrow_columns, no_column, read_arrow, read_parquet, rows_before
+from jaxllm.data.stores import open_input, require_unchanged, unreadable
+from jaxllm.data.tables import CsvRows, elements
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json
 
-_LINES = (".jsonl", ".json", ".ndjson")
 _CHUNK = 1 << 20
-_ROWS = 256
+_SNIFFED = 4096
 LINE_BYTES, LINE_BYTES_SKIPPED = JSON_BYTES, 4 * JSON_BYTES
 """A longer line is a broken record; a file with a line longer than the second is refused, as it is hardly JSON lines. From the
 bytes of a line to its ids up to ten copies of it are alive: 640 MiB for the longest."""
@@ -36,65 +39,38 @@ _BLANK = 1_000_000
 """Blank lines in a row that are hardly meant."""
 
 
-@dataclass(frozen=True)
-class InputFile:
-    """A file as it was when the work was divided."""
-
-    path: str
-    size: int
-    """Bytes."""
-    modified_ns: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a file: bytes [start, stop), or row groups [start, stop) of Parquet."""
-
-    file: InputFile
-    start: int
-    stop: int
-    size: int
-    """Bytes of the file that belong to this part, for dividing the work."""
+def with_kind(file: InputFile) -> InputFile:
+    """The file with the format of its content, where its name does not say it: a .json holds lines of objects or one array."""
+    if not may_be_array(file.path):
+        return file
+    try:
+        with open_input(file) as raw:
+            begins = decompressed(file.path, raw).read(_SNIFFED)
+    except (DamagedFile, OSError):
+        # Reading it will say what is wrong.
+        return file
+    return replace(file, kind="array") if begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else file
 
 
-class Record(NamedTuple):
-    text: str | None
-    """None for a broken record, and for a text in blocks."""
-    number: int | None
-    """Line or row, counted from 1 in the part; None for a record that is a complete file."""
-    reason: str
-    """Why the record is broken."""
-    read: int
-    """Bytes of the part read so far, counted before decompression."""
-    blocks: Callable[[], Iterator[bytes]] | None = None
-    """Reads a long text in blocks of UTF-8, which may end inside a character."""
-
-
-def is_lines(path: str) -> bool:
-    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith(_LINES)
-
-
-def is_parquet(path: str) -> bool:
-    return path.lower().endswith(".parquet")
-
-
-def is_splittable(path: str) -> bool:
-    """Whether a part of this file can begin at any byte."""
-    return path.lower().endswith(_LINES)
-
-
-def row_groups(path: str, text_key: str) -> list[int]:
-    """Compressed bytes of each row group of a Parquet file.
-
-    Raises:
-      ConfigError: the file is not Parquet, has no column of that name, or pyarrow is not installed.
+def require_column(file: InputFile, text_key: str) -> None:
     """
-    with _parquet(path) as parquet:
-        columns = parquet.schema_arrow.names
-        if text_key not in columns:
-            raise ConfigError(f"{path} has no column {text_key}: set --text-key to one of {', '.join(columns)}.")
-        groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-        return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+    Raises:
+      ConfigError: a table (CSV or Arrow) cannot be read, or has no column of that name.
+    """
+    try:
+        if file.kind == "csv":
+            with open_input(file) as raw:
+                names = CsvRows(_Content(file.path, raw).readline, LINE_BYTES).names
+        elif file.kind == "arrow":
+            names = arrow_columns(file)
+        else:
+            return
+    except DamagedFile as error:
+        raise ConfigError(f"{file.path} cannot be read ({error}): fix it or leave it out.") from None
+    except OSError as error:
+        raise unreadable(file.path, error) from None
+    if text_key not in names:
+        raise no_column(file.path, text_key, names)
 
 
 def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Record]:
@@ -106,27 +82,19 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
     Raises:
       ConfigError: the file cannot be read, has changed since the work was divided, or has a line without an end.
     """
-    path = part.file.path
+    file = part.file
+    tables = {"parquet": read_parquet, "arrow": read_arrow, "csv": _read_csv, "array": _read_array, "lines": _read_lines}
     try:
-        found = os.stat(path)
-        if (found.st_size, found.st_mtime_ns) != (part.file.size, part.file.modified_ns):
-            raise has_changed(part.file)
-        if is_parquet(path):
-            yield from _read_rows(part, text_key)
-        elif is_lines(path):
-            yield from _read_lines(part, text_key)
-        else:
+        require_unchanged(file)
+        if file.kind == "text":
             yield _read_text(part, in_blocks)
+        else:
+            yield from tables[file.kind](part, text_key)
+        if file.address:
+            # A store gives a part in many answers, each of the content at its time.
+            require_unchanged(file)
     except OSError as error:
-        raise unreadable(path, error) from None
-
-
-def unreadable(path: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be read ({reason_of(error)}): fix it or leave it out.")
-
-
-def has_changed(file: InputFile) -> ConfigError:
-    return ConfigError(f"{file.path} has changed while it was being prepared: run the command again when it is finished.")
+        raise unreadable(file.path, error) from None
 
 
 def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
@@ -138,7 +106,7 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     """
     try:
         size = os.stat(path).st_size
-        for line, number, _, damage in _lines(Part(InputFile(path, size, 0), 0, size, size)):
+        for line, number, _, damage in _lines(Part(InputFile(path, size, 0, kind_of(path)), 0, size, size)):
             yield (number, None, damage) if line is None else (number, *_object(line))
     except OSError as error:
         raise unreadable(path, error) from None
@@ -146,10 +114,11 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
 
 def records_before(part: Part) -> int:
     """Lines or rows before the first of this part. Adding it to Record.number gives the number in the file."""
-    if is_parquet(part.file.path):
-        with _parquet(part.file.path) as parquet:
-            return sum(parquet.metadata.row_group(i).num_rows for i in range(part.start))
-    with open(part.file.path, "rb") as file:
+    if part.file.kind == "parquet":
+        return rows_before(part)
+    if part.start == 0:
+        return 0
+    with open_input(part.file) as file:
         lines, left = 0, _skip_to_line(file, part)
         file.seek(0)
         while left > 0 and (chunk := file.read(min(_CHUNK, left))):
@@ -163,7 +132,7 @@ def records_before(part: Part) -> int:
 
 def _read_text(part: Part, in_blocks: bool) -> Record:
     at_most = BLOCKS_FROM if in_blocks else TEXT_BYTES
-    with open(part.file.path, "rb") as raw:
+    with open_input(part.file) as raw:
         try:
             content = decompressed(part.file.path, raw).read(at_most + 1)
         except DamagedFile as error:
@@ -179,18 +148,18 @@ def _read_text(part: Part, in_blocks: bool) -> Record:
 def _in_blocks(part: Part) -> Record:
     """A record whose text is read twice: now to its end, because a document is stored in whole or not at all."""
     try:
-        for _ in _blocks(part.file.path):
+        for _ in _blocks(part.file):
             pass
     except DamagedFile as error:
         return Record(None, None, str(error), part.size)
-    return Record(None, None, "", part.size, lambda: _blocks(part.file.path))
+    return Record(None, None, "", part.size, lambda: _blocks(part.file))
 
 
-def _blocks(path: str) -> Iterator[bytes]:
+def _blocks(of: InputFile) -> Iterator[bytes]:
     """Yields the text of a file in blocks. Raises DamagedFile where it is no text, or expands too far."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
-    with open(path, "rb") as raw:
-        file = decompressed(path, raw)
+    with open_input(of) as raw:
+        file = decompressed(of.path, raw)
         while True:
             block, waiting = file.read(_CHUNK), len(decoder.getstate()[0])
             try:
@@ -232,8 +201,8 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
     """Yields (line, its number in the part from 1, bytes read so far, "") for lines that are not blank. For a line that is too
     long it yields None and the reason. Where the file is damaged it does so too, and ends.
     """
-    with open(part.file.path, "rb") as raw:
-        whole = not is_splittable(part.file.path)
+    with open_input(part.file) as raw:
+        whole = not is_splittable(part.file)
         file = decompressed(part.file.path, raw)
         position = 0 if whole else _skip_to_line(raw, part)
         number = blank = 0
@@ -295,7 +264,7 @@ def _field(line: bytes, text_key: str) -> tuple[str | None, str]:
         return None, reason
     if text_key not in value:
         return None, f"no field {text_key!r}"
-    return _check_text(value[text_key], text_key)
+    return check_text(value[text_key], text_key)
 
 
 def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
@@ -310,64 +279,53 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     return value, ""
 
 
-def _check_text(text: Any, text_key: str) -> tuple[str | None, str]:
-    if not isinstance(text, str):
-        return None, f"field {text_key!r} is not a string"
-    try:
-        # JSON can escape half of a surrogate pair, which no encoding of text can hold.
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return None, f"field {text_key!r} holds half a surrogate pair"
-    return text, ""
+# ------------------------------------------------------------------------------------------------------ arrays and CSV
 
 
-# -------------------------------------------------------------------------------------------------------------- rows
+class _Content:
+    """The content of a file in one direction, decompressed, which may not expand too far."""
+
+    def __init__(self, path: str, raw: BinaryIO):
+        self._raw, self._file = raw, decompressed(path, raw)
+        self._position = self._calls = 0
+
+    def read(self, size: int) -> bytes:
+        return self._checked(self._file.read(size))
+
+    def readline(self, size: int) -> bytes:
+        return self._checked(self._file.readline(size))
+
+    def _checked(self, content: bytes) -> bytes:
+        self._position += len(content)
+        self._calls += 1
+        if self._calls % 64 == 0:
+            _require_modest_expansion(self._file, self._raw, self._position)
+        return content
 
 
-def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
-    from pyarrow import ArrowException
-
-    number, read = 0, 0
-    with _parquet(part.file.path) as parquet:
-        rows = sum(parquet.metadata.row_group(i).num_rows for i in range(part.start, part.stop))
-        for group in range(part.start, part.stop):
-            before = number
-            try:
-                for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=[text_key]):
-                    for value in _values(batch.column(batch.schema.get_field_index(text_key))):
-                        number += 1
-                        read = number * part.size // rows
-                        broken = isinstance(value, UnicodeDecodeError)
-                        text, reason = (None, "not UTF-8") if broken else _check_text(value, text_key)
-                        yield Record(text, number, reason, read)
-            except (ArrowException, OSError) as error:
-                # The rest of the group is lost. Numbers of the next group stay right.
-                yield Record(None, number + 1, f"damaged Parquet ({line_of(error)})", read)
-                number = before + parquet.metadata.row_group(group).num_rows
+def _read_array(part: Part, text_key: str) -> Iterator[Record]:
+    number = 0
+    with open_input(part.file) as raw:
+        try:
+            for number, element in enumerate(elements(_Content(part.file.path, raw).read, LINE_BYTES), 1):
+                text, reason = _field(element, text_key)
+                yield Record(text, number, reason, raw.tell())
+        except DamagedFile as error:
+            yield Record(None, number + 1, str(error), part.size)
 
 
-def _values(column: Any) -> list[Any]:
-    """Converts a column to Python values. A string that is not UTF-8, which Parquet does not check, becomes its error."""
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return [_value(scalar) for scalar in column]
-
-
-def _value(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return error
-
-
-def _parquet(path: str) -> Any:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ConfigError(f"Reading {path} needs pyarrow: pip install 'jaxllm[parquet]'.") from None
-    try:
-        return ParquetFile(path)
-    except (ArrowException, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as Parquet ({line_of(error)}): fix it or leave it out.") from None
+def _read_csv(part: Part, text_key: str) -> Iterator[Record]:
+    number = 0
+    with open_input(part.file) as raw:
+        try:
+            rows = CsvRows(_Content(part.file.path, raw).readline, LINE_BYTES)
+            place = rows.names.index(text_key)
+            for number, (row, reason) in enumerate(rows, 1):
+                text = None
+                if row is not None and len(row) <= place:
+                    reason = f"it has {len(row)} of {len(rows.names)} columns"
+                elif row is not None:
+                    text, reason = check_text(row[place], text_key)
+                yield Record(text, number, reason, raw.tell())
+        except DamagedFile as error:
+            yield Record(None, number + 1, str(error), part.size)

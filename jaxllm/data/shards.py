@@ -24,6 +24,7 @@ from jaxllm.data.compression import DamagedFile
 from jaxllm.data.manifest import (
     DATA_ENDINGS,
     INDEX_SHA256,
+    INPUTS,
     MANIFEST,
     TOKENIZER,
     check_sizes,
@@ -32,7 +33,9 @@ from jaxllm.data.manifest import (
     read_stored,
     shard_name,
 )
-from jaxllm.data.records import Part, Record, has_changed, is_parquet, read_part, records_before
+from jaxllm.data.parts import Part, Record
+from jaxllm.data.records import read_part, records_before
+from jaxllm.data.stores import has_changed
 from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
 
 BROKEN_KEPT = 1000
@@ -69,7 +72,9 @@ class Origin:
     options: dict[str, Any]
     """tokenizer {name, sha256}, text_key, shard_bytes, record_tokens."""
     inputs: dict[str, Any]
-    """count, bytes, and sha256 of names, sizes and dates."""
+    """count, bytes, and sha256 of names, sizes and dates, or versions."""
+    stored: tuple[dict[str, Any], ...] = ()
+    """What INPUTS keeps: path or address, bytes and version of each input, if any came from a store."""
 
 
 def write_shard(
@@ -123,7 +128,7 @@ def remove_shard(folder: Path, name: str) -> None:
 def remove_leftovers(folder: Path, of_other_hosts: bool = False) -> None:
     """Deletes half-written files of dead processes on this host and, on request, half-written shards of other hosts."""
     host = socket.gethostname()
-    for pattern in (".tokens-*.tmp", f".{TOKENIZER}.*.tmp", f".{MANIFEST}.*.tmp"):
+    for pattern in (".tokens-*.tmp", *(f".{name}.*.tmp" for name in (TOKENIZER, MANIFEST, INPUTS))):
         for path in folder.glob(pattern):
             writer, _, process = path.name.removesuffix(".tmp").rpartition("-")
             here = writer.endswith(f".{host}")
@@ -311,7 +316,7 @@ class _Output:
 def _described(part: Part, record: Record, first: int | None) -> dict[str, Any]:
     where = {}
     if first is not None and record.number is not None:
-        where["row" if is_parquet(part.file.path) else "line"] = first + record.number
+        where["line" if part.file.kind == "lines" else "row"] = first + record.number
     return {"file": part.file.path, **where, "reason": record.reason}
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_object, stored_section
+from jaxllm.config.hub import folder_of
 from jaxllm.config.types import PositiveInt
 from jaxllm.pretrained.companions import GENERATION
 from jaxllm.pretrained.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
@@ -230,7 +231,7 @@ def open_folder(key: str, text: str) -> Folder:
     Raises:
       ConfigError: the folder is not a model, is damaged, or holds an unsupported network. The message names the problem.
     """
-    path = Path(text)
+    path = folder_of(key, text, weights=True)
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is not a folder: give one with config.json and *.safetensors, or with model.json.")
     if (path / MODEL).is_file():

@@ -43,6 +43,10 @@ def bomb(path: str, content: bytes, gb: int = 20):
     return make
 
 
+def begins(path: str, *parts: bytes):
+    return lambda: Path(path).write_bytes(b"".join(parts))
+
+
 def zstandard_bomb(path: str):
     return lambda: Path(path).write_bytes(zstandard.ZstdCompressor(19).compress(b"a" * (800 * 10**6)))
 
@@ -158,6 +162,16 @@ CASES = [
     Case("gz-bomb-letters", prepare_words("a.txt.gz"), "expands to more than 100 times", bomb("a.txt.gz", b"a")),
     Case("zst-bomb-line", prepare_words("a.jsonl.zst"), "has a line longer than 256 MiB", zstandard_bomb("a.jsonl.zst")),
     Case("zst-bomb-letters", prepare_words("a.txt.zst"), "expands to more than 100 times", zstandard_bomb("a.txt.zst")),
+    Case("csv-sparse-20gb", prepare_words("a.csv"), "a row is longer than 64 MiB", sparse("a.csv", 300 * 2**20)),
+    Case("csv-quote", prepare_words("a.csv"), "a row is longer than 64 MiB", begins("a.csv", b'text\n"', b"b\n" * 2**26)),
+    Case("csv-columns", prepare_words("a.csv"), "has no column text", begins("a.csv", b"a," * 2**22)),
+    Case("array-sparse-20gb", prepare_words("a.json"), "an element is longer than 64 MiB", sparse("a.json", begins=b"[")),
+    Case(
+        "array-brackets", prepare_words("a.json"), "an element has more than 4,194,304 values", begins("a.json", b"[" * 2**27)
+    ),
+    Case("arrow-sparse-20gb", prepare_words("a.arrow"), "cannot be read as Arrow", sparse("a.arrow")),
+    Case("address-unknown", prepare_words("ftp://host/a"), "is not an address that jaxllm reads"),
+    Case("address-file", prepare_words("file:///etc/passwd"), "is not an address that jaxllm reads"),
     Case("prepare-shard-digits", prepare_words("words.txt", "--shard", "1/" + "9" * 5000), "is not i/n with 0 <= i < n"),
     # Patterns.
     Case("tx-many-star", train("data.paths=/**/*"), "name a smaller folder, or tokenise the files once with jaxllm data"),

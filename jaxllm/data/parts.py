@@ -1,0 +1,82 @@
+"""What `jaxllm data prepare` reads: files, parts of them, and the records in these. The ending of a name decides the format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+LINES_ENDINGS = (".jsonl", ".json", ".ndjson")
+Kind = Literal["text", "lines", "array", "csv", "parquet", "arrow"]
+"""lines: a JSON object per line; array: one JSON array of objects; text: the file is one document."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file as it was when the work was divided."""
+
+    path: str
+    """Its absolute path, or its address without what may be secret (the query of a signed one)."""
+    size: int
+    """Bytes."""
+    modified_ns: int = 0
+    """0 for what has an address."""
+    kind: Kind = "text"
+    address: str = ""
+    """For a file in a store: what is opened; of a Hub, with the commit. It may hold a signature, so it is never shown."""
+    version: str = ""
+    """For a file in a store: what the store changes with the content, such as an ETag, a generation or a SHA-256."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a file: bytes [start, stop), or row groups [start, stop) of Parquet."""
+
+    file: InputFile
+    start: int
+    stop: int
+    size: int
+    """Bytes of the file that belong to this part, for dividing the work."""
+
+
+class Record(NamedTuple):
+    text: str | None
+    """None for a broken record, and for a text in blocks."""
+    number: int | None
+    """Line or row, counted from 1 in the part; None for a record that is a complete file."""
+    reason: str
+    """Why the record is broken."""
+    read: int
+    """Bytes of the part read so far, counted before decompression."""
+    blocks: Callable[[], Iterator[bytes]] | None = None
+    """Reads a long text in blocks of UTF-8, which may end inside a character."""
+
+
+def kind_of(path: str) -> Kind:
+    """The format that a name promises; a file called .json may turn out to be an array."""
+    name = path.lower()
+    if name.endswith((".parquet", ".arrow")):
+        return "parquet" if name.endswith(".parquet") else "arrow"
+    inner = name.removesuffix(".gz").removesuffix(".zst")
+    return "lines" if inner.endswith(LINES_ENDINGS) else "csv" if inner.endswith(".csv") else "text"
+
+
+def may_be_array(path: str) -> bool:
+    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
+
+
+def is_splittable(file: InputFile) -> bool:
+    """Whether a part of this file can begin at any byte."""
+    return file.kind == "lines" and file.path.lower().endswith(LINES_ENDINGS)
+
+
+def check_text(text: object, text_key: str) -> tuple[str | None, str]:
+    """(the text, "") of a field, or (None, why it is broken)."""
+    if not isinstance(text, str):
+        return None, f"field {text_key!r} is not a string"
+    try:
+        # JSON can escape half of a surrogate pair, which no encoding of text can hold.
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return None, f"field {text_key!r} holds half a surrogate pair"
+    return text, ""

@@ -1,0 +1,305 @@
+"""Opens the inputs of `jaxllm data prepare`: files of this machine, and of stores that have an address.
+
+    s3://bucket/texts/**/*.jsonl.zst      s3fs: AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL ...
+    gs://bucket/texts/*.parquet           gcsfs: GOOGLE_APPLICATION_CREDENTIALS, STORAGE_EMULATOR_HOST ...
+    hf://datasets/org/name@revision/*.csv huggingface_hub: HF_TOKEN, HF_ENDPOINT, HF_HOME ...
+    https://host/texts.jsonl.gz           fsspec
+
+Credentials are found by these libraries, as each documents; none passes through here. What is read is the content that was
+listed: a store says a version of it (see InputFile.version), which is compared before and after a part is read. A dataset of
+the Hub is read at the commit that its revision was when the files were listed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, BinaryIO, NoReturn, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from jaxllm.config.errors import ConfigError, line_of
+from jaxllm.data.parts import InputFile, kind_of
+from jaxllm.untrusted import INT64, MIB, reason_of, shown
+
+T = TypeVar("T")
+LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}
+"""What fsspec reads each kind of address with."""
+_CREDENTIALS = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3='{\"anon\": true}'",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; for a public bucket "
+    'FSSPEC_GS=\'{"token": "anon"}\'',
+    "hf": "set HF_TOKEN, or run `hf auth login`, and accept the terms of the dataset on its page",
+    "https": "give an address that is signed, or copy the file here",
+}
+BLOCK, BUFFER = 4 * MIB, MIB
+"""Bytes of one question to a store, and what is taken from them at once."""
+TRIES, FIRST_WAIT_S = 5, 1.0
+"""Questions to S3 and to web servers until one is answered; the wait doubles each time. gcsfs and huggingface_hub ask again for
+half a minute by themselves, s3fs for two seconds."""
+_BUSY = {408, 429, 500, 502, 503, 504}
+LONGEST_VERSION = 512
+
+
+def is_address(text: str) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def find_in_store(pattern: str) -> list[InputFile]:
+    """The files that an address names, or a pattern of addresses (* and ** as for files; not for https).
+
+    Raises:
+      ConfigError: nothing matches, the store does not answer or refuses, or its library is missing.
+    """
+    scheme = _scheme(pattern)
+    if scheme == "hf":
+        return _find_on_hub(pattern)
+    if scheme in ("s3", "gs") and any(mark in pattern for mark in "*?["):
+        found = _asked(pattern, lambda: _filesystem(scheme).glob(pattern, detail=True))
+        infos = [(f"{scheme}://{name}", info) for name, info in found.items() if info["type"] == "file"]
+    else:
+        info = _info(pattern)
+        if info["type"] != "file":
+            raise ConfigError(f"{pattern} is a folder: name the files in it, such as '{pattern.rstrip('/')}/**/*.jsonl'.")
+        infos = [(pattern, info)]
+    if not infos:
+        raise ConfigError(f"No file matches {shown(pattern)!r}: check the bucket and the pattern.")
+    return [_input(address, info) for address, info in infos]
+
+
+def open_input(file: InputFile) -> BinaryIO:
+    """Opens a file for reading at any place. Reading one of a store raises ConfigError where the store does not give it."""
+    return io.BufferedReader(_Stored(file), BUFFER) if file.address else open(file.path, "rb")
+
+
+def require_unchanged(file: InputFile) -> None:
+    """
+    Raises:
+      ConfigError: the file is not the one that was listed.
+      OSError: a local file cannot be read.
+    """
+    if not file.address:
+        found = os.stat(file.path)
+        if (found.st_size, found.st_mtime_ns) != (file.size, file.modified_ns):
+            raise has_changed(file)
+    # A commit of the Hub does not change.
+    elif _scheme(file.address) != "hf":
+        there = _input(file.address, _info(file.address))
+        if (there.size, there.version) != (file.size, file.version):
+            raise has_changed(file)
+
+
+def has_changed(file: InputFile) -> ConfigError:
+    return ConfigError(f"{file.path} has changed while it was being prepared: run the command again when it is finished.")
+
+
+def unreadable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be read ({reason_of(error)}): fix it or leave it out.")
+
+
+# ---------------------------------------------------------------------------------------------------------- listings
+
+
+def _scheme(address: str) -> str:
+    scheme = address.partition("://")[0].lower()
+    if scheme not in LIBRARIES:
+        raise ConfigError(
+            f"{shown(_named(address))} is not an address that jaxllm reads: use s3://, gs://, hf:// or https://, or a file."
+        )
+    return scheme
+
+
+def _named(address: str) -> str:
+    """The address without what may be secret: a signature in the query, a password before the host."""
+    if not address.lower().startswith(("http://", "https://")):
+        return address
+    parts = urlsplit(address)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _info(address: str) -> dict[str, Any]:
+    return _asked(address, lambda: _filesystem(_scheme(address)).info(address))
+
+
+def _input(address: str, info: dict[str, Any], path: str | None = None) -> InputFile:
+    path = _named(address) if path is None else path
+    size, scheme = info.get("size"), _scheme(address)
+    if scheme.startswith("http") and info.get("partial") is False:
+        raise _sends_no_parts(path)
+    if not isinstance(size, int) or not 0 <= size <= INT64:
+        raise ConfigError(f"The store of {path} does not say how long it is: download it, and give the copy.")
+    version = next((str(info[key]) for key in _VERSIONS[scheme] if info.get(key)), "")
+    return InputFile(path, size, 0, kind_of(path), address, shown(version, LONGEST_VERSION))
+
+
+def _sends_no_parts(path: str) -> ConfigError:
+    return ConfigError(f"The server of {path} sends no parts of a file: download it, and give the copy.")
+
+
+_VERSIONS = {
+    "s3": ("ETag",),
+    "gs": ("generation", "etag"),
+    "hf": ("sha256", "blob_id"),
+    "https": ("ETag", "Last-Modified"),
+    "http": ("ETag", "Last-Modified"),
+}
+"""Where fsspec's description of a file has what changes with its content; the first that is there counts."""
+
+
+def _find_on_hub(pattern: str) -> list[InputFile]:
+    fs = _asked(pattern, lambda: _filesystem("hf"))
+    from huggingface_hub import HfApi
+
+    if not pattern.startswith("hf://datasets/"):
+        raise ConfigError(f"{shown(pattern)} is not a dataset: write hf://datasets/ORG/NAME/FILES, or ORG/NAME@REVISION.")
+    place = _asked(pattern, lambda: fs.resolve_path(pattern))
+    if not place.path_in_repo:
+        raise ConfigError(f"{pattern} is a dataset: name files in it, such as '{pattern.rstrip('/')}/**/*.parquet'.")
+    commit = _asked(pattern, lambda: HfApi().dataset_info(place.repo_id, revision=place.revision).sha)
+    root, name = f"datasets/{place.repo_id}@{commit}", f"hf://datasets/{place.repo_id}"
+    found = _asked(pattern, lambda: fs.glob(f"{root}/{place.path_in_repo}", detail=True))
+    files = []
+    for there, info in found.items():
+        if info["type"] == "file":
+            checksum = {"sha256": info["lfs"].sha256} if info.get("lfs") else {}
+            files.append(_input(f"hf://{there}", {**info, **checksum}, name + there.removeprefix(root)))
+    if not files:
+        raise ConfigError(f"No file matches {shown(pattern)!r} at commit {commit}: check the pattern.")
+    return files
+
+
+@lru_cache
+def _filesystem(scheme: str) -> Any:
+    # It warns on each question where there are no credentials, as for a public bucket.
+    logging.getLogger("gcsfs").setLevel(logging.ERROR)
+    try:
+        import fsspec
+
+        # Each question is about what is there now. The Hub's listings are of a commit.
+        return fsspec.filesystem(scheme, **({} if scheme == "hf" else {"use_listings_cache": False}))
+    except (ImportError, ValueError) as error:
+        missing = error.name if isinstance(error, ImportError) and error.name else LIBRARIES[scheme]
+        raise ConfigError(f"Reading {scheme}:// needs {missing}: pip install 'jaxllm[stores]'.") from None
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+class _Stored(io.RawIOBase):
+    """A file of a store. One block is in memory."""
+
+    def __init__(self, file: InputFile):
+        self._file, self._position, self._begin, self._block = file, 0, 0, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        at = self._position - self._begin
+        if not 0 <= at < len(self._block):
+            stop = min(self._file.size, self._position + max(BLOCK, len(buffer)))
+            if stop <= self._position:
+                return 0
+            self._block, self._begin, at = _read(self._file, self._position, stop), self._position, 0
+        piece = self._block[at : at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+
+def _read(file: InputFile, start: int, stop: int) -> bytes:
+    """Bytes [start, stop). Raises ConfigError if the store gives others."""
+    scheme = _scheme(file.address)
+    fs = _filesystem(scheme)
+
+    def ask() -> bytes:
+        if scheme in ("s3", "gs"):
+            return fs.cat_file(file.address, start=start, end=stop)
+        # Where a server ignores the range, fsspec's file stops reading, and its cat_file does not.
+        size = {"size": file.size} if scheme != "hf" else {}
+        with fs.open(file.address, "rb", block_size=stop - start, cache_type="none", **size) as opened:
+            opened.seek(start)
+            return opened.read(stop - start)
+
+    content = _asked(file.address, ask)
+    if len(content) != stop - start:
+        raise has_changed(file)
+    return content
+
+
+def _asked(address: str, question: Callable[[], T]) -> T:
+    """The answer of a store, asked again while it is busy. Raises ConfigError if there is none."""
+    tries = 1 if _scheme(address) in ("gs", "hf") else TRIES
+    for wait_s in (*(FIRST_WAIT_S * 2**number for number in range(tries - 1)), None):
+        try:
+            return question()
+        except ConfigError:
+            raise
+        except Exception as error:
+            if wait_s is None or not _is_busy(error):
+                _refuse(address, error)
+            time.sleep(wait_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of aiohttp, gcsfs, huggingface_hub or botocore is about."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    found = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", response)
+    if isinstance(found, int | str) and str(found).isdecimal():
+        return int(found)
+    return _status(error.__cause__) if error.__cause__ is not None else None
+
+
+def _is_busy(error: BaseException) -> bool:
+    error = _cause(error)
+    if (status := _status(error)) is not None:
+        return status in _BUSY
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    return isinstance(error, OSError) or "Connect" in type(error).__name__ or "Timeout" in type(error).__name__
+
+
+def _cause(error: BaseException) -> BaseException:
+    """fsspec says "not found" of whatever a web server answers."""
+    return error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ is not None else error
+
+
+def _refuse(address: str, error: BaseException) -> NoReturn:
+    """Raises ConfigError. Texts of the libraries may hold the address with its signature, or be pages long."""
+    error = _cause(error)
+    name, scheme, status = shown(_named(address), 300), _scheme(address), _status(error)
+    kind = type(error).__name__
+    if kind == "RepositoryNotFoundError":
+        # To strangers the Hub says no more of what is private.
+        raise ConfigError(f"{name} is not there, or is private: check its name, or set HF_TOKEN.") from None
+    if scheme.startswith("http") and isinstance(error, ValueError):
+        # fsspec's word for a server that ignores the range.
+        raise _sends_no_parts(name) from None
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        raise ConfigError(f"{name} is not there: check the address.") from None
+    if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in kind:
+        why = "no credentials were found" if "NoCredential" in kind or "DefaultCredential" in kind else "access is refused"
+        raise ConfigError(f"{name} cannot be read ({why}): {_CREDENTIALS[scheme.replace('http', 'https')[:5]]}.") from None
+    if _is_busy(error):
+        said = f"it answers {status} again and again" if status else f"it does not answer, {kind}"
+        raise ConfigError(f"{name} cannot be read ({said}): run the command again to resume.") from None
+    said = re.sub(r"[?]\S*", "", shown(line_of(error), 200))
+    reason = f"answer {status}" if status else f"{kind}: {said}"
+    raise ConfigError(f"{name} cannot be read ({reason}): check the address, or copy the file here.") from None

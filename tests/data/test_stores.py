@@ -1,0 +1,366 @@
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from store_servers import Hub, Server, gcs, s3, serving
+
+from jaxllm.config import ConfigError
+from jaxllm.data import stores
+from jaxllm.data.manifest import DATA_ENDINGS
+from jaxllm.data.prepare import prepare
+from jaxllm.data.prepare_inputs import find_inputs
+from jaxllm.data.records import Part, read_part
+
+pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+# Clients of the libraries are left to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+TEXTS = [f"{i} law mesh ring axis " * (i % 9 + 1) for i in range(400)]
+
+
+def lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def table(texts):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": texts}), sink, row_group_size=30)
+    return sink.getvalue().to_pybytes()
+
+
+FILES = {
+    "a/one.jsonl": lines(TEXTS[:150]),
+    "a/b/two.jsonl.gz": gzip.compress(lines(TEXTS[150:200])),
+    "a/three.parquet": table(TEXTS[200:300]),
+    "a/four.csv": ("id,text\n" + "".join(f"{i},{text}\n" for i, text in enumerate(TEXTS[300:350]))).encode(),
+    "a/five.json": json.dumps([{"text": text} for text in TEXTS[350:]]).encode(),
+}
+
+
+class Store:
+    """One kind of store: where its files are, and how one is written."""
+
+    def __init__(self, root, write, patterns):
+        self.root, self.write, self.patterns = root, write, patterns
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """Starts the server of a kind of store when it is first asked for. Every one holds FILES."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        made = {}
+
+        def of(kind, monkeypatch):
+            if kind not in made:
+                made[kind] = MAKERS[kind](stack)
+            store, environment = made[kind]
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            return store
+
+        yield of
+
+
+def make_s3(stack):
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    import boto3
+
+    door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
+    environment = {
+        "AWS_ENDPOINT_URL": door.url,
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "hidden-key",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        # Seconds are left to ours.
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+    client = boto3.client(
+        "s3", endpoint_url=door.url, aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
+    )
+    client.create_bucket(Bucket="texts")
+
+    def write(name, content):
+        client.put_object(Bucket="texts", Key=name, Body=content)
+
+    return filled(Store("s3://texts", write, ["s3://texts/a/**"]), door), environment
+
+
+def make_gs(stack):
+    pytest.importorskip("gcp_storage_emulator")
+    pytest.importorskip("gcsfs")
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud import storage
+
+    door = stack.enter_context(serving(Server(behind=stack.enter_context(gcs()))))
+    client = storage.Client("a-project", AnonymousCredentials(), client_options={"api_endpoint": door.url})
+    bucket = client.create_bucket("texts")
+
+    def write(name, content):
+        bucket.blob(name).upload_from_string(content)
+
+    return filled(Store("gs://texts", write, ["gs://texts/a/**"]), door), {"STORAGE_EMULATOR_HOST": door.url}
+
+
+def make_http(stack):
+    server = stack.enter_context(serving(Server()))
+
+    def write(name, content):
+        server.files["/" + name] = content
+
+    return filled(Store(server.url, write, [f"{server.url}/{name}" for name in FILES]), server), {}
+
+
+def make_hf(stack):
+    server = stack.enter_context(serving(Hub()))
+    stack.enter_context(server.is_the_hub())
+    files = {}
+
+    def write(name, content):
+        files[name] = content
+        server.push("datasets", "people/texts", dict(files))
+
+    return filled(Store("hf://datasets/people/texts", write, ["hf://datasets/people/texts/a/**"]), server), {}
+
+
+def filled(store, server):
+    store.server = server
+    for name, content in FILES.items():
+        store.write(name, content)
+    return store
+
+
+MAKERS = {"s3": make_s3, "gs": make_gs, "http": make_http, "hf": make_hf}
+
+
+@pytest.fixture(params=MAKERS)
+def store(request, servers, monkeypatch):
+    monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.01)
+    found = servers(request.param, monkeypatch)
+    stores._filesystem.cache_clear()
+    yield found
+    found.server.failures.clear()
+
+
+def here(inputs, out, **options):
+    return prepare(inputs, out, tokenizer="bytes", **{"workers": 1, "progress": False, "shard_bytes": 9000, **options})
+
+
+def data_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.endswith(DATA_ENDINGS)}
+
+
+def local(tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return [str(tmp_path / "a/**")]
+
+
+def test_a_store_gives_the_bytes_that_files_give(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "BLOCK", 3000)
+    monkeypatch.setattr(stores, "BUFFER", 2000)
+    summary = here(store.patterns, tmp_path / "out")
+    assert (summary.documents, summary.broken) == (400, 0)
+    assert summary.shards > 3
+    here(local(tmp_path), tmp_path / "local")
+    assert data_of(tmp_path / "out") == data_of(tmp_path / "local")
+    listed = json.loads((tmp_path / "out/inputs.json").read_text())
+    assert [one["bytes"] for one in listed["files"]] == [len(FILES[name]) for name in sorted(FILES)]
+    assert all(one["version"] for one in listed["files"])
+    assert not (tmp_path / "local/inputs.json").exists()
+
+
+only = pytest.mark.parametrize
+
+
+@only("store", ["s3"], indirect=True)
+def test_workers_and_machines_make_the_same_folder(store, tmp_path):
+    here(store.patterns, tmp_path / "one")
+    here(store.patterns, tmp_path / "three", shard=(0, 3), workers=2)
+    for part in (1, 2):
+        here(store.patterns, tmp_path / "three", shard=(part, 3))
+    one, three = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "three"))
+    assert one == three
+    assert not any(b"hidden-key" in content for content in one.values())
+
+
+def test_a_change_is_noticed_before_and_while_a_part_is_read(store, monkeypatch):
+    monkeypatch.setattr(stores, "BLOCK", 2000)
+    monkeypatch.setattr(stores, "BUFFER", 500)
+    longer, other = lines(["law " * 50] * 80), lines(["axe " * 50] * 80)
+    store.write("b/changing.jsonl", longer)
+    (file,) = find_inputs([f"{store.root}/b/changing.jsonl"], Path("out"))
+    records = read_part(Part(file, 0, file.size, file.size), "text")
+    assert next(records).text == "law " * 50
+    store.write("b/changing.jsonl", other)
+    if store.root.startswith("hf"):
+        # A commit stays what it is, and the next listing is of another one.
+        assert [record.text for record in records] == ["law " * 50] * 79
+        (newer,) = find_inputs([f"{store.root}/b/changing.jsonl"], Path("out"))
+        assert (newer.path, newer.size) == (file.path, file.size)
+        assert newer.version != file.version
+        return
+    with pytest.raises(ConfigError, match=r"changing\.jsonl has changed while it was being prepared"):
+        list(records)
+    with pytest.raises(ConfigError, match=r"changing\.jsonl has changed while it was being prepared"):
+        next(read_part(Part(file, 0, file.size, file.size), "text"))
+
+
+def test_a_busy_store_is_asked_again(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    (file,) = find_inputs([f"{store.root}/a/one.jsonl"], tmp_path)
+    store.server.failures = [503, 503]
+    assert [record.text for record in read_part(Part(file, 0, file.size, file.size), "text")] == TEXTS[:150]
+    assert not store.server.failures
+
+
+@only("store", ["s3", "http"], indirect=True)
+def test_a_store_that_stays_busy_ends_with_one_sentence_and_later_the_rest_is_made(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "TRIES", 2)
+    monkeypatch.setattr(stores, "BLOCK", 1000)
+    monkeypatch.setattr(stores, "BUFFER", 1000)
+    read, calls = stores._read, []
+
+    def after_a_while(file, start, stop):
+        calls.append(start)
+        if len(calls) == 40:
+            store.server.failures = [503] * 1000
+        return read(file, start, stop)
+
+    monkeypatch.setattr(stores, "_read", after_a_while)
+    with pytest.raises(ConfigError, match=r"cannot be read \(it answers 503 again and again\): run the command again"):
+        here(store.patterns, tmp_path / "out")
+    monkeypatch.setattr(stores, "_read", read)
+    store.server.failures = []
+    done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert done
+    summary = here(store.patterns, tmp_path / "out")
+    assert summary.complete
+    assert 0 < summary.shards_written < summary.shards
+    assert done.items() <= {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}.items()
+    here(local(tmp_path), tmp_path / "local")
+    assert data_of(tmp_path / "out") == data_of(tmp_path / "local")
+
+
+def refused(pattern, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        here([pattern], tmp_path / "refused")
+    assert not (tmp_path / "refused/manifest.json").exists()
+    return str(caught.value)
+
+
+def test_what_is_not_there_is_named(store, tmp_path):
+    where = f"{store.root}/none.jsonl"
+    said = refused(where, tmp_path)
+    assert said.startswith((f"{where} is not there", f"No file matches '{where}' at commit"))
+    if store.root.startswith("http"):
+        return
+    assert "is a folder" in refused(f"{store.root}/a", tmp_path) or store.root.startswith("hf")
+    assert refused(f"{store.root}/a/*.txt", tmp_path).startswith(f"No file matches '{store.root}/a/*.txt'")
+    unknown = store.root.replace("texts", "nowhere") + "/a.jsonl"
+    assert refused(unknown, tmp_path).startswith(f"{unknown} is not there")
+
+
+@only(("status", "says"), [(403, "access is refused): give an address that is signed"), (418, "(answer 418): check")])
+def test_what_a_server_says_is_told_without_the_signature(servers, monkeypatch, tmp_path, status, says):
+    store = servers("http", monkeypatch)
+    store.server.failures = [status] * 2
+    signed = f"{store.root.replace('://', '://me:password@')}/a/one.jsonl?Signature=hidden-signature"
+    said = refused(signed, tmp_path)
+    store.server.failures = []
+    assert says in said
+    assert "hidden" not in said
+    assert "password" not in said
+
+
+def test_a_server_that_is_away_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.0)
+    with serving(Server()) as server:
+        address = f"{server.url}/a.jsonl"
+    assert refused(address, tmp_path).startswith(f"{address} cannot be read (it does not answer, ClientConnectorError): run")
+
+
+def test_a_signature_is_used_and_not_stored(servers, monkeypatch, tmp_path):
+    store = servers("http", monkeypatch)
+    here([f"{store.root}/a/one.jsonl?Signature=hidden-signature"], tmp_path / "out")
+    assert ("GET", "/a/one.jsonl?Signature=hidden-signature") in store.server.seen
+    assert not any(b"hidden" in path.read_bytes() for path in (tmp_path / "out").iterdir())
+    # A new signature for the same content resumes.
+    assert here([f"{store.root}/a/one.jsonl?Signature=another"], tmp_path / "out").shards_written == 0
+
+
+def test_a_server_without_ranges_is_not_read_whole(servers, monkeypatch, tmp_path):
+    store = servers("http", monkeypatch)
+    monkeypatch.setattr(store.server, "accepts_ranges", "none")
+    assert "sends no parts of a file: download it" in refused(f"{store.root}/a/one.jsonl", tmp_path)
+
+
+def test_a_server_that_ignores_ranges_is_noticed(servers, monkeypatch, tmp_path):
+    store = servers("http", monkeypatch)
+    monkeypatch.setattr(stores, "BLOCK", 1000)
+    monkeypatch.setattr(store.server, "accepts_ranges", "yes, but not really")
+    assert "sends no parts of a file: download it" in refused(f"{store.root}/a/one.jsonl", tmp_path)
+
+
+def test_without_credentials_the_variables_are_named(servers, monkeypatch, tmp_path):
+    servers("s3", monkeypatch)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    import fsspec
+
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    stores._filesystem.cache_clear()
+    said = refused("s3://texts/a/one.jsonl", tmp_path)
+    assert "(no credentials were found): set AWS_PROFILE, or AWS_ACCESS_KEY_ID and" in said
+
+
+def test_gated_datasets_say_what_to_set(servers, monkeypatch, tmp_path):
+    store = servers("hf", monkeypatch)
+    monkeypatch.setattr(store.server, "gated", {"people/texts"})
+    stores._filesystem.cache_clear()
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    said = refused("hf://datasets/people/texts/a/one.jsonl", tmp_path)
+    assert "one.jsonl cannot be read (access is refused): set HF_TOKEN" in said
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    assert here(["hf://datasets/people/texts/a/one.jsonl"], tmp_path / "out").documents == 150
+    assert not any(b"secret-token" in path.read_bytes() for path in (tmp_path / "out").iterdir())
+
+
+def test_the_commit_is_pinned_and_can_be_named(servers, monkeypatch, tmp_path):
+    store = servers("hf", monkeypatch)
+    first, *_, last = store.server.repos["datasets", "people/texts"]
+    here([f"hf://datasets/people/texts@{last}/a/**"], tmp_path / "out")
+    listed = json.loads((tmp_path / "out/inputs.json").read_text())["files"]
+    assert listed[-1]["file"] == f"hf://datasets/people/texts@{last}/a/three.parquet"
+    assert "No file matches" in refused(f"hf://datasets/people/texts@{first}/a/*.csv", tmp_path / "first")
+    # A commit that leaves these files alone resumes the folder; one that changes them does not.
+    store.write("README.md", b"words")
+    assert here(store.patterns, tmp_path / "out").shards_written == 0
+    store.write("a/one.jsonl", lines(["axe"]))
+    with pytest.raises(ConfigError, match="holds shards of other inputs"):
+        here(store.patterns, tmp_path / "out")
+    store.write("a/one.jsonl", FILES["a/one.jsonl"])
+
+
+@only(("module", "pattern"), [("s3fs", "s3://texts/a"), ("gcsfs", "gs://texts/a"), ("huggingface_hub", "hf://datasets/a/b/c")])
+def test_a_missing_library_says_what_to_install(module, pattern, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    known = sys.modules["fsspec.registry"]._registry
+    monkeypatch.delitem(known, pattern[:2], raising=False)
+    stores._filesystem.cache_clear()
+    assert refused(pattern, tmp_path) == f"Reading {pattern[:2]}:// needs {module}: pip install 'jaxllm[stores]'."
+
+
+@only("pattern", ["ftp://host/a", "s4://texts/a", "file:///etc/passwd", "memory://a"])
+def test_other_addresses_are_refused(pattern, tmp_path):
+    assert "is not an address that jaxllm reads: use s3://, gs://, hf:// or https://" in refused(pattern, tmp_path)

@@ -1,0 +1,121 @@
+"""Models by their name on the Hub, from a server that answers as the Hub does."""
+
+import sys
+
+import numpy as np
+import pytest
+from hf_folders import HUB, random_weights, write_folder
+from store_servers import Hub, serving
+from tiny import TINY
+
+from jaxllm.checkpoint.hf_convert import from_hf
+from jaxllm.checkpoint.weights import initial_weights
+from jaxllm.config import ConfigError, load_config
+from jaxllm.pretrained.folder import open_folder
+from jaxllm.train.loop import fit
+
+pytest.importorskip("huggingface_hub")
+CONFIG = {**HUB, "vocab_size": 259}
+NAME = "people/small"
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    """The files of a model as it was first, and later."""
+    parent = tmp_path_factory.mktemp("versions")
+    return [files_of(write_folder(parent / str(seed), CONFIG, random_weights(CONFIG, seed=seed), 2)) for seed in (0, 1)]
+
+
+@pytest.fixture
+def hub(versions, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serving(Hub()) as server, server.is_the_hub(tmp_path / "cache"):
+        server.first = server.push("models", NAME, versions[0])
+        yield server
+
+
+def recipe(tmp_path, text_file, **model):
+    return {
+        "model": {"name": NAME, "compute_dtype": "float32", **model},
+        "train": TINY["train"] | {"steps": 1},
+        "data": {"source": "files", "paths": [str(text_file)], "held_out_fraction": 0},
+        "log": {"sample_tokens": 0},
+        "run": {"dir": str(tmp_path / "run")},
+    }
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    (tmp_path / "text.txt").write_text("law mesh ring axis " * 100)
+    return tmp_path / "text.txt"
+
+
+def embedding(config):
+    return np.asarray(initial_weights(config).outline().read(("embedding",)))
+
+
+def test_the_shape_needs_no_weights_and_a_run_keeps_its_commit(hub, versions, tmp_path, text_file):
+    config = load_config(recipe(tmp_path, text_file))
+    assert config.model.name == config.train.init_from == f"{NAME}@{hub.first}"
+    assert (config.model.num_layers, config.model.vocab_size) == (3, 259)
+    assert not any("safetensors" in path and "index" not in path for method, path in hub.seen if "resolve" in path)
+    expected = random_weights(CONFIG, seed=0)["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(embedding(config)[: len(expected)], expected)
+    fit(config)
+
+    second = hub.push("models", NAME, versions[1])
+    assert load_config(recipe(tmp_path, text_file)).model.name == f"{NAME}@{hub.first}"
+    newer = load_config(recipe(tmp_path, text_file), [f"run.dir={tmp_path / 'other'}"])
+    assert newer.model.name == f"{NAME}@{second}"
+    assert not np.array_equal(embedding(newer), embedding(config))
+    named = load_config(recipe(tmp_path, text_file), [f"run.dir={tmp_path / 'other'}", f"model.name={NAME}@{hub.first}"])
+    np.testing.assert_array_equal(embedding(named), embedding(config))
+
+
+def test_commands_take_names(hub, tmp_path):
+    from_hf(NAME, str(tmp_path / "converted"))
+    expected = random_weights(CONFIG, seed=0)["model.norm.weight"]
+    np.testing.assert_array_equal(open_folder("x", str(tmp_path / "converted")).read(("final_norm", "scale")), expected)
+
+
+def test_without_a_network_the_cache_serves_and_else_the_way_out_is_named(hub, tmp_path, text_file, monkeypatch):
+    from huggingface_hub import constants
+
+    values = recipe(tmp_path, text_file)
+    before = embedding(load_config(values))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    np.testing.assert_array_equal(embedding(load_config(values)), before)
+    with pytest.raises(ConfigError, match=r"^model.name=a/b is not a folder here, .*: run `hf download a/b` where there is a"):
+        load_config(values, ["model.name=a/b"])
+    with pytest.raises(ConfigError, match=r"^SRC=a/b@v1 is not .*`hf download a/b --revision v1` where"):
+        open_folder("SRC", "a/b@v1")
+
+
+def test_what_the_hub_refuses_is_one_sentence(hub, tmp_path, text_file):
+    hub.gated = {"people/gated"}
+    hub.push("models", "people/gated", {"config.json": b"{}"})
+    for name, says in {
+        "people/none": "is neither a folder here nor a model that the Hub shows: check the name, or set HF_TOKEN",
+        f"{NAME}@v9": f": the Hub has {NAME}, but no revision v9: name another",
+        "people/gated": "is given to those who accept its terms: do so on its page, and set HF_TOKEN",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(recipe(tmp_path, text_file), [f"model.name={name}"])
+        assert str(caught.value).startswith(f"model.name={name}")
+        assert says in str(caught.value)
+
+
+def test_a_repository_of_something_else_is_refused(hub, tmp_path, text_file):
+    hub.push("models", "people/words", {"README.md": b"words"})
+    with pytest.raises(ConfigError, match=r"holds no model: give a folder with config.json"):
+        load_config(recipe(tmp_path, text_file), ["model.name=people/words"])
+
+
+def test_without_the_library_the_extra_is_named(tmp_path, text_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"load the model from the Hub with pip install 'jaxllm\[stores\]'"):
+        load_config(recipe(tmp_path, text_file))
