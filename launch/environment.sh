@@ -189,7 +189,7 @@ share_secret() {
 
 # Variables of a single process stay here, and so do those for this machine's environment only.
 forwarded_variables() {
-  compgen -e | grep -E '^(JAXLLM|JAX|XLA|TF|NCCL|HF|WANDB|OMP)_|^(PYTHONPATH|PYTHONUNBUFFERED|LD_LIBRARY_PATH)$' |
+  compgen -e | grep -E '^(JAXLLM|JAX|XLA|TF|NCCL|HF|WANDB|MLFLOW|OMP)_|^(PYTHONPATH|PYTHONUNBUFFERED|LD_LIBRARY_PATH)$' |
     grep -vxE 'JAXLLM_(VENV|BEAT_FD|PROCESS_ID)|JAX_(NUM_PROCESSES|PROCESS_ID)' || true
 }
 

@@ -5,16 +5,8 @@ from jaxllm.config.config import Config, json_schema, load_config
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.load import config_folder, published_models, with_overrides
 from jaxllm.config.model_config import ModelConfig, RopeScaling, whole_rope_scaling
-from jaxllm.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    LogConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    SourceConfig,
-    TrainConfig,
-)
+from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
+from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, SourceConfig, TrainConfig
 from jaxllm.config.types import (
     ATTENTION_RESULTS,
     AUTO,

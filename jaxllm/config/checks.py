@@ -5,14 +5,16 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
-from jaxllm.config.errors import refuse
+from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.model_spec import LAYERS, parameters
-from jaxllm.config.sections import DataConfig, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from jaxllm.config.run_sections import LogConfig
+from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
 from jaxllm.untrusted import shown
 
@@ -254,6 +256,29 @@ def check_batch_schedule(train: TrainConfig) -> None:
         )
 
 
+def check_log(data: DataConfig, train: TrainConfig, log: LogConfig, of_bytes: bool) -> None:
+    """Checks the log section. `of_bytes`: the run reads one text in memory, as bytes."""
+    wants = train.eval_every_steps or log.baselines
+    if data.source == GIVEN and wants:
+        raise refuse(
+            "train.eval_every_steps and log.baselines need held-out text, and data.source=given has none: remove them."
+        )
+    if data.held_out_fraction == 0 and wants:
+        raise refuse(
+            "train.eval_every_steps and log.baselines need held-out text: set data.held_out_fraction above 0 or remove them."
+        )
+    if log.baselines and not of_bytes:
+        raise refuse(
+            "log.baselines counts bytes of one text in memory: set log.baselines=false, or read files without a tokenizer."
+        )
+    if log.wandb_project is None and (log.wandb_entity or log.wandb_group or log.wandb_tags):
+        raise refuse(
+            "log.wandb_entity, wandb_group and wandb_tags have no effect alone: set log.wandb_project, or remove them."
+        )
+    if log.profile_steps and not 1 <= log.profile_steps[0] <= log.profile_steps[1] <= train.steps:
+        raise refuse(f"log.profile_steps={list(log.profile_steps)} is not [first, last] within 1..{train.steps}.")
+
+
 def frozen_parameters(model: ModelConfig, train: TrainConfig) -> frozenset[str]:
     """Paths of the parameters that are not trained."""
     # Type checkers do not know that a frozen model of pydantic is hashable.
@@ -303,3 +328,23 @@ def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
     }
     if found := next((key for key, is_set in unlike.items() if is_set), None):
         raise refuse(f"{found} does not go together with {what}: leave one of them out.")
+
+
+def without_passwords(text: str) -> str:
+    """A text without what stands before the @ of its URLs: a user's name, and maybe a password or a token."""
+    return re.sub(r"://[^/@\s]+@", "://", text)
+
+
+def check_passwords(values: Any, key: str = "") -> None:
+    """Refuses a password in a URL anywhere in an unchecked config, because config.yaml and trackers would keep it."""
+    if isinstance(values, str) and without_passwords(values) != values:
+        raise ConfigError(
+            f"{key} has a user or password in a URL, which config.yaml would keep: remove it, and give keys in the "
+            f"variables that the library of that address reads."
+        )
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            check_passwords(value, f"{key}.{name}".removeprefix("."))
+    elif isinstance(values, list | tuple):
+        for number, value in enumerate(values):
+            check_passwords(value, f"{key}[{number}]")

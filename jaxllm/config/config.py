@@ -23,8 +23,10 @@ from jaxllm.config.checks import (
     check_batch_schedule,
     check_diloco,
     check_frozen,
+    check_log,
     check_loss,
     check_optimizer,
+    check_passwords,
     check_preferences,
     check_remat,
     check_split,
@@ -37,18 +39,9 @@ from jaxllm.config.checks import (
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.sections import (
-    CONVERSATIONS,
-    CheckpointConfig,
-    DataConfig,
-    LaunchConfig,
-    LogConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
-from jaxllm.config.types import AUTO, GIVEN, Section, divisors
+from jaxllm.config.run_sections import CheckpointConfig, LaunchConfig, LogConfig, RunConfig
+from jaxllm.config.sections import CONVERSATIONS, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from jaxllm.config.types import AUTO, Section, divisors
 from jaxllm.display import table
 
 
@@ -107,7 +100,7 @@ class Config(Section):
             raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
             raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
-        _check_log(self, of_bytes=reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"})
+        check_log(self.data, train, self.log, of_bytes=reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"})
         return self
 
     def __repr__(self) -> str:
@@ -277,26 +270,6 @@ def _devices(count: int) -> str:
     return "1 device" if count == 1 else f"{count} devices"
 
 
-def _check_log(config: Config, of_bytes: bool) -> None:
-    """Checks the log section. `of_bytes`: the run reads one text in memory, as bytes."""
-    log = config.log
-    wants = config.train.eval_every_steps or log.baselines
-    if config.data.source == GIVEN and wants:
-        raise refuse(
-            "train.eval_every_steps and log.baselines need held-out text, and data.source=given has none: remove them."
-        )
-    if config.data.held_out_fraction == 0 and wants:
-        raise refuse(
-            "train.eval_every_steps and log.baselines need held-out text: set data.held_out_fraction above 0 or remove them."
-        )
-    if log.baselines and not of_bytes:
-        raise refuse(
-            "log.baselines counts bytes of one text in memory: set log.baselines=false, or read files without a tokenizer."
-        )
-    if log.profile_steps and not 1 <= log.profile_steps[0] <= log.profile_steps[1] <= config.train.steps:
-        raise refuse(f"log.profile_steps={list(log.profile_steps)} is not [first, last] within 1..{config.train.steps}.")
-
-
 def _check_microbatches(config: Config) -> None:
     """Raises if the batch of a phase does not divide over the data ranks, if its microbatches do not divide over an interleaved
     pipeline, or if it has a single part where the noise scale needs two."""
@@ -382,6 +355,8 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     values = read_recipe(find_recipe(Path(path))) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
     # A section whose keys are all commented out is None in YAML.
     values = with_overrides(values, overrides)
+    # First, because other refusals show values.
+    check_passwords(values)
     model = values.get("model")
     if isinstance(model, dict) and model.get("name") is not None:
         take_named(values)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
-from jaxllm.config.sections import RunConfig
+from jaxllm.config.run_sections import RunConfig
 from jaxllm.untrusted import RefusedInput, parse_yaml, read_yaml, shown
 
 

@@ -24,17 +24,12 @@ from jaxllm.config.types import (
     PositiveInt,
     Ranks,
     Remat,
-    Seconds,
     Section,
     Seed,
     Switch,
-    XlaOptions,
     one_or_more,
 )
 from jaxllm.untrusted import RefusedInput, shown
-
-MOST_CPU_DEVICES = 4096
-"""Each has its own threads: JAX takes a minute and a gigabyte to make 20,000."""
 
 
 class ParallelConfig(Section):
@@ -310,82 +305,3 @@ class TrainConfig(Section):
     """Batches of held-out text per source in each evaluation before the end; default: all of the text. A batch has
     microbatch_sequences on every data rank, times parallel.pipe. The evaluation at the end reads all text, up to 16,777,216
     tokens per source."""
-
-
-class CheckpointConfig(Section):
-    """The last step is always saved, and so is the current step when a signal ends the run."""
-
-    every_steps: PositiveInt | None = None
-    """Steps between checkpoints."""
-    every_minutes: Seconds | None = 30.0
-    """Minutes between checkpoints, in addition; null: never."""
-    keep: PositiveInt = 2
-    """Number of newest checkpoints to keep."""
-    keep_every_steps: PositiveInt | None = None
-    """Checkpoints at multiples of this step are saved and never deleted."""
-    asynchronous: Switch = True
-    """Write while training continues: the run waits only for the copy from the devices."""
-    memory_every_steps: PositiveInt | None = None
-    """Steps between checkpoints in memory: each host keeps its part of the state and that of another host, so that a run which
-    loses a process or a host resumes there (docs/checkpoints.md). null: none."""
-    memory_dir: Annotated[str, Field(min_length=1)] = "/dev/shm"
-    """Folder of each host for them, in its memory or on a disk of its own."""
-
-
-class LogConfig(Section):
-    every_steps: PositiveInt = 10
-    """Steps between lines on the terminal (or in the log file); metrics.jsonl has every step."""
-    baselines: Switch = False
-    """Print byte bigram and trigram losses on the same held-out text at the end."""
-    sample_tokens: Count = 0
-    """Length of the text sampled at the end."""
-    sample_prompt: Annotated[str, Field(min_length=1)] = "The "
-    """Start of the sampled text."""
-    tensorboard: Switch = False
-    wandb_project: str | None = None
-    layer_norms_every: PositiveInt | None = None
-    """Steps between records of each layer's gradient norm and of the root mean square of its output in one microbatch, which
-    costs one forward pass of that microbatch; null: never."""
-    noise_scale_every: PositiveInt | None = None
-    """Steps between measurements of the gradient noise scale, which predicts the benefit of a larger batch. It compares parts
-    of a step (data ranks, microbatches), so there must be at least two. Above 1, these steps have their own program, compiled
-    when the first is due. null: never."""
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
-    """[first, last]: write a profiler trace of these steps into run.dir/profile."""
-
-
-class LaunchConfig(Section):
-    least_hosts: Annotated[int, Field(ge=1, strict=True)] | None = None
-    """If a host is lost and not back within launch.wait_s, train on with the others, in the fastest layout for them, as long as
-    so many are left, and with all again when it returns (docs/launch.md). null: wait for all."""
-    wait_s: Seconds = 120
-    """Seconds to wait for missing hosts before the others train without them."""
-
-
-class RunConfig(Section):
-    dir: str = "runs/default"
-    """Folder for checkpoints, metrics.jsonl and the config; a second start with the same directory resumes."""
-    cpu_devices: Annotated[int, Field(ge=1, le=MOST_CPU_DEVICES, strict=True)] | None = None
-    """Run on this many CPU devices of this machine, to try any mesh at home. With several processes, each has this many."""
-    deterministic: Switch = False
-    """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and does not choose between them by time. It
-    costs speed: cuBLAS's rule selects the matmul kernels, and the backward pass of attention uses cuDNN's slower algorithm."""
-    xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
-    """Sets of XLA options to try on GPUs beside a step's own, such as [double_buffering] (jaxllm/runtime/xla_flags.py). They
-    change the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""
-    compilation_cache: Annotated[str, Field(min_length=1)] = "auto"
-    """Folder of compiled programs, so that a restart does not compile again. auto: JAX_COMPILATION_CACHE_DIR, or
-    ~/.cache/jaxllm/programs (with $XDG_CACHE_HOME, there); off: none. Hosts with disks of their own each keep theirs."""
-    allow_overcommit: Switch = False
-    """Start even if the estimate says that a step does not fit into the GPU's memory."""
-    peer_timeout_s: Seconds = 60
-    """If a process sends no heartbeat for this many seconds, it counts as lost and all processes exit. JAX's own limit is twice
-    that."""
-    stuck_factor: Annotated[float, Field(gt=1)] = 20
-    """A step that takes this many times the median of the last 50, and at least run.stuck_min_s, is stuck: the process prints
-    its stack traces and exits, so that it can be restarted."""
-    stuck_min_s: Seconds = 300
-    """Seconds that any step may take, mainly for the first step after a start."""
-    phase_timeout_s: Seconds = 3600
-    """Seconds that other work may take before the process counts as stuck: start, compilation, one batch of data or of an
-    evaluation, one save."""

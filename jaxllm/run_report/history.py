@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxllm.config import AUTO, Config, ConfigError, load_config
 from jaxllm.plan.cost import HOUR_S
-from jaxllm.train.json_lines import read_lines
+from jaxllm.run_report.json_lines import read_lines
 from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
 
 SMOOTH_SHARE = 0.02

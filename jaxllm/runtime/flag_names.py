@@ -11,7 +11,7 @@ from pathlib import Path
 import jaxlib
 
 from jaxllm.config import ConfigError
-from jaxllm.config.sections import MOST_CPU_DEVICES
+from jaxllm.config.run_sections import MOST_CPU_DEVICES
 from jaxllm.untrusted import RefusedInput, shown, whole_number
 
 _FLAG = re.compile(r"""[ \t\r\n]*(-[A-Za-z0-9_-]*)(?:='[^']*'?|="(?:\\.|[^"\\])*"?|[^ \t\r\n]*)""", re.DOTALL)

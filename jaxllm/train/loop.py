@@ -21,7 +21,7 @@ from jaxllm.cost_model.flops import mfu
 from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.parallel.types import Loss
 from jaxllm.runtime import distributed, exit_codes, progress, watchdog
-from jaxllm.train import fewer_hosts
+from jaxllm.train import fewer_hosts, trackers
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
 from jaxllm.train.given import Batches
@@ -55,6 +55,7 @@ def fit(
     timer = RunTimer(import_s)
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
+    trackers.check(config)
     signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
@@ -80,9 +81,8 @@ def fit(
         first = trainer.step
         if first >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
-        sinks: list[Sink] = []
+        sinks = open_sinks(config, first, require) if distributed.is_main_process() else []
         if distributed.is_main_process():
-            sinks = open_sinks(config, first, require)
             for sink in sinks:
                 stack.callback(sink.close)
             trainer.watch.recall(folder / "metrics.jsonl")

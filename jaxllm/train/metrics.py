@@ -1,8 +1,7 @@
-"""Metrics sinks: metrics.jsonl always, TensorBoard and Weights & Biases on request."""
+"""Metrics sinks: metrics.jsonl always, trackers on request (trackers.py)."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import json
@@ -13,23 +12,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.train.json_lines import parse
+from jaxllm.run_report.json_lines import parse
 from jaxllm.train.step_watch import spike_line
+from jaxllm.train.tracker_kinds import Record, Sink
+from jaxllm.train.trackers import Trackers, trackers_of
 from jaxllm.untrusted import GIB, RefusedInput, read_bytes
 
-Record = dict[str, float | int]
-
 log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    def write(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -97,48 +90,17 @@ class Spikes:
             self._lines.close()
 
 
-class TensorBoard:
-    def __init__(self, folder: Path):
-        writer = _require("tensorboardX", "log.tensorboard=true", "tensorboard")
-        self._writer = writer.SummaryWriter(str(folder))
-
-    def write(self, record: Record) -> None:
-        for name, value in record.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    def __init__(self, project: str, config: Config):
-        wandb = _require("wandb", "log.wandb_project", "wandb")
-        self._run = wandb.init(project=project, config=config.model_dump(), dir=config.run.dir, name=Path(config.run.dir).name)
-
-    def write(self, record: Record) -> None:
-        self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def open_sinks(config: Config, last_step: int, require: Callable[[], None] = unfenced) -> list[Sink]:
     """Opens the sinks of a config, for a run that continues after `last_step`. The run directory must exist. `require` is
-    called before its metrics.jsonl is written.
-
-    Raises:
-      ConfigError: a package is missing.
+    called before each write that the next start reads.
     """
     folder = Path(config.run.dir)
-    sinks: list[Sink] = []
-    if config.log.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard"))
-    if config.log.wandb_project:
-        sinks.append(WeightsAndBiases(config.log.wandb_project, config))
-    # Opened last, so that a missing package changes no file.
-    sinks.append(JsonLines(folder / "metrics.jsonl", last_step, require))
-    return [*sinks, Spikes(folder / "spikes.jsonl", config, last_step, require)]
+    files = [
+        JsonLines(folder / "metrics.jsonl", last_step, require),
+        Spikes(folder / "spikes.jsonl", config, last_step, require),
+    ]
+    # Behind them, because trackers read what metrics.jsonl holds.
+    return [*files, Trackers(trackers_of(config, last_step, require))]
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
@@ -175,10 +137,3 @@ def _open_at_line(path: Path) -> IO[str]:
     if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
         file.write(b"\n")
     return io.TextIOWrapper(file, encoding="utf-8")
-
-
-def _require(module: str, key: str, extra: str):
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(f"{key} needs the package {module}: install it with pip install 'jaxllm[{extra}]'.") from None

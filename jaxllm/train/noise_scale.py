@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.plan.noise_scale_text import NoiseEstimate
-from jaxllm.train.json_lines import numbers, read_lines
+from jaxllm.run_report.json_lines import numbers, read_lines
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0

@@ -15,9 +15,9 @@ from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.pretrained.companions import copy_companions
 from jaxllm.pretrained.folder import TOKENIZER
+from jaxllm.run_report.json_lines import read_lines
 from jaxllm.runtime import distributed
 from jaxllm.train.dpo import Reference
-from jaxllm.train.json_lines import read_lines
 from jaxllm.train.trainer import Trainer
 
 

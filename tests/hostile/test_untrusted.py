@@ -26,12 +26,12 @@ from jaxllm.data.manifest import DATA_ENDINGS, read_manifest
 from jaxllm.data.npy import read_npy
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.safetensors import TensorFile
+from jaxllm.run_report.json_lines import read_lines
 from jaxllm.runtime import launchers, peer_link
 from jaxllm.runtime.authentication import Channel
 from jaxllm.runtime.rendezvous_checks import parse_process_info
 from jaxllm.runtime.socket_messages import Reader
 from jaxllm.stderr import LONGEST_WORD, safe_to_print
-from jaxllm.train.json_lines import read_lines
 from jaxllm.untrusted import (
     RefusedInput,
     Whole,

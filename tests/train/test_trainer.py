@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-import sys
 from contextlib import closing
 
 import jax
@@ -17,9 +16,9 @@ from tiny import TINY
 import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
-from jaxllm.train.json_lines import read_lines
+from jaxllm.run_report.json_lines import read_lines
 from jaxllm.train.loop import fit
-from jaxllm.train.metrics import JsonLines, open_sinks
+from jaxllm.train.metrics import JsonLines
 from jaxllm.train.run_dir import has_evaluation
 from jaxllm.train.signals import SignalHandler
 from jaxllm.train.step_watch import Watch
@@ -287,12 +286,6 @@ def test_a_pipeline_says_what_it_costs(tiny_config, tmp_path, capsys):
     assert "10 microbatches (such as train.global_batch_sequences=40) reduce that below 10%" in printed
     assert "remat attention_lse keep, attention_output keep;" in printed
     assert "note: plain XLA attention has no attention_lse, attention_output: it is recomputed" in printed
-
-
-def test_a_missing_tracker_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"log.tensorboard=true needs the package tensorboardX: .*'jaxllm\[tensorboard\]'"):
-        open_sinks(tiny_config(f"run.dir={tmp_path}", "log.tensorboard=true"), 0)
 
 
 # ---------------------------------------------------------------------------------------------------- one run, and its ends
