@@ -7,15 +7,19 @@ revision is now; a run stores it with the commit.
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 from jaxllm.config.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
+_COMMIT = "[0-9a-f]{40}"
 _SMALL = ["*.json", "*.jinja", "tokenizer.model", "LICENSE*", "NOTICE*", "README.md"]
 # Weights in other formats, and copies of the same in folders, are not read.
 _NEVER = ["*/*", "consolidated*"]
+
+log = logging.getLogger(__name__)
 
 
 def is_hub_name(text: str) -> bool:
@@ -53,6 +57,17 @@ def folder_of(key: str, text: str, *, weights: bool) -> Path:
 def pinned(text: str, folder: Path) -> str:
     """The name with the commit of its folder in the cache, of which the last part is that commit."""
     return f"{text.partition('@')[0]}@{folder.name}"
+
+
+def stays(name: str, kept: str, run_dir: Path) -> bool:
+    """Whether a run that stored the name `kept` is one of `name`, and stays at its commit; with a warning for a revision."""
+    repo, _, revision = name.partition("@")
+    if not re.fullmatch(re.escape(repo) + f"@{_COMMIT}", kept) or re.fullmatch(_COMMIT, revision):
+        return False
+    if revision:
+        # It may be another one than the run began with, which only the Hub could say.
+        log.warning("The run in %s stays at model.name=%s: choose another run.dir for %s of today.", run_dir, kept, name)
+    return True
 
 
 def _refused(key: str, text: str, error: Exception) -> ConfigError:

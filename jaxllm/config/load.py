@@ -125,14 +125,17 @@ def _of_folder(path: Path) -> tuple[Mapping[str, Any], list[Path]]:
 
 def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[Path]] | None:
     """The same from the files in run.dir, if that run used this model name and the model folder no longer exists. A model of
-    the Hub stays at the commit that the run began with.
+    the Hub stays at the commit that the run began with, also if its branch has moved.
     """
     run = values.get("run")
     folder = Path(str((run if isinstance(run, Mapping) else {}).get("dir", RunConfig.model_fields["dir"].default)))
     model = read_recipe(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
-    if not isinstance(model, Mapping) or not re.fullmatch(re.escape(name) + "(@[0-9a-f]{40})?", str(model.get("name"))):
+    kept = model.get("name") if isinstance(model, Mapping) else None
+    from jaxllm.config.hub import stays
+
+    if not isinstance(model, Mapping) or (kept != name and not stays(name, str(kept), folder)):
         return None
-    values["model"]["name"] = model["name"]
+    values["model"]["name"] = kept
     return model, [folder / "tokenizer"]
 
 

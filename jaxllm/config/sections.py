@@ -122,6 +122,11 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
         from jaxllm.file_patterns import MOST_ENTRIES, Listing
 
         for pattern in paths:
+            if "://" in pattern:
+                way = (
+                    "tokenise it by jaxllm data prepare, and set source=prepared" if source == "files" else "copy it to a disk"
+                )
+                raise refuse(f"{where}.paths={shown(pattern)} is an address, which a run does not read: {way}.")
             try:
                 is_one = any(Listing(MOST_ENTRIES).files(pattern))
             except RefusedInput as error:

@@ -29,13 +29,18 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
     """Finds the files that match, each once, sorted by absolute path or address. Files inside `out` are left out.
 
     Raises:
-      ConfigError: nothing matches a pattern, it is a folder, or a store does not answer.
+      ConfigError: nothing matches a pattern, it is a folder, a store does not answer, or two addresses have one name.
     """
     inside = os.path.abspath(out) + os.sep
     files: dict[str, InputFile] = {}
     for pattern in patterns:
         if is_address(pattern):
-            files |= {file.path: file for file in find_in_store(pattern)}
+            for file in find_in_store(pattern):
+                if files.setdefault(file.path, file).address != file.address:
+                    raise ConfigError(
+                        f"Two of the inputs are called {file.path}, because a query or a revision is no part of a name: "
+                        f"download one, and give the copy."
+                    )
             continue
         # The name of a file may contain wildcard characters.
         matches = [pattern] if os.path.exists(pattern) else Listing().files(pattern)

@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, BinaryIO, NoReturn, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
+from jaxllm.config.checks import without_passwords
 from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.data.parts import InputFile, kind_of
 from jaxllm.untrusted import INT64, MIB, reason_of, shown
@@ -56,6 +57,8 @@ def find_in_store(pattern: str) -> list[InputFile]:
       ConfigError: nothing matches, the store does not answer or refuses, or its library is missing.
     """
     scheme = _scheme(pattern)
+    if not scheme.startswith("http") and (name := _named(pattern)) != pattern:
+        raise ConfigError(f"{shown(name)} has no user or password before it: remove them, and {_CREDENTIALS[scheme]}.")
     if scheme == "hf":
         return _find_on_hub(pattern)
     if scheme in ("s3", "gs") and any(mark in pattern for mark in "*?["):
@@ -114,11 +117,10 @@ def _scheme(address: str) -> str:
 
 
 def _named(address: str) -> str:
-    """The address without what may be secret: a signature in the query, a password before the host."""
-    if not address.lower().startswith(("http://", "https://")):
-        return address
-    parts = urlsplit(address)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    """The address without what may be secret: a password before the host, and a signature in the query, which other addresses
+    than those of the web lack: there ? is a pattern."""
+    name = without_passwords(address)
+    return urlsplit(name)._replace(query="", fragment="").geturl() if name.lower().startswith(("http://", "https://")) else name
 
 
 def _info(address: str) -> dict[str, Any]:
@@ -300,6 +302,6 @@ def _refuse(address: str, error: BaseException) -> NoReturn:
     if _is_busy(error):
         said = f"it answers {status} again and again" if status else f"it does not answer, {kind}"
         raise ConfigError(f"{name} cannot be read ({said}): run the command again to resume.") from None
-    said = re.sub(r"[?]\S*", "", shown(line_of(error), 200))
+    said = re.sub(r"[?]\S*", "", without_passwords(shown(line_of(error), 200)))
     reason = f"answer {status}" if status else f"{kind}: {said}"
     raise ConfigError(f"{name} cannot be read ({reason}): check the address, or copy the file here.") from None

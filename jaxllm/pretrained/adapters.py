@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_config import read_object
+from jaxllm.config.hub import is_hub_name
 from jaxllm.config.model_spec import LORA_A, LORA_B, LORA_TARGETS
 from jaxllm.config.types import PositiveFloat, PositiveInt
 from jaxllm.pretrained.folder import Folder, HuggingFaceFolder, Index, LayerElements, require_shape, tensors_in
@@ -104,7 +105,7 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
 
     Args:
       aside: an existing folder to write into.
-      base: path of the base model, for PEFT.
+      base: path of the base model, or its name on the Hub, for PEFT.
     """
     moves, tensors = [], {}
     for entry in folder.entries.values():
@@ -116,10 +117,13 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
     layout = in_files(tensors, STEM, 2**63, {"format": "pt"})
     stream(moves, layout, aside)
     lora = folder.model["lora"]
+    # PEFT has the commit in a key of its own: huggingface.co/docs/peft/package_reference/config.
+    name, _, revision = base.partition("@") if base and is_hub_name(base) and not Path(base).exists() else (base, "", "")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision or None,
         "r": lora["rank"],
         "lora_alpha": int(lora["alpha"]) if float(lora["alpha"]).is_integer() else lora["alpha"],
         "target_modules": list(lora["targets"]),

@@ -36,10 +36,6 @@ class Sink(Protocol):
 
 
 class Kind(Protocol):
-    @property
-    def id(self) -> str | None:
-        """The tracker's own name of this run, to continue it after a restart; None where it needs none."""
-
     def send(self, records: Sequence[Record]) -> None: ...
 
     def close(self, ended: bool, report: Callable[[], str | None]) -> None:
@@ -48,8 +44,6 @@ class Kind(Protocol):
 
 class TensorBoard:
     """Writes event files. Steps from `purge_step` on, which an earlier start wrote, are dropped by TensorBoard's reader."""
-
-    id = None
 
     def __init__(self, folder: Path, config: Config, purge_step: int):
         writer = require("tensorboardX", "log.tensorboard=true", "tensorboard")
@@ -75,10 +69,10 @@ class WeightsAndBiases:
     again is a second row with the same `step`.
     """
 
-    def __init__(self, config: Config, run_id: str | None, finish_s: float):
+    def __init__(self, config: Config, run_id: str, wait_s: float):
         wandb, run_dir = importlib.import_module("wandb"), Path(config.run.dir)
         # create_new: a run that a notebook has open is another one. Without finish_timeout, finish() waits for the network
-        # for ever.
+        # for ever. A process ends only when init() has, which waits for 90 seconds by default.
         self._run = wandb.init(
             project=config.log.wandb_project,
             entity=config.log.wandb_entity,
@@ -88,12 +82,11 @@ class WeightsAndBiases:
             id=run_id,
             resume="allow",
             dir=str(run_dir),
-            settings=wandb.Settings(reinit="create_new", finish_timeout=finish_s),
+            settings=wandb.Settings(reinit="create_new", init_timeout=wait_s, finish_timeout=wait_s),
         )
         self._run.config.update(config.model_dump(mode="json"), allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self.id: str = self._run.id
 
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -115,23 +108,28 @@ class MLflow:
 
     METRICS, PARAMS = 1000, 100
     """Most of a request (docs.databricks.com/api/experiments/v1/log-batch)."""
+    VALUE = 6000
+    """Most characters of a parameter, there and in mlflow/utils/validation.py. One that is longer would refuse all."""
 
-    def __init__(self, config: Config, run_id: str | None):
+    def __init__(self, config: Config, run_id: str):
         mlflow, self._entities = importlib.import_module("mlflow"), importlib.import_module("mlflow.entities")
-        self._client, self._unix_s = mlflow.MlflowClient(), time.time()
-        name = config.log.mlflow_experiment
-        if run_id is None:
-            known = self._client.get_experiment_by_name(name)
-            experiment = self._client.create_experiment(name) if known is None else known.experiment_id
-            self.id: str = self._client.create_run(experiment, run_name=Path(config.run.dir).resolve().name).info.run_id
-            # Parameters are final: what a restart changes is in config.yaml alone.
-            params = [self._entities.Param(key, str(value)) for key, value in _flat(config.model_dump(mode="json"))]
-            for some in _parts(params, self.PARAMS):
-                self._client.log_batch(self.id, params=some)
-        else:
-            self.id = run_id
-            self._client.update_run(self.id, status="RUNNING")
+        self._client, self._unix_s, self._id = mlflow.MlflowClient(), time.time(), run_id
+        self._client.update_run(run_id, status="RUNNING")
+        # Parameters are final: what a restart changes is in config.yaml alone.
+        known = self._client.get_run(run_id).data.params
+        flat = ((key, value) for key, value in _flat(config.model_dump(mode="json")) if key not in known)
+        params = [self._entities.Param(key, str(value)[: self.VALUE]) for key, value in flat]
+        for some in _parts(params, self.PARAMS):
+            self._client.log_batch(run_id, params=some)
         self._store("config.yaml", recipe(config))
+
+    @staticmethod
+    def new_run(config: Config) -> str:
+        """Makes a run in the experiment, which is made too if there is none, and returns its id."""
+        client, name = importlib.import_module("mlflow").MlflowClient(), config.log.mlflow_experiment
+        known = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if known is None else known.experiment_id
+        return client.create_run(experiment, run_name=Path(config.run.dir).resolve().name).info.run_id
 
     def send(self, records: Sequence[Record]) -> None:
         metrics = []
@@ -142,22 +140,22 @@ class MLflow:
                 key = re.sub(r"[^\w\-. /:]", "_", name)
                 metrics.append(self._entities.Metric(key, value, int(self._unix_s * 1000), record["step"]))
         for some in _parts(metrics, self.METRICS):
-            self._client.log_batch(self.id, metrics=some, synchronous=True)
+            self._client.log_batch(self._id, metrics=some, synchronous=True)
 
     def close(self, ended: bool, report: Callable[[], str | None]) -> None:
         if (page := report()) is not None:
             self._store("report.html", page)
         status = "FINISHED" if ended else "KILLED"
         if without_passwords(self._client.tracking_uri) == self._client.tracking_uri:
-            self._client.set_terminated(self.id, status=status)
+            self._client.set_terminated(self._id, status=status)
         else:
             # set_terminated prints the address with the password.
-            self._client.update_run(self.id, status=status)
+            self._client.update_run(self._id, status=status)
 
     def _store(self, name: str, text: str) -> None:
         """Stores a file with the run. It may need a store and keys of its own, without which metrics are sent all the same."""
         try:
-            self._client.log_text(self.id, text, name)
+            self._client.log_text(self._id, text, name)
         except Exception as error:
             log.warning("MLflow does not store %s (%s): metrics are sent all the same.", name, reason_of(error))
 
@@ -169,8 +167,6 @@ class Gauges:
     The part of a name after a slash, such as the source of eval_loss/wiki, is the label `part`. So the number of series is that
     of the keys of metrics.jsonl, whatever the length of a run.
     """
-
-    id = None
 
     def __init__(self, config: Config):
         self._path, self._run = Path(str(config.log.prometheus_file)), str(Path(config.run.dir).resolve())
@@ -201,8 +197,6 @@ class Gauges:
 
 class Own:
     """A sink of the user's own: a class that is made with the config."""
-
-    id = None
 
     def __init__(self, name: str, config: Config):
         self._sink: Sink = own_class(name)(config)

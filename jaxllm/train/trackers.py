@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +57,7 @@ class Progress:
     target: str
     """Project, experiment or file. Another one begins at the first line."""
     id: str | None = None
+    """The tracker's own name of this run, to continue it; None where it needs none."""
     sent: int = 0
     """Bytes of metrics.jsonl that the tracker has."""
 
@@ -89,7 +91,7 @@ class Tracker(threading.Thread):
       name: for messages.
       stem: name of its file in run.dir/trackers.
       target: see Progress.
-      connect: makes it; may change how far it is.
+      connect: makes it, and its run if progress.id is None; may change how far it is.
       fence: called before that file is written.
       batch_lines: lines that it takes at once.
 
@@ -141,9 +143,11 @@ class Tracker(threading.Thread):
 
     def _send_new(self) -> Kind:
         if self._kind is None:
-            self._kind = self._connect(self._progress)
-            self._progress.id = self._kind.id
-            self._keep()
+            try:
+                self._kind = self._connect(self._progress)
+            finally:
+                # Also where it fails: the next try continues the run that this one made.
+                self._keep()
         while True:
             records, end = read_from(self.metrics, self._progress.sent, self._batch_lines)
             if end == self._progress.sent:
@@ -217,17 +221,26 @@ def trackers_of(config: Config, last_step: int, fence: Callable[[], None] = unfe
         progress.sent = rewound(folder / "metrics.jsonl", progress.sent, 0)
         return Gauges(config)
 
+    def wandb(progress: Progress) -> Kind:
+        progress.id = progress.id or secrets.token_hex(4)
+        return WeightsAndBiases(config, progress.id, PATIENCE_S / 2)
+
+    def mlflow(progress: Progress) -> Kind:
+        progress.id = progress.id or MLflow.new_run(config)
+        return MLflow(config, progress.id)
+
     if wanted.tensorboard:
         add("TensorBoard", "tensorboard", "", tensorboard)
     if wanted.wandb_project:
         target = f"{wanted.wandb_entity or ''}/{wanted.wandb_project}"
-        add("W&B", "wandb", target, lambda progress: WeightsAndBiases(config, progress.id, PATIENCE_S / 2))
+        add("W&B", "wandb", target, wandb)
     if wanted.mlflow_experiment:
         address = without_passwords(require("mlflow", "log.mlflow_experiment", "mlflow").get_tracking_uri())
-        add("MLflow", "mlflow", f"{address} {wanted.mlflow_experiment}", lambda progress: MLflow(config, progress.id))
+        add("MLflow", "mlflow", f"{address} {wanted.mlflow_experiment}", mlflow)
     if wanted.prometheus_file:
         add("log.prometheus_file", "prometheus", wanted.prometheus_file, gauges)
-    for name in wanted.sinks:
+    # Each once, because its file of progress has its name.
+    for name in dict.fromkeys(wanted.sinks):
         # One line at a time, so that after an error no line comes twice.
         add(f"log.sinks={name}", name.replace(":", "."), "", lambda _, name=name: Own(name, config), batch_lines=1)
     return found
@@ -253,7 +266,11 @@ def read_progress(path: Path) -> Progress | None:
 def write_progress(path: Path, progress: Progress) -> None:
     path.parent.mkdir(exist_ok=True)
     aside = path.with_suffix(".new")
-    aside.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        json.dump(asdict(progress), file)
+        file.flush()
+        # Else a host that loses its power may leave an empty file, and the run would begin again there.
+        os.fsync(file.fileno())
     aside.replace(path)
 
 
@@ -280,7 +297,7 @@ def read_from(path: Path, start: int, most: int) -> tuple[list[Record], int]:
 
 def rewound(path: Path, end: int, step: int) -> int:
     """The byte before `end` at which the lines of `step` and later ones begin."""
-    start = max(0, end - 2**16)
+    start = max(0, end - 2**20)
     with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(start)
         # The first line may be a part of one.

@@ -97,6 +97,8 @@ REFUSALS = {
     ("data.source=given", "train.eval_every_steps=1"): "need held-out text, and data.source=given has none: remove them.",
     ("data.source=given", "data.paths=[x]"): "data.paths is not read with data.source=given",
     ("data.source=files",): "data.source=files needs data.paths: give files or glob patterns.",
+    ("data.source=files", "data.paths=[s3://a/b]"): "data.paths=s3://a/b is an address, which a run does not read: tokenise it",
+    ("data.source=preferences", "data.paths=[hf://datasets/a/b/c]"): "does not read: copy it to a disk.",
     ("data.source=files", "data.paths=[nope/*.txt]"): "data.paths: no file matches 'nope/*.txt'",
     ("data.paths=[x]",): "data.paths is not read with data.source=python_stdlib",
     ("optimizer.decay_tokens=5",): "optimizer.decay_tokens belongs to schedule=wsd, not cosine",

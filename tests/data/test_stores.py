@@ -250,9 +250,9 @@ def test_a_store_that_stays_busy_ends_with_one_sentence_and_later_the_rest_is_ma
     assert data_of(tmp_path / "out") == data_of(tmp_path / "local")
 
 
-def refused(pattern, tmp_path):
+def refused(pattern, tmp_path, *more):
     with pytest.raises(ConfigError) as caught:
-        here([pattern], tmp_path / "refused")
+        here([pattern, *more], tmp_path / "refused")
     assert not (tmp_path / "refused/manifest.json").exists()
     return str(caught.value)
 
@@ -359,6 +359,29 @@ def test_a_missing_library_says_what_to_install(module, pattern, tmp_path, monke
     monkeypatch.delitem(known, pattern[:2], raising=False)
     stores._filesystem.cache_clear()
     assert refused(pattern, tmp_path) == f"Reading {pattern[:2]}:// needs {module}: pip install 'jaxllm[stores]'."
+
+
+@only("servers_of", ["http", "hf"])
+def test_two_inputs_of_one_name_are_refused(servers, servers_of, monkeypatch, tmp_path):
+    """Only one of them would be read."""
+    store = servers(servers_of, monkeypatch)
+    stores._filesystem.cache_clear()
+    pair = [f"{store.root}/a/one.jsonl?file={number}" for number in (1, 2)]
+    if servers_of == "hf":
+        store.write("README.md", b"words")
+        commits = store.server.repos["datasets", "people/texts"]
+        pair = [f"{store.root}@{commit}/a/one.jsonl" for commit in list(commits)[-2:]][::-1]
+    said = refused(pair[0], tmp_path, pair[1])
+    assert said.startswith(f"Two of the inputs are called {store.root}/a/one.jsonl, because")
+    assert here([pair[0], pair[0]], tmp_path / "out").documents == 150
+
+
+@only(("scheme", "says"), [("ftp", "is not an address"), ("s3", "set AWS_PROFILE"), ("gs", "set GOOGLE_")])
+def test_a_password_in_any_address_is_not_repeated(scheme, says, tmp_path):
+    said = refused(f"{scheme}://me:hidden@texts/a.jsonl", tmp_path)
+    assert said.startswith(f"{scheme}://texts/a.jsonl ")
+    assert says in said
+    assert "hidden" not in said
 
 
 @only("pattern", ["ftp://host/a", "s4://texts/a", "file:///etc/passwd", "memory://a"])

@@ -1,5 +1,6 @@
 """Models by their name on the Hub, from a server that answers as the Hub does."""
 
+import json
 import sys
 
 import numpy as np
@@ -8,7 +9,7 @@ from hf_folders import HUB, random_weights, write_folder
 from store_servers import Hub, serving
 from tiny import TINY
 
-from jaxllm.checkpoint.hf_convert import from_hf
+from jaxllm.checkpoint.hf_convert import adapter_to_peft, from_hf
 from jaxllm.checkpoint.weights import initial_weights
 from jaxllm.config import ConfigError, load_config
 from jaxllm.pretrained.folder import open_folder
@@ -58,8 +59,8 @@ def embedding(config):
     return np.asarray(initial_weights(config).outline().read(("embedding",)))
 
 
-def test_the_shape_needs_no_weights_and_a_run_keeps_its_commit(hub, versions, tmp_path, text_file):
-    config = load_config(recipe(tmp_path, text_file))
+def test_the_shape_needs_no_weights_and_a_run_keeps_its_commit(hub, versions, tmp_path, text_file, caplog):
+    config = load_config(recipe(tmp_path, text_file, lora={"rank": 2}))
     assert config.model.name == config.train.init_from == f"{NAME}@{hub.first}"
     assert (config.model.num_layers, config.model.vocab_size) == (3, 259)
     assert not any("safetensors" in path and "index" not in path for method, path in hub.seen if "resolve" in path)
@@ -69,6 +70,16 @@ def test_the_shape_needs_no_weights_and_a_run_keeps_its_commit(hub, versions, tm
 
     second = hub.push("models", NAME, versions[1])
     assert load_config(recipe(tmp_path, text_file)).model.name == f"{NAME}@{hub.first}"
+    assert caplog.messages == []
+    moved = load_config(recipe(tmp_path, text_file), [f"model.name={NAME}@main"])
+    assert moved.model.name == moved.train.init_from == config.model.name
+    stays = f"The run in {tmp_path / 'run'} stays at model.name={config.model.name}"
+    assert caplog.messages == [f"{stays}: choose another run.dir for {NAME}@main of today."]
+    # PEFT would ask the Hub for a model of the name with its commit.
+    adapter_to_peft(str(tmp_path / "run"), str(tmp_path / "adapter"))
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, hub.first)
+
     newer = load_config(recipe(tmp_path, text_file), [f"run.dir={tmp_path / 'other'}"])
     assert newer.model.name == f"{NAME}@{second}"
     assert not np.array_equal(embedding(newer), embedding(config))

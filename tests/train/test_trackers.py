@@ -15,6 +15,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from run_files import records
+from store_servers import Server, serving
 
 from jaxllm.config import ConfigError
 from jaxllm.config.checks import without_passwords
@@ -291,6 +292,38 @@ def test_a_tracker_that_comes_back_during_a_run_gets_all(lines_of, tmp_path, cap
     assert len(caplog.messages) == 1
 
 
+def test_all_tries_to_begin_a_wandb_run_are_of_one_run(tiny_config, tmp_path, monkeypatch):
+    """A server may have made the run although its answer was lost."""
+    tries = []
+
+    class Away:
+        def __init__(self, config, run_id, wait_s):
+            tries.append(run_id)
+            if len(tries) % 3:
+                raise OSError("no answer")
+
+        def send(self, records):
+            pass
+
+        def close(self, ended, report):
+            pass
+
+    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(trackers, "WeightsAndBiases", Away)
+    for last_step in (0, 1):
+        with closing_all(open_sinks(tiny_config(f"run.dir={tmp_path}", "log.wandb_project=p"), last_step)) as sinks:
+            wait_for(lambda due=3 * (last_step + 1): len(tries) == due)
+            write(sinks, last_step + 1)
+    assert tries[0]
+    assert tries == [json.loads((tmp_path / "trackers/wandb.json").read_text())["id"]] * 6
+
+
+def test_a_sink_that_is_named_twice_gets_each_line_once(lines_of, tmp_path):
+    with closing_all(lines_of("Recorder, test_trackers:Recorder")) as sinks:
+        write(sinks, 1, 2)
+    assert Recorder.taken[str(tmp_path)] == records(tmp_path)
+
+
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(lines_of, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(trackers, "PATIENCE_S", 0.1)
     sinks = lines_of("Hanging")
@@ -438,6 +471,51 @@ def trackers_recipe(config):
 
 
 # --------------------------------------------------------------------------------------------------------------- MLflow
+
+
+class FakeMLflow(Server):
+    """Answers what MLflow's client asks (mlflow.org/docs/latest/api_reference/rest-api.html), and keeps what it gets.
+
+    Attributes:
+      refused: the number of next parameters that it refuses.
+    """
+
+    def __init__(self, artifacts):
+        super().__init__()
+        self.artifacts, self.runs, self.params, self.refused = artifacts, 0, {}, 1
+
+    def answer(self, method, path, query, headers, body):
+        call, run = path.partition("/mlflow/")[2], {"run_id": f"run{self.runs}", "artifact_uri": self.artifacts.as_uri()}
+        found = {"experiment": {"experiment_id": "1"}} if call.startswith("experiments") else {}
+        if call == "runs/create":
+            self.runs += 1
+            found = {"run": {"info": {**run, "run_id": f"run{self.runs}"}}}
+        elif call == "runs/get":
+            found = {"run": {"info": run, "data": {"params": [{"key": k, "value": v} for k, v in self.params.items()]}}}
+        elif call == "runs/log-batch" and (params := json.loads(body).get("params")):
+            if self.refused:
+                self.refused -= 1
+                return 400, {}, b'{"error_code": "INVALID_PARAMETER_VALUE", "message": "no"}'
+            self.params |= {param["key"]: param["value"] for param in params}
+        return 200, {"Content-Type": "application/json"}, json.dumps(found).encode()
+
+
+def test_a_try_that_fails_after_it_made_the_mlflow_run_leaves_no_second_one(tiny_config, tmp_path, monkeypatch, caplog):
+    pytest.importorskip("mlflow")
+    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    long = tmp_path / ("x" * 200)
+    long.write_text("law mesh " * 1000)
+    keys = ["data.source=files", f"data.paths={json.dumps([str(long)] * 40)}", "log.mlflow_experiment=law"]
+    with serving(FakeMLflow(tmp_path / "artifacts")) as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+        with closing_all(open_sinks(tiny_config(f"run.dir={tmp_path}", *keys), 0)) as sinks:
+            write(sinks, 1)
+            wait_for(lambda: (tmp_path / "trackers/mlflow.json").exists() and len(server.params) > 100)
+    assert caplog.messages[0].startswith("MLflow takes no metrics (INVALID_PARAMETER_VALUE: no): training continues")
+    assert (server.runs, json.loads((tmp_path / "trackers/mlflow.json").read_text())["id"]) == (1, "run1")
+    assert server.params["train.sequence_length"] == "16"
+    # A longer one would refuse all, for ever.
+    assert len(server.params["data.paths"]) == 6000
 
 
 @pytest.fixture
