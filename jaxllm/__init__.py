@@ -24,6 +24,7 @@ _HOMES = {
     "estimate_inference": "plan.inference_estimate",
     "evaluate": "commands.predict",
     "generate": "commands.predict",
+    "prepare": "data.iterables",
 }
 __all__ = [*_HOMES, "plan"]
 

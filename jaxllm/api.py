@@ -5,6 +5,7 @@ from jaxllm.checkpoint.load_model import LoadedModel, load_model, open_model
 from jaxllm.commands.plan import plan
 from jaxllm.commands.predict import evaluate, generate
 from jaxllm.compile.inspect import inspect_config
+from jaxllm.data.iterables import prepare
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.inference_estimate import estimate_inference
 from jaxllm.train.loop import fit
@@ -22,6 +23,7 @@ __all__ = [
     "load_model",
     "open_model",
     "plan",
+    "prepare",
 ]
 
 notebook.register()

@@ -140,7 +140,9 @@ def data_prepare(
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
-    tokenizer: Annotated[str, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes.")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="PATH|NAME|bytes", help="A folder with tokenizer.json, ORG/NAME, or bytes.")
+    ],
     text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
     workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
     shard: Annotated[

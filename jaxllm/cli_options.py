@@ -90,7 +90,8 @@ ModelFolder = Annotated[
     str, typer.Option(metavar="DIR", help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints.")
 ]
 OtherTokenizer = Annotated[
-    str | None, typer.Option(metavar="PATH|bytes", help="A folder with tokenizer.json, or bytes; default: the model's own.")
+    str | None,
+    typer.Option(metavar="PATH|NAME|bytes", help="A folder with tokenizer.json, ORG/NAME, or bytes; default: the model's own."),
 ]
 
 

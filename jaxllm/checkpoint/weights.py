@@ -25,7 +25,8 @@ from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_object, stored_section
-from jaxllm.config.hub import folder_of
+from jaxllm.config.hub import folder_of, pin, stays
+from jaxllm.config.load import read_recipe
 from jaxllm.config.model_config import LoraConfig
 from jaxllm.parallel.trained import chosen, with_part
 from jaxllm.pretrained.adapters import AdapterFolder, MergedFolder, open_adapter
@@ -114,6 +115,25 @@ class WeightsSource:
 def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
     """The `model` section of the network with its adapters merged."""
     return {name: value for name, value in model.items() if name != "lora"}
+
+
+def with_commits(config: Config) -> Config:
+    """The config with the commits of names of the Hub in train.init_from and data.tokenizer: those of the run in run.dir if it
+    began with the same names, else those of now.
+
+    Raises:
+      ConfigError: the Hub has no such name or does not give it.
+    """
+    ran = read_recipe(path) if (path := Path(config.run.dir) / "config.yaml").is_file() else {}
+    for section, key in (("train", "init_from"), ("data", "tokenizer")):
+        values, before = getattr(config, section), ran.get(section)
+        if (text := getattr(values, key)) is not None:
+            old = before.get(key) if isinstance(before, Mapping) else None
+            named = f"{section}.{key}"
+            is_kept = isinstance(old, str) and stays(named, text, old, Path(config.run.dir))
+            pinned = old if is_kept else pin(named, text)
+            config = config.model_copy(update={section: values.model_copy(update={key: pinned})})
+    return config
 
 
 def find_weights(key: str, text: str, step: int | None = None, adapters: Sequence[str] = ()) -> WeightsSource:

@@ -59,14 +59,23 @@ def pinned(text: str, folder: Path) -> str:
     return f"{text.partition('@')[0]}@{folder.name}"
 
 
-def stays(name: str, kept: str, run_dir: Path) -> bool:
+def pin(key: str, text: str) -> str:
+    """A name of the Hub with the commit that it is now, whose small files are then in the cache; other texts as they are.
+    Raises as `folder_of`."""
+    if re.fullmatch(_COMMIT, text.partition("@")[2]):
+        return text
+    folder = folder_of(key, text, weights=False)
+    return text if folder == Path(text) else pinned(text, folder)
+
+
+def stays(key: str, name: str, kept: str, run_dir: Path) -> bool:
     """Whether a run that stored the name `kept` is one of `name`, and stays at its commit; with a warning for a revision."""
     repo, _, revision = name.partition("@")
     if not re.fullmatch(re.escape(repo) + f"@{_COMMIT}", kept) or re.fullmatch(_COMMIT, revision):
         return False
     if revision:
         # It may be another one than the run began with, which only the Hub could say.
-        log.warning("The run in %s stays at model.name=%s: choose another run.dir for %s of today.", run_dir, kept, name)
+        log.warning("The run in %s stays at %s=%s: choose another run.dir for %s of today.", run_dir, key, kept, name)
     return True
 
 

@@ -133,7 +133,7 @@ def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any],
     kept = model.get("name") if isinstance(model, Mapping) else None
     from jaxllm.config.hub import stays
 
-    if not isinstance(model, Mapping) or (kept != name and not stays(name, str(kept), folder)):
+    if not isinstance(model, Mapping) or (kept != name and not stays("model.name", name, str(kept), folder)):
         return None
     values["model"]["name"] = kept
     return model, [folder / "tokenizer"]

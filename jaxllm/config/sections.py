@@ -158,12 +158,12 @@ class DataConfig(Section):
     Trainer (docs/extending.md), and nothing is held out."""
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
-    preferences: the same with prompt, chosen and rejected; prepared: folders; megatron: files without their .bin or .idx. With
-    packing=best_fit, conversations that fit into a sequence are not cut."""
+    preferences: the same with prompt, chosen and rejected; prepared: folders, also in s3://, gs:// or hf://datasets/; megatron:
+    files without their .bin or .idx. With packing=best_fit, conversations that fit into a sequence are not cut."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several weighted sources, instead of source and paths."""
     tokenizer: str | None = None
-    """A folder with tokenizer.json, or bytes. Default: bytes for texts; for prepared folders, the tokenizer that made them."""
+    """A folder with tokenizer.json, ORG/NAME of the Hub, or bytes. Default: bytes for texts, that of prepared folders."""
     chat_template: str | None = None
     """A Jinja file that formats conversations. Default: the template in the tokenizer folder."""
     packing: Literal["concat", "best_fit"] = "concat"
@@ -174,6 +174,10 @@ class DataConfig(Section):
     max_documents: PositiveInt | None = None
     """Most documents of a sequence for which attention on GPUs is compiled. null: one for 128 tokens, or what the data has."""
     held_out_fraction: Fraction = 0.05
+    cache_dir: str | None = None
+    """Folder of each host for prepared shards of stores. null: ~/.cache/jaxllm/data (with $XDG_CACHE_HOME, there)."""
+    cache_gib: PositiveFloat = 100.0
+    """GiB of them; above, those that were read longest ago are removed."""
 
     @model_validator(mode="after")
     def _check(self):

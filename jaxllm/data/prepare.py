@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.hub import pin
 from jaxllm.data.manifest import FORMAT, INDEX_SHA256, INPUTS, MANIFEST, TOKENIZER, VERSION, read_stored
 from jaxllm.data.parts import InputFile
 from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
@@ -117,7 +118,7 @@ def prepare(
         object per line, or .json one array of them; .csv, .parquet and .arrow hold rows; any other file is one document. .gz
         and .zst are decompressed. Documents are ordered by the files' sorted paths.
       out: the output folder.
-      tokenizer: a folder with tokenizer.json, or bytes.
+      tokenizer: a folder with tokenizer.json, ORG/NAME or ORG/NAME@REVISION of the Hub, or bytes.
       text_key: the field or column that holds the text.
       workers: number of processes; default: one per available CPU. With 1 this process does the work.
       shard: (i, n): make every n-th shard starting at the i-th, so that n calls with one `out` share the work.
@@ -134,6 +135,8 @@ def prepare(
     started = time.monotonic()
     _check_numbers(shard, workers, shard_bytes, record_tokens)
     folder, part, parts = Path(out), *shard
+    # The workers load it too, at the same commit.
+    tokenizer = pin("--tokenizer", tokenizer)
     loaded = load_tokenizer(tokenizer)
     files = find_inputs(inputs, folder)
     shard_bytes = shard_bytes or _usual_shard_bytes(files)
@@ -157,21 +160,33 @@ def prepare(
             remove_leftovers(folder)
 
     shards = list(_shards_there(folder, tasks).values())
-    total = {key: sum(shard[key] for shard in shards) for key in _COUNTS}
-    broken = [record for shard in shards for record in shard["broken_records"][:BROKEN_SHOWN]][:BROKEN_SHOWN]
     complete = len(shards) == len(tasks)
     if complete:
         check_same_origin(folder, origin)
-        _finish(folder, shards, total, loaded, origin)
+        _finish(folder, shards, _total(shards), loaded, origin)
+    return _summary(out, shards, len(tasks), len(todo), time.monotonic() - started)
+
+
+def existing(folder: Path, names: Sequence[str]) -> Summary:
+    """The counts of a complete folder with shards of these names."""
+    return _summary(folder, [shard for name in names if (shard := read_shard(folder, name))], len(names), 0, 0.0)
+
+
+def _total(shards: Sequence[dict[str, Any]]) -> dict[str, int]:
+    return {key: sum(shard[key] for shard in shards) for key in _COUNTS}
+
+
+def _summary(out: str | Path, shards: Sequence[dict[str, Any]], count: int, written: int, seconds: float) -> Summary:
+    broken = [record for shard in shards for record in shard["broken_records"][:BROKEN_SHOWN]][:BROKEN_SHOWN]
     return Summary(
         folder=str(out),
-        **total,
+        **_total(shards),
         broken_records=tuple(f"{position_of(record)}: {record['reason']}" for record in broken),
-        shards=len(tasks),
+        shards=count,
         shards_done=len(shards),
-        shards_written=len(todo),
-        complete=complete,
-        seconds=time.monotonic() - started,
+        shards_written=written,
+        complete=len(shards) == count,
+        seconds=seconds,
     )
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.data.cached import CachedFolder
 from jaxllm.data.documents import Documents, gather
 from jaxllm.data.manifest import (
     DATA_ENDINGS,
@@ -49,28 +51,31 @@ _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 class PreparedDocuments(Documents):
     """The documents of one prepared folder, by the Documents protocol. Reading is thread-safe."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path | CachedFolder):
         """
         Raises:
           ConfigError: nothing is prepared there, shards are missing, the version differs, or a file is missing or truncated.
         """
-        self._folder = Path(folder)
-        manifest = read_manifest(self._folder)
-        for shard in manifest.shards:
+        cached = folder if isinstance(folder, CachedFolder) else None
+        self._folder = cached.folder if cached else Path(str(folder))
+        manifest = cached.manifest if cached else read_manifest(self._folder)
+        for shard in () if cached else manifest.shards:
             check_sizes(self._folder, shard.files)
         if not manifest.documents:
-            raise ConfigError(f"{folder} holds no documents: prepare text into another folder.")
+            raise ConfigError(f"{cached.address if cached else folder} holds no documents: prepare text into another folder.")
 
         self._record_tokens = manifest.record_tokens
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         readers = _Readers()
-        self._shards = [_Shard(self._folder, shard, readers) for shard in manifest.shards]
+        if cached:
+            cached.on_removal(readers.drop)
+        self._shards = [_Shard(self._folder, shard, readers, cached) for shard in manifest.shards]
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
         self.lengths = np.concatenate([shard.lengths for shard in self._shards])
         self.keys = np.concatenate([shard.keys for shard in self._shards])
         self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest.tokenizer)
         self.fingerprint = fingerprint(manifest)
-        self.description = f"{self._folder.name} (tokenizer {manifest.tokenizer.name})"
+        self.description = f"{cached.name if cached else self._folder.name} (tokenizer {manifest.tokenizer.name})"
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         """Reads the token ids [start, stop) of each given document, as unsigned integers of the folder's type.
@@ -103,7 +108,7 @@ class PreparedDocuments(Documents):
         for number, record in zip(wanted, shard.read(wanted), strict=True):
             expected = min(size, shard.tokens - number * size) * self._dtype.itemsize
             if len(record) != expected:
-                raise damaged(shard.file, f"a record has {len(record)} bytes and should have {expected}")
+                raise shard.damaged(shard.file, f"a record has {len(record)} bytes and should have {expected}")
             found[number] = np.frombuffer(record, self._dtype)
         for a, b, records in spans:
             parts = [found[number] for number in records]
@@ -115,37 +120,48 @@ class PreparedDocuments(Documents):
 class _Shard:
     """One file of records, with the start of each document in it."""
 
-    def __init__(self, folder: Path, told: StoredShard, readers: _Readers):
+    def __init__(self, folder: Path, told: StoredShard, readers: _Readers, cached: CachedFolder | None):
+        self.damaged = cached.damaged if cached else damaged
         self.file, lengths, keys = (folder / (told.name + ending) for ending in DATA_ENDINGS)
-        self.lengths, self.keys = _load(lengths, np.uint32), _load(keys, np.uint64)
+        self.lengths, self.keys = self._load(lengths, np.uint32), self._load(keys, np.uint64)
         for file, numbers in ((lengths, self.lengths), (keys, self.keys)):
             if len(numbers) != told.documents:
-                raise damaged(file, f"it is of {len(numbers):,} documents, and the manifest says {told.documents:,}")
+                raise self.damaged(file, f"it is of {len(numbers):,} documents, and the manifest says {told.documents:,}")
         if told.index_sha256 not in (None, index_sha256(self.lengths, self.keys)):
-            raise damaged(keys, "it or lengths.npy beside it has changed")
+            raise self.damaged(keys, "it or lengths.npy beside it has changed")
         ends = np.cumsum(self.lengths, dtype=np.int64)
         self.first_tokens = ends - self.lengths
         """Start of each document, in ids from the start of the shard."""
         self.tokens = int(ends[-1]) if len(ends) else 0
         if self.tokens != told.tokens or self.lengths.min(initial=1) < 1:
-            raise damaged(lengths, f"it does not list documents of {told.tokens:,} tokens in all, as the manifest says")
+            raise self.damaged(lengths, f"it does not list documents of {told.tokens:,} tokens in all, as the manifest says")
         # A reader has a position, so two threads cannot share it.
         self._lock = threading.Lock()
-        self._readers = readers
+        self._readers, self._cached = readers, cached
 
     def read(self, records: list[int]) -> list[bytes]:
         if not records:
             return []
         from array_record.python.array_record_module import ArrayRecordReader
 
-        with self._lock:
-            try:
-                reader = self._readers.get(self.file, lambda: ArrayRecordReader(str(self.file), _READER_OPTIONS))
-                return reader.read(records)
-            except (RuntimeError, IndexError, ValueError) as error:
-                # A reader that failed once keeps failing.
-                self._readers.drop(self.file)
-                raise damaged(self.file, str(error).split(";")[0]) from None
+        while True:
+            with self._lock, self._cached.holding(self.file) if self._cached else nullcontext():
+                try:
+                    reader = self._readers.get(self.file, lambda: ArrayRecordReader(str(self.file), _READER_OPTIONS))
+                    return reader.read(records)
+                except (RuntimeError, IndexError, ValueError) as error:
+                    # A reader that failed once keeps failing.
+                    self._readers.drop(self.file)
+                    # Another process of this host may remove a copy before it is open here.
+                    if not self._cached or self.file.exists():
+                        raise self.damaged(self.file, str(error).split(";")[0]) from None
+
+    def _load(self, file: Path, dtype: type[np.generic]) -> np.ndarray:
+        try:
+            # Not memory-mapped: a mapping keeps its file open, and there may be thousands.
+            return read_npy(file, dtype)
+        except (OSError, RefusedInput) as error:
+            raise self.damaged(file, reason_of(error)) from None
 
 
 class _Readers:
@@ -167,14 +183,6 @@ class _Readers:
     def drop(self, file: Path) -> None:
         with self._lock:
             self._open.pop(file, None)
-
-
-def _load(file: Path, dtype: type[np.generic]) -> np.ndarray:
-    try:
-        # Not memory-mapped: a mapping keeps its file open, and there may be thousands.
-        return read_npy(file, dtype)
-    except (OSError, RefusedInput) as error:
-        raise damaged(file, reason_of(error)) from None
 
 
 def _load_tokenizer(folder: Path, recorded: StoredTokenizer) -> Tokenizer:

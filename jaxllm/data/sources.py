@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +21,14 @@ import numpy as np
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
 from jaxllm.config.sections import CONVERSATIONS
 from jaxllm.config.types import GIVEN
+from jaxllm.data.cached import ShardCache, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
 from jaxllm.data.documents import Documents, DocumentsInMemory, gather
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.megatron import MegatronDocuments
 from jaxllm.data.prepared import PreparedDocuments
+from jaxllm.data.stores import is_address
 from jaxllm.data.texts import first_bad_byte, read_texts
 from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -165,18 +167,22 @@ class Data:
         return PackedDocuments(source.name, source.documents, order, S, data.packing, data.mask_documents, vocab_size)
 
 
-def load_data(config: Config) -> Data:
+def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) -> Data:
     """Opens all sources in `config.data`. Texts are read into memory; prepared and Megatron files stay on the disk.
+
+    Args:
+      cache_folder: gives the folder in whose `data` prepared folders of stores are cached, if data.cache_dir does not say it.
 
     Raises:
       ConfigError: a source is missing, empty or unreadable, two sources have different tokenizers, a tokenizer has more ids
         than the model, or nothing remains to train on or to hold out.
     """
     data = config.data
-    named = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    named = None if data.tokenizer is None else load_tokenizer(data.tokenizer, key="data.tokenizer")
     if data.source == GIVEN:
         return Data(config, (), named)
-    prepared = {part.name: open_prepared(part) for part in data.sources if part.source == "prepared"}
+    cache = shard_cache(data, cache_folder)
+    prepared = {part.name: open_prepared(part, cache) for part in data.sources if part.source == "prepared"}
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
     template = _chat_template(data, for_texts)
@@ -199,8 +205,8 @@ def load_data(config: Config) -> Data:
     return Data(config, sources, tokenizer, template)
 
 
-def open_prepared(source: SourceConfig) -> Documents:
-    return _chain([PreparedDocuments(Path(path)) for path in source.paths])
+def open_prepared(source: SourceConfig, cache: ShardCache | None) -> Documents:
+    return _chain([PreparedDocuments(cache.open(path) if cache and is_address(path) else path) for path in source.paths])
 
 
 def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:

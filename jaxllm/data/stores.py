@@ -17,7 +17,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, BinaryIO, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -39,6 +40,9 @@ _CREDENTIALS = {
 }
 BLOCK, BUFFER = 4 * MIB, MIB
 """Bytes of one question to a store, and what is taken from them at once."""
+_AT_ONCE = 8
+"""Blocks of a file that are asked for at once to copy it. S3 gives 85 to 90 MB/s by each connection:
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-design-patterns.html"""
 TRIES, FIRST_WAIT_S = 5, 1.0
 """Questions to S3 and to web servers until one is answered; the wait doubles each time. gcsfs and huggingface_hub ask again for
 half a minute by themselves, s3fs for two seconds."""
@@ -79,6 +83,14 @@ def open_input(file: InputFile) -> BinaryIO:
     return io.BufferedReader(_Stored(file), BUFFER) if file.address else open(file.path, "rb")
 
 
+def blocks(file: InputFile) -> Iterator[bytes]:
+    """The content of a file of a store from its start, by several questions at once. Raises as reading it does."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for begin in range(0, file.size, BLOCK * _AT_ONCE):
+            stop = min(begin + BLOCK * _AT_ONCE, file.size)
+            yield from pool.map(lambda start: _read(file, start, min(start + BLOCK, file.size)), range(begin, stop, BLOCK))
+
+
 def require_unchanged(file: InputFile) -> None:
     """
     Raises:
@@ -97,7 +109,7 @@ def require_unchanged(file: InputFile) -> None:
 
 
 def has_changed(file: InputFile) -> ConfigError:
-    return ConfigError(f"{file.path} has changed while it was being prepared: run the command again when it is finished.")
+    return ConfigError(f"{file.path} has changed while it was being read: run the command again when it is finished.")
 
 
 def unreadable(path: str, error: OSError) -> ConfigError:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.config.errors import ConfigError, line_of
+from jaxllm.config.hub import folder_of, pinned
 from jaxllm.data.tokenizer_growth import require_modest_growth
 from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, read_json, reason_of, shown
 
@@ -68,21 +69,27 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(path: str | Path, name: str | None = None, *, for_documents: bool = True) -> Tokenizer:
-    """Loads the tokenizer of a folder with tokenizer.json (or of that file), or `bytes`.
+def load_tokenizer(
+    path: str | Path, name: str | None = None, *, for_documents: bool = True, key: str = "--tokenizer"
+) -> Tokenizer:
+    """Loads the tokenizer of a folder with tokenizer.json (or of that file), of a model of the Hub, or `bytes`.
 
     Args:
-      path: "bytes" for UTF-8 bytes with a zero byte after each document, or a folder that `transformers` saved.
-      name: display name; default: the folder's name.
+      path: "bytes" for UTF-8 bytes with a zero byte after each document, a folder that `transformers` saved, or ORG/NAME or
+        ORG/NAME@REVISION.
+      name: display name; default: the folder's name, or ORG/NAME with the commit.
       for_documents: requires an EOS token. Without an EOS token, encode_documents must not be called.
+      key: the option or key that names `path`, for error messages.
 
     Raises:
-      ConfigError: the file is missing, is not a tokenizer, or has no token that ends a document.
+      ConfigError: the file is missing, is not a tokenizer, or has no token that ends a document, or the Hub does not give it.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
     file = Path(path)
     try:
+        if (folder := folder_of(key, str(path), weights=False)) != file:
+            file, name = folder, name or pinned(str(path), folder)
         if file.is_dir():
             file = file / "tokenizer.json"
         found = file.is_file()

@@ -26,7 +26,7 @@ from jaxllm.checkpoint.arrays import give_up
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.memory_restore import MemoryCheckpoint
-from jaxllm.checkpoint.weights import MUST_AGREE, initial_adapter, initial_weights, read_initial
+from jaxllm.checkpoint.weights import MUST_AGREE, initial_adapter, initial_weights, read_initial, with_commits
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
 from jaxllm.cost_model.hardware import require_device_runs
@@ -103,7 +103,7 @@ class Trainer:
         resumes: bool = False,
     ):
         self._given, self._on_step = Given(batches, loss, optimizer), on_step
-        config = adopted(config, self._given)
+        config = with_commits(adopted(config, self._given))
         # A wrong path is reported before any device is used.
         self.weights, adapter = (None, None) if resumes else (initial_weights(config), initial_adapter(config))
         with progress.phase("meet"):
@@ -116,7 +116,7 @@ class Trainer:
         require_device_runs(config.model, jax.local_devices()[0])
         self.memory_fit = check_memory(config.at_largest_batch, jax.local_devices()[0])
         with progress.phase("dataset"):
-            self.data = load_data(config)
+            self.data = load_data(config, distributed.cache_folder)
             distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
             self.stream = self.data.stream()
             most_documents = partial(self.data.most_documents, self.stream)

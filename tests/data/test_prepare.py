@@ -526,7 +526,7 @@ def test_a_text_that_changes_between_its_two_readings_is_noticed(tmp_path, monke
         return record
 
     monkeypatch.setattr(records, "_in_blocks", changes)
-    with pytest.raises(ConfigError, match=r"a\.txt has changed while it was being prepared: run the command again when it is"):
+    with pytest.raises(ConfigError, match=r"a\.txt has changed while it was being read: run the command again when it is"):
         here([tmp_path / "a.txt"], tmp_path / "out")
 
 
@@ -820,7 +820,7 @@ def test_a_file_that_grows_meanwhile_is_noticed(tmp_path, monkeypatch):
 
     cut = module.cut
     monkeypatch.setattr(module, "cut", grows)
-    with pytest.raises(ConfigError, match=r"a\.jsonl has changed while it was being prepared"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl has changed while it was being read"):
         here([tmp_path / "a.jsonl"], tmp_path / "out")
 
 

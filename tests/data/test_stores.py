@@ -208,9 +208,9 @@ def test_a_change_is_noticed_before_and_while_a_part_is_read(store, monkeypatch)
         assert (newer.path, newer.size) == (file.path, file.size)
         assert newer.version != file.version
         return
-    with pytest.raises(ConfigError, match=r"changing\.jsonl has changed while it was being prepared"):
+    with pytest.raises(ConfigError, match=r"changing\.jsonl has changed while it was being read"):
         list(records)
-    with pytest.raises(ConfigError, match=r"changing\.jsonl has changed while it was being prepared"):
+    with pytest.raises(ConfigError, match=r"changing\.jsonl has changed while it was being read"):
         next(read_part(Part(file, 0, file.size, file.size), "text"))
 
 

@@ -10,9 +10,14 @@ from store_servers import Hub, serving
 from tiny import TINY
 
 from jaxllm.checkpoint.hf_convert import adapter_to_peft, from_hf
-from jaxllm.checkpoint.weights import initial_weights
+from jaxllm.checkpoint.weights import initial_weights, with_commits
 from jaxllm.config import ConfigError, load_config
+from jaxllm.data.prepare import prepare
+from jaxllm.data.prepare_workers import run
+from jaxllm.data.prepared import PreparedDocuments
+from jaxllm.data.sources import load_data
 from jaxllm.pretrained.folder import open_folder
+from jaxllm.runtime import distributed
 from jaxllm.train.loop import fit
 
 pytest.importorskip("huggingface_hub")
@@ -130,3 +135,57 @@ def test_without_the_library_the_extra_is_named(tmp_path, text_file, monkeypatch
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"load the model from the Hub with pip install 'jaxllm\[stores\]'"):
         load_config(recipe(tmp_path, text_file))
+
+
+def words(names):
+    """The files of a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": b'{"eos_token": "<end>"}'}
+
+
+def test_a_tokenizer_of_the_hub_is_pinned_where_it_is_kept(hub, tmp_path, text_file, monkeypatch):
+    name = "people/words"
+    first = hub.push("models", name, words(["<end>", "?", "law", "mesh", "ring", "axis"]))
+
+    def prepared(out):
+        prepare([str(text_file)], out, tokenizer=name, workers=1, progress=False)
+        return json.loads((out / "manifest.json").read_text())["tokenizer"]["name"]
+
+    jobs = []
+    monkeypatch.setattr("jaxllm.data.prepare.run", lambda job, *more: (jobs.append(job), run(job, *more)))
+    assert prepared(tmp_path / "one") == f"{name}@{first}"
+    # What the workers load.
+    assert [job.tokenizer for job in jobs] == [f"{name}@{first}"]
+    from_folder = tmp_path / "here/words"
+    from_folder.mkdir(parents=True)
+    for file, content in words(["<end>", "?", "law", "mesh", "ring", "axis"]).items():
+        (from_folder / file).write_bytes(content)
+    prepare([str(text_file)], tmp_path / "two", tokenizer=str(from_folder), workers=1, progress=False)
+    assert PreparedDocuments(tmp_path / "one").fingerprint == PreparedDocuments(tmp_path / "two").fingerprint
+
+    values = recipe(tmp_path, text_file) | {"model": {**TINY["model"], "vocab_size": 16}}
+    values["data"] = values["data"] | {"tokenizer": name}
+    values["train"] = {**values["train"], "init_from": NAME}
+    config = with_commits(load_config(values))
+    assert config.data.tokenizer == f"{name}@{first}"
+    assert config.train.init_from == f"{NAME}@{hub.first}"
+    assert load_data(config).tokenizer.name == f"{name}@{first}"
+    fit(load_config(values, ["train.init_from=null"]))
+
+    # A process that asks later gets another commit. What all processes compare at the start names the key.
+    second = hub.push("models", name, words(["<end>", "?", "mesh", "law", "ring", "axis"]))
+    later = with_commits(load_config(values, [f"run.dir={tmp_path / 'other'}"]))
+    assert later.data.tokenizer == f"{name}@{second}"
+    same_place = later.model_copy(update={"run": config.run})
+    said = distributed._verdict(config.model_dump_json(), {1: same_place.model_dump_json()})
+    assert said.startswith("The processes were given different configs: data.tokenizer of process 1 is not that of process 0")
+    # The run keeps its own, and reports need no network.
+    hub.seen.clear()
+    assert with_commits(load_config(values, ["train.init_from=null"])).data.tokenizer == f"{name}@{first}"
+    assert load_config(tmp_path / "run/config.yaml").data.tokenizer == f"{name}@{first}"
+    assert hub.seen == []
+    with pytest.raises(ConfigError, match=r"^--tokenizer=people/none is neither a folder here nor a model that the Hub shows"):
+        prepare([str(text_file)], tmp_path / "three", tokenizer="people/none", workers=1, progress=False)

@@ -1,0 +1,329 @@
+"""Prepared folders of stores, read through a cache on a disk of this host that all processes of the host may share.
+
+  CACHE/NAME-0123456789abcdef/    NAME of the folder, and a hash of its address and its manifest
+    manifest.json  tokenizer/  *.lengths.npy  *.keys.npy    copied when the folder is opened
+    *.array_record                                          copied when first read, or before in the background
+
+Training reads documents in a shuffled order, so a run soon needs every shard. The background therefore copies all of them, as
+long as there is room; a shard that a batch needs now takes the room of the one that was read longest ago.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.config import ConfigError, DataConfig
+from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, Manifest, StoredShard, read_manifest
+from jaxllm.data.npy import read_npy
+from jaxllm.data.parts import InputFile
+from jaxllm.data.shards import remove_leftovers, temporary_path
+from jaxllm.data.stores import blocks, find_in_store, is_address
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, reason_of
+
+log = logging.getLogger(__name__)
+RECORDS = DATA_ENDINGS[0]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_QUESTIONS = 16
+_LONGEST_WAIT_S = 10.0
+_RECORDS_AT_ONCE = 64
+
+
+class ShardCache:
+    """A folder of copies, with at most `most_bytes` of shards: what is being copied, and what is read, comes on top."""
+
+    def __init__(self, folder: Path, most_bytes: float):
+        self.folder, self._most_bytes = folder, most_bytes
+        self._lock = threading.Lock()
+        self._used: Counter[Path] = Counter()
+        self._closers: list[Callable[[Path], None]] = []
+        self._threads: list[threading.Thread] = []
+        self.stopped = threading.Event()
+
+    def close(self) -> None:
+        """Ends copying in the background."""
+        self.stopped.set()
+        for thread in self._threads:
+            thread.join(_LONGEST_WAIT_S)
+
+    def open(self, address: str) -> CachedFolder:
+        return CachedFolder(self, address)
+
+    def start(self, thread: threading.Thread) -> None:
+        # A thread in the library's code must not outlive the interpreter.
+        atexit.register(self.close)
+        self._threads.append(thread)
+        thread.start()
+
+    def on_removal(self, close: Callable[[Path], None]) -> None:
+        """`close(file)` is called before a file is removed."""
+        self._closers.append(close)
+
+    @contextmanager
+    def holding(self, file: Path) -> Iterator[None]:
+        """This process does not remove the file inside."""
+        with self._lock:
+            self._used[file] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._used[file] -= 1
+
+    def make_room(self, size: int, may_remove: bool) -> bool:
+        """Whether a shard of so many bytes fits. Removes those that were read longest ago, if it may; then always True."""
+        with self._lock:
+            there = []
+            for file in self.folder.glob(f"*/*{RECORDS}"):
+                try:
+                    found = file.stat()
+                except FileNotFoundError:
+                    continue
+                there.append((found.st_mtime_ns, found.st_size, file))
+            total = size + sum(bytes_there for _, bytes_there, _ in there)
+            for _, freed, file in sorted(there) if may_remove else ():
+                if total <= self._most_bytes:
+                    break
+                if not self._used[file]:
+                    for close in self._closers:
+                        close(file)
+                    file.unlink(missing_ok=True)
+                    total -= freed
+            return may_remove or total <= self._most_bytes
+
+    def warn_if_small(self, address: str, size: int) -> None:
+        if size > self._most_bytes:
+            log.warning(
+                "%s has %.1f GiB of shards and data.cache_gib=%g: documents are read in a shuffled order, so shards will be "
+                "copied again and again. Raise data.cache_gib, or copy the folder to a disk of every host.",
+                address,
+                size / 2**30,
+                self._most_bytes / 2**30,
+            )
+
+
+class CachedFolder:
+    """The copy of one prepared folder."""
+
+    def __init__(self, cache: ShardCache, address: str):
+        """
+        Raises:
+          ConfigError: the store does not give the folder, it is not complete, or the cache cannot be written.
+        """
+        self._cache = cache
+        # A dataset of the Hub is listed by its name, at one commit.
+        self.address = re.sub(r"^(hf://datasets/[^/]+/[^/@]+)@[^/]+", r"\1", address.rstrip("/"))
+        self.name = self.address.rpartition("/")[2]
+        listed = find_in_store(f"{address.rstrip('/')}/**")
+        self._files = {file.path.removeprefix(self.address + "/"): file for file in listed}
+        if MANIFEST not in self._files:
+            parts = sum(bool(re.fullmatch(r"tokens-[0-9]+-of-[0-9]+\.json", name)) for name in self._files)
+            says = f"it has {parts} shards and no {MANIFEST}" if parts else f"it has no {MANIFEST}"
+            raise ConfigError(
+                f"{address} is not a prepared folder ({says}): copy the whole output of jaxllm data prepare there, or name "
+                f"another folder."
+            )
+        content = b"".join(blocks(self._small(MANIFEST)))
+        digest = hashlib.sha256(self.address.encode() + b"\0" + content).hexdigest()
+        self.folder = cache.folder / f"{self.name}-{digest[:16]}"
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.folder)
+            self._write(MANIFEST, [content])
+        self.manifest = self._read_manifest()
+        self._shards = {shard.name + RECORDS: shard for shard in self.manifest.shards}
+        self._copy_small()
+        cache.warn_if_small(address, sum(self._files[name].size for name in self._shards))
+        self._background: threading.Thread | None = None
+
+    @contextmanager
+    def holding(self, file: Path) -> Iterator[None]:
+        """The shard's file is there inside, copied from the store if it is not.
+
+        Raises:
+          ConfigError: the store does not give it, or gives something else, or the cache cannot be written.
+        """
+        with self._cache.holding(file):
+            with self._writing():
+                try:
+                    # The order of removal. Times of access are not kept on every disk.
+                    os.utime(file)
+                except FileNotFoundError:
+                    self._copy_shard(file.name, in_background=False)
+            if self._background is None:
+                self._background = threading.Thread(target=self._copy_others, args=(file.name,), daemon=True)
+                self._cache.start(self._background)
+            yield
+
+    def damaged(self, file: Path, reason: str) -> ConfigError:
+        """Deletes a damaged copy. Returns the error to raise."""
+        file.unlink(missing_ok=True)
+        return ConfigError(
+            f"{file} is damaged ({reason}) and was deleted: start again to copy {self.address}/{file.name} again, or prepare "
+            f"it again if it is damaged there too."
+        )
+
+    def on_removal(self, close: Callable[[Path], None]) -> None:
+        self._cache.on_removal(close)
+
+    def _read_manifest(self) -> Manifest:
+        try:
+            return read_manifest(self.folder)
+        except ConfigError as error:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            raise ConfigError(str(error).replace(str(self.folder), self.address)) from None
+
+    def _copy_small(self) -> None:
+        """Copies all but the shards' records, and compares all sizes."""
+        sizes = {name: size for shard in self.manifest.shards for name, size in shard.files.items()}
+        for name, size in sizes.items():
+            found = self._files[name].size if name in self._files else None
+            if found != size:
+                says = "is missing" if found is None else f"has {found:,} bytes and should have {size:,}"
+                raise ConfigError(f"{self.address}/{name} {says}: prepare it again, or copy the complete folder.")
+        wanted = [name for name in sizes if name not in self._shards]
+        if self.manifest.tokenizer.kind == "folder":
+            there = [f"{TOKENIZER}/{name}" for name in _TOKENIZER_FILES if f"{TOKENIZER}/{name}" in self._files]
+            wanted += [self._small(name).path.removeprefix(self.address + "/") for name in there]
+        missing = [name for name in wanted if not self._is_there(name)]
+        with self._writing(), ThreadPoolExecutor(_QUESTIONS) as pool:
+            (self.folder / TOKENIZER).mkdir(exist_ok=True)
+            list(pool.map(lambda name: self._write(name, blocks(self._files[name])), missing))
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return (self.folder / name).stat().st_size == self._files[name].size
+        except FileNotFoundError:
+            return False
+
+    def _small(self, name: str) -> InputFile:
+        if self._files[name].size > JSON_BYTES:
+            raise ConfigError(f"{self.address}/{name} has more than {JSON_BYTES // MIB} MiB: prepare the folder again.")
+        return self._files[name]
+
+    def _copy_others(self, first: str) -> None:
+        """Copies the shards after `first`, and then those before it, as long as there is room."""
+        names = list(self._shards)
+        at = names.index(first)
+        for name in names[at + 1 :] + names[:at]:
+            try:
+                if self._cache.stopped.is_set() or not self._copy_shard(name, in_background=True):
+                    return
+            except (ConfigError, RuntimeError) as error:
+                # The batch that needs it asks again and says so. Python starts no thread once the program ends.
+                log.info("%s is not copied in advance: %s", name, error)
+                return
+
+    def _copy_shard(self, name: str, in_background: bool) -> bool:
+        """Copies a shard that is not there; in the background not one that is being copied. False: there is no room."""
+        final, shard = self.folder / name, self._shards[name]
+        with self._writing(), _locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
+            if not ours or final.exists():
+                return True
+            if not self._cache.make_room(shard.files[name], may_remove=not in_background):
+                return False
+            stop = self._cache.stopped if in_background else threading.Event()
+            return self._write(name, blocks(self._files[name]), shard, stop.is_set)
+
+    def _write(
+        self,
+        name: str,
+        content: Iterable[bytes],
+        shard: StoredShard | None = None,
+        ends: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Writes a file that is complete or absent. False: `ends` said to stop."""
+        # Where a disk has no locks, threads of this process may copy one file.
+        temporary = temporary_path(self.folder, f"{Path(name).name}.{threading.get_ident()}")
+        try:
+            with open(temporary, "wb") as file:
+                for block in content:
+                    if ends():
+                        return False
+                    file.write(block)
+            if shard is not None:
+                self._check(temporary, name, shard)
+            os.replace(temporary, self.folder / name)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _check(self, file: Path, name: str, shard: StoredShard) -> None:
+        try:
+            found = _sha256(file, self.folder / (shard.name + DATA_ENDINGS[1]))
+        except (RuntimeError, IndexError, ValueError, RefusedInput):
+            found = None
+        if found != shard.sha256:
+            raise ConfigError(
+                f"{self.address}/{name} is not what {MANIFEST} beside it describes: prepare it again, or copy the complete "
+                f"folder."
+            )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"The cache {self._cache.folder} cannot be written ({reason_of(error)}): fix that, or name another folder by "
+                f"data.cache_dir."
+            ) from None
+
+
+def _sha256(file: Path, lengths: Path) -> str:
+    """Checksum of a shard's ids and lengths, as the manifest has it."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader, digest = ArrayRecordReader(str(file)), hashlib.sha256()
+    count = reader.num_records()
+    for start in range(0, count, _RECORDS_AT_ONCE):
+        for record in reader.read(list(range(start, min(start + _RECORDS_AT_ONCE, count)))):
+            digest.update(record)
+    digest.update(read_npy(lengths, np.uint32).tobytes())
+    return digest.hexdigest()
+
+
+def shard_cache(data: DataConfig, default: Callable[[], Path] | None) -> ShardCache | None:
+    """The cache of data.cache_dir, or else in `data` of what `default` gives; None if nothing is read from a store.
+
+    Raises:
+      ConfigError: there is neither.
+    """
+    paths = [path for part in data.sources if part.source == "prepared" for path in part.paths]
+    if not any(map(is_address, paths)):
+        return None
+    try:
+        folder = Path(data.cache_dir).expanduser() if data.cache_dir else default() / "data" if default else None
+    except RuntimeError:
+        # A user without a home, as in containers.
+        folder = None
+    if folder is None:
+        raise ConfigError("There is no home folder to cache shards of a store in: set data.cache_dir to a folder of each host.")
+    return ShardCache(folder.absolute(), data.cache_gib * 2**30)
+
+
+@contextmanager
+def _locked(file: Path, wait: bool) -> Iterator[bool]:
+    """Whether no other thread or process has the lock; with `wait` it waits, so always True."""
+    with open(file, "w") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            # This disk has no locks. Two copies are equal, and the last one stays.
+            pass
+        yield True

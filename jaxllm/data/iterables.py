@@ -1,0 +1,116 @@
+"""jaxllm.prepare: writes the texts of a Python iterable into a prepared folder, once.
+
+Training on the folder is then exact and resumes, which no iterable promises: each sample is a function of its number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import length_hint
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.data.manifest import read_manifest
+from jaxllm.data.prepare import Summary, existing
+from jaxllm.data.prepare import prepare as prepare_files
+from jaxllm.data.shards import temporary_path, unwritable
+from jaxllm.data.tokenizer import load_tokenizer
+from jaxllm.untrusted import shown
+
+
+def prepare(
+    texts: Iterable[str | Mapping[str, Any]],
+    folder: str | Path,
+    *,
+    tokenizer: str,
+    text_key: str = "text",
+    reuse: bool = False,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Summary:
+    """Writes a prepared folder, as `jaxllm data prepare` does from JSON lines of the same texts. It is complete or absent.
+
+    The texts are first written to the disk of the folder, and removed at the end. With several workers the calling script
+    needs Python's usual `if __name__ == "__main__"`.
+
+    Args:
+      texts: each a document; strings, or rows as of Hugging Face's `datasets` and of Grain, read once and in order. A row
+        whose text is None is counted as broken.
+      folder: the folder to write, for data.source=prepared and data.paths.
+      tokenizer: a folder with tokenizer.json, ORG/NAME or ORG/NAME@REVISION of the Hub, or bytes.
+      text_key: the column of rows that holds the text.
+      reuse: if the folder is there, return what it holds and leave `texts` unread. It is not compared with them.
+      workers: number of processes; default: one per available CPU.
+      progress: show the progress.
+
+    Raises:
+      ConfigError: the folder exists (without `reuse`) or has another tokenizer, cannot be written, or `texts` holds something
+        else or has no end.
+    """
+    folder = Path(folder)
+    if os.path.lexists(folder):
+        return _again(folder, tokenizer, reuse)
+    if length_hint(texts) >= sys.maxsize:
+        # Grain's word for a dataset that repeats.
+        raise ConfigError("texts has no end: give them once, and let train.steps say how often they are read.")
+    work = temporary_path(folder.parent, folder.name)
+    try:
+        with _making(folder):
+            work.mkdir(parents=True)
+        with open(work / "texts.jsonl", "w", encoding="utf-8") as file:
+            for number, text in enumerate(texts):
+                file.write(json.dumps({text_key: _text(text, text_key, number)}) + "\n")
+        summary = prepare_files(
+            [str(work / "texts.jsonl")],
+            work / "prepared",
+            tokenizer=tokenizer,
+            text_key=text_key,
+            workers=workers,
+            progress=progress,
+        )
+        if os.path.lexists(folder):
+            return _again(folder, tokenizer, reuse)
+        with _making(folder):
+            os.rename(work / "prepared", folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return replace(summary, folder=str(folder))
+
+
+@contextmanager
+def _making(folder: Path) -> Iterator[None]:
+    """Only around what is ours: reading `texts` may raise OSError too."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(folder, error.strerror or str(error)) from None
+
+
+def _text(text: Any, text_key: str, number: int) -> str | None:
+    if isinstance(text, Mapping):
+        if text_key not in text:
+            raise ConfigError(
+                f"Row {number} of texts has no {text_key}: set text_key to one of {shown(', '.join(map(str, text)), 400)}."
+            )
+        text = text[text_key]
+        if text is None:
+            return None
+    if not isinstance(text, str):
+        raise ConfigError(f"Row {number} of texts is {type(text).__name__}, not a string: give texts, or rows with text_key.")
+    return text
+
+
+def _again(folder: Path, tokenizer: str, reuse: bool) -> Summary:
+    if not reuse:
+        raise ConfigError(f"{folder} exists: pass reuse=True to train on what it holds, name another folder, or delete it.")
+    manifest = read_manifest(folder)
+    if manifest.tokenizer.sha256 != load_tokenizer(tokenizer).sha256:
+        raise ConfigError(f"{folder} holds tokens of {manifest.tokenizer.name}, not of {tokenizer}: name another folder.")
+    return existing(folder, [shard.name for shard in manifest.shards])

@@ -1,0 +1,126 @@
+"""jaxllm.prepare against `jaxllm data prepare` on JSON lines of the same texts."""
+
+import json
+
+import grain
+import pytest
+from typer.testing import CliRunner
+
+import jaxllm
+from jaxllm.cli import app
+from jaxllm.config import ConfigError
+from jaxllm.data.prepare import prepare as prepare_files
+
+TEXTS = [f"{i} law mesh ring äxis \n" * (i % 9 + 1) for i in range(300)]
+
+
+def bytes_of(folder):
+    """All files but the shards' .json, which have the inputs' names and dates."""
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if not path.name.endswith(".json") or path.name == "manifest.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("lines")
+    (parent / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = [
+        "data",
+        "prepare",
+        str(parent / "texts.jsonl"),
+        "--out",
+        str(parent / "out"),
+        "--tokenizer",
+        "bytes",
+        "--workers=1",
+    ]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    return bytes_of(parent / "out")
+
+
+class Rows:
+    """As a map dataset of Hugging Face's datasets: rows by number, and iteration."""
+
+    def __len__(self):
+        return len(TEXTS)
+
+    def __getitem__(self, number):
+        return {"id": number, "text": TEXTS[number]}
+
+    def __iter__(self):
+        return (self[number] for number in range(len(self)))
+
+
+KINDS = {
+    "generator": lambda: (text for text in TEXTS),
+    "rows": Rows,
+    "grain map": lambda: grain.MapDataset.source(TEXTS),
+    "grain rows": lambda: grain.MapDataset.source(Rows()),
+    "grain iter": lambda: grain.MapDataset.source(TEXTS).to_iter_dataset(),
+    # Grain has None in the place of what a filter leaves out.
+    "grain filter": lambda: grain.MapDataset.source([*TEXTS, ""]).filter(bool),
+}
+
+
+def here(texts, folder, **options):
+    return jaxllm.prepare(texts, folder, **{"tokenizer": "bytes", "workers": 1, "progress": False, **options})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_folder_is_that_of_json_lines(kind, expected, tmp_path):
+    summary = here(KINDS[kind](), tmp_path / "new/out")
+    assert bytes_of(tmp_path / "new/out") == expected
+    assert (summary.documents, summary.folder, summary.complete) == (len(TEXTS), str(tmp_path / "new/out"), True)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_there_is_refused_or_taken(tmp_path):
+    first = here(TEXTS, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"out exists: pass reuse=True to train on what it holds, name another folder, or"):
+        here(["other"], tmp_path / "out")
+
+    def never():
+        raise AssertionError("read")
+        yield
+
+    again = here(never(), tmp_path / "out", reuse=True)
+    assert (again.documents, again.tokens, again.text_bytes) == (first.documents, first.tokens, first.text_bytes)
+    assert again.complete
+    assert again.shards_written == 0
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words/tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}'
+    )
+    (tmp_path / "words/tokenizer_config.json").write_text('{"eos_token": "b"}')
+    with pytest.raises(ConfigError, match=r"out holds tokens of bytes, not of .*words: name another folder"):
+        here(never(), tmp_path / "out", reuse=True, tokenizer=str(tmp_path / "words"))
+
+
+def test_a_stop_leaves_nothing(tmp_path):
+    def broken():
+        yield "law"
+        raise OSError("the dataset's server is away")
+
+    with pytest.raises(OSError, match="server is away"):
+        here(broken(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_text_is_named(tmp_path):
+    for texts, says in (
+        (["a", 3], "Row 1 of texts is int, not a string: give texts, or rows with text_key"),
+        ([{"content": "a", "id": 1}], "Row 0 of texts has no text: set text_key to one of content, id"),
+        # Where this is not noticed, it ends as a row that is no text.
+        (grain.MapDataset.source([3]).repeat(), "texts has no end: give them once"),
+        ([], "The inputs hold no text"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            here(texts, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+    assert here([{"content": "a"}, {"content": None}], tmp_path / "out", text_key="content").broken == 1
+    prepare_files([__file__], tmp_path / "part", tokenizer="bytes", workers=1, progress=False, shard=(1, 2))
+    with pytest.raises(ConfigError, match=r"part is not a prepared folder|part is not complete"):
+        here(["a"], tmp_path / "part", reuse=True)
