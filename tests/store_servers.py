@@ -18,6 +18,7 @@ class Server(ThreadingHTTPServer):
     Attributes:
       failures: statuses that the next requests are answered with, in place of a right answer.
       behind: the port of a server that requests are passed on to.
+      rule: None, or a function from method and path to a status that refuses the request, or None. It may wait.
       seen: (method, path with query) of each request.
     """
 
@@ -26,7 +27,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, behind=None):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.failures, self.behind, self.seen = {}, [], behind, []
+        self.files, self.failures, self.behind, self.seen, self.rule = {}, [], behind, [], None
 
     @property
     def url(self):
@@ -54,10 +55,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one(self):
         server, parts = self.server, urlsplit(self.path)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(length := int(self.headers.get("Content-Length", 0)))
+        if len(body) < length:
+            # The client died.
+            self.close_connection = True
+            return
         server.seen.append((self.command, self.path))
         if server.failures:
             status, headers, content = server.failures.pop(0), {}, b""
+        elif server.rule and (status := server.rule(self.command, self.path)):
+            headers, content = {}, b""
         elif server.behind:
             with closing(http.client.HTTPConnection("127.0.0.1", server.behind, timeout=30)) as onward:
                 onward.request(self.command, self.path, body, dict(self.headers))

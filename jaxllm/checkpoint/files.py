@@ -131,6 +131,16 @@ def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tupl
     )
 
 
+def newest_undamaged(folder: Path, refused: Mapping[int, str]) -> int:
+    """The newest step in a folder of checkpoints that is intact and not in `refused`; -1 if there is none.
+
+    Raises:
+      ConfigError: one cannot be read here.
+    """
+    steps = (step for step in reversed(saved_steps(folder)) if step not in refused)
+    return next((step for step in steps if damage(folder / str(step)) is None), -1)
+
+
 def damage(folder: Path) -> str | None:
     """The damage to a checkpoint that its metadata and the sizes of its files show; None if there is none. checksums.py finds
     changed bytes of arrays.

@@ -29,6 +29,7 @@ from jaxllm.checkpoint.files import (
     Meta,
     cannot_be_read,
     is_not_damage,
+    newest_undamaged,
     newest_whole,
     read_meta,
     require_plain_path,
@@ -38,8 +39,9 @@ from jaxllm.checkpoint.files import (
 )
 from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.runtime import distributed, exit_codes
+from jaxllm.runtime import distributed, exit_codes, progress
 from jaxllm.runtime.error_causes import causes, is_of_jax
 from jaxllm.untrusted import parse_json
 
@@ -60,9 +62,11 @@ class Checkpoints:
 
     Args:
       require: called before any change; RunDirLock.require if the run holds the directory.
+      stored: the checkpoints in config.store, on process 0: a newer one there comes first.
 
     Attributes:
       latest: step of the newest intact checkpoint; None if there is none.
+      said: sentences on the checkpoints in the store, on process 0.
       newest_saved: the newest step in the folder when it was opened, or that has been completed since.
       damaged: sentences on the newer checkpoints, which are damaged.
 
@@ -70,10 +74,17 @@ class Checkpoints:
       ConfigError: there are checkpoints and none is intact.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig, require: Callable[[], None] = unfenced):
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        require: Callable[[], None] = unfenced,
+        stored: StoredCheckpoints | None = None,
+    ):
         require_plain_path("run.dir", run_dir, BACKSLASH)
         self.folder = run_dir.absolute() / "checkpoints"
-        self._config, self._require = config, require
+        self._config, self._require, self._stored = config, require, stored
+        self.said: list[str] = []
         self._manager: ocp.CheckpointManager | None = None
         self._errors: list[Exception] = []
         self._saving: int | None = None
@@ -82,6 +93,8 @@ class Checkpoints:
         self.latest: int | None = None
         self._choose()
         self.newest_saved = self.newest_name
+        if stored is not None and self.latest is not None:
+            stored.offer_local(self.latest)
 
     @property
     def damaged(self) -> list[str]:
@@ -180,12 +193,16 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def wait(self) -> None:
-        """Waits until all is written. Raises SaveError if a save failed."""
+        """Waits until all is written, also to the store. Every process calls it. Raises SaveError if a save failed."""
         try:
             if self._manager is not None:
                 self._settle()
         except Exception as error:
             raise self._failure(error) from error
+        if self._config.store is not None:
+            failure = distributed.broadcast("" if self._stored is None else self._stored.wait())
+            if failure:
+                raise SaveError(failure)
 
     def close(self) -> None:
         """Closes the manager after `wait`. Without `wait`, as after an error, a running save is abandoned."""
@@ -198,6 +215,8 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if self._saving is not None:
             self.newest_saved = self._saving
+            if self._stored is not None:
+                self._stored.offer(self._saving)
         self._saving = None
 
     def _open(self) -> ocp.CheckpointManager:
@@ -231,10 +250,16 @@ class Checkpoints:
         self._require()
 
     def _choose(self) -> None:
-        """Process 0 finds the newest intact checkpoint that was not refused yet, and broadcasts it."""
+        """Process 0 finds the newest intact checkpoint that was not refused yet, perhaps in the store, and broadcasts it."""
         found: dict[str, Any] = {"latest": None, "refused": {}, "error": ""}
         if distributed.is_main_process():
             try:
+                if self._stored is not None:
+                    with progress.phase("restore"):
+                        step, said = self._stored.fetch(newest_undamaged(self.folder, self._refused), self._require)
+                    self.said += said
+                    if step in self._refused:
+                        self.said.append(f"the local checkpoint {step} is damaged ({self._refused.pop(step)}): moved aside")
                 found["latest"], found["refused"] = newest_whole(self.folder, self._refused)
             except ConfigError as error:
                 found["error"] = str(error)

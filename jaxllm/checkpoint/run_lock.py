@@ -31,6 +31,7 @@ import socket
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +43,7 @@ from jaxllm.config import ConfigError
 from jaxllm.runtime import distributed, exit_codes
 from jaxllm.runtime.socket_messages import Name, Pid
 from jaxllm.stderr import print_sentence
-from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json, read_bytes
+from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json, read_bytes, reason_of
 
 HOLDER = ".holder.json"
 HOLDER_BYTES = 2**16
@@ -92,14 +93,135 @@ class Holder:
         return checked({**values, "started_at": values.get("born")}, cls)
 
 
-class RunDirLock:
+class HolderLock(ABC):
+    """A lock of this process: who may take it over, and heartbeats. A subclass says where the holder is written; `what` is what
+    it locks, as "run.dir=runs/first", and `key` the key of the config.
+    """
+
+    file = HOLDER
+
+    def __init__(self, what: str, key: str, me: Holder):
+        self._what, self._key, self._me = what, key, me
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name=f"{key}-lock", daemon=True)
+
+    @property
+    def times_s(self) -> tuple[float, float]:
+        """Seconds between two heartbeats, and without any until a holder counts as gone."""
+        return BEAT_S, SILENT_S
+
+    @abstractmethod
+    def _read(self) -> Holder | None:
+        """None if there is no holder, or what is written is none."""
+
+    @abstractmethod
+    def _is_free(self) -> bool:
+        """Whether nothing is written."""
+
+    @abstractmethod
+    def _write_holder(self, over: bool) -> None:
+        """Makes this process the holder. Raises FileExistsError if `over` is false and something is written."""
+
+    @abstractmethod
+    def _write_beat(self) -> None: ...
+
+    @abstractmethod
+    def _remove(self) -> None: ...
+
+    @abstractmethod
+    def require(self) -> None:
+        """Raises, or ends the process, if the lock is lost."""
+
+    def lost(self) -> str:
+        """How this process has lost what it held, as the rest of a sentence; "" if it has not. After `release` it is still this
+        process's until another run takes it: a save that was in progress when the run failed may finish after that.
+        """
+        found = self._read()
+        if found is None and self._ended.is_set():
+            return ""
+        if found is None:
+            return f"was taken over, or its {self.file} removed"
+        return "" if found.token == self._me.token else f"was taken over by {found.name}"
+
+    def _take(self) -> None:
+        while True:
+            found = self._read()
+            if found is None and self._is_free():
+                try:
+                    self._write_holder(over=False)
+                    return
+                except FileExistsError:
+                    continue
+            verdict = "unsure" if found is None else holder_status(found, self._me)
+            if verdict == "unsure":
+                verdict = self._watch(found)
+            if verdict == "changed":
+                continue
+            if verdict == "holds":
+                assert found is not None, "a missing holder has no verdict"
+                in_use = ConfigError(
+                    f"{self._what} is in use by {found.name}: wait for it, stop it, or choose another {self._key}."
+                )
+                if found.launch_id is not None and found.launch_id == self._me.launch_id:
+                    # A part of this run that does not reach the other: once it does, a restart joins it.
+                    in_use.exit_code = exit_codes.LOST
+                raise in_use
+            self._write_holder(over=True)
+            if verdict == "gone":
+                return
+            # The old holder may live for another moment, and another start may have reached the same verdict.
+            time.sleep(SETTLE_S)
+            if (now := self._read()) is not None and now.token == self._me.token:
+                return
+
+    def _watch(self, found: Holder | None) -> str:
+        """Waits for a heartbeat: "holds", "silent", or "changed" if there is another holder now, or none."""
+        beat_s, silent_s = self.times_s
+        who = found.name if found else "another process"
+        log.warning("%s was held by %s: watching up to %.0f s for a sign of life.", self._what, who, silent_s)
+        look_s, watched_s = min(0.5, beat_s / 4), 0.0
+        while watched_s < silent_s:
+            began_s = time.monotonic()
+            time.sleep(look_s)
+            woke_s = time.monotonic()
+            now = self._read()
+            # Whatever stopped this process may have stopped the holder's heartbeats too.
+            watched_s += min(woke_s - began_s, 2 * look_s) + time.monotonic() - woke_s
+            if now != found:
+                return "holds" if now and found and now.token == found.token else "changed"
+        return "silent"
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self.times_s[0]):
+            try:
+                # First: after a takeover what is written is another's, and must not get a heartbeat.
+                self.require()
+                self._write_beat()
+            except (OSError, ConfigError) as error:
+                log.debug("no heartbeat of %s: %s", self._what, error)
+
+    def release(self) -> None:
+        """Frees it. If that does not happen, as after a kill, the next start detects it by itself."""
+        self._ended.set()
+        if self._beats.is_alive():
+            # The thread may hang in a write.
+            self._beats.join(BEAT_S)
+        try:
+            found = self._read()
+            if found is not None and found.token == self._me.token:
+                self._remove()
+        except (OSError, ConfigError) as error:
+            why = reason_of(error) if isinstance(error, OSError) else error
+            log.warning("The %s of %s cannot be removed (%s).", self.file, self._what, why)
+
+
+class RunDirLock(HolderLock):
     """Lock of this process on a run directory, from `take` to `release`."""
 
     def __init__(self, folder: Path, me: Holder):
-        self._folder, self._path, self._me = folder, folder / HOLDER, me
+        super().__init__(f"run.dir={folder}", "run.dir", me)
+        self._folder, self._path = folder, folder / HOLDER
         self._file: int | None = None
-        self._ended = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="run-dir-lock", daemon=True)
 
     @classmethod
     def take(cls, folder: Path) -> RunDirLock:
@@ -121,92 +243,31 @@ class RunDirLock:
 
     def require(self) -> None:
         """Ends the process with exit_codes.LOST if another run has taken the directory. Call it right before each write that
-        the next run will read.
-
-        After `release` the directory still belongs to this process until another run takes it: a save that was in progress when
-        the run failed may finish after that.
-
-        Raises:
-          OSError: the file system does not tell who holds it.
+        the next run will read. Raises OSError if the file system does not tell who holds it.
         """
-        found = read_holder(self._path)
-        if found is None and self._ended.is_set():
-            return
-        if found is None or found.token != self._me.token:
-            how = f"was taken over by {found.name}" if found else f"was taken over, or its {HOLDER} removed"
+        if how := self.lost():
             leave(f"run.dir={self._folder} {how}: {self._me.name} writes nothing more there.")
 
     def release(self) -> None:
-        """Frees the directory. If that does not happen, as after a kill, the next start detects it by itself."""
-        self._ended.set()
-        if self._beats.is_alive():
-            # The thread may hang in a write.
-            self._beats.join(BEAT_S)
-        try:
-            found = read_holder(self._path)
-            if found is not None and found.token == self._me.token:
-                self._path.unlink()
-        except OSError as error:
-            log.warning("%s cannot be removed (%s).", self._path, error.strerror)
+        super().release()
         if self._file is not None and not self._beats.is_alive():
             os.close(self._file)
             self._file = None
 
-    def _take(self) -> None:
-        while True:
-            found = read_holder(self._path)
-            if found is None and not self._path.exists():
-                if self._path.is_symlink():
-                    raise ConfigError(f"{self._path} is a link to a file that does not exist: remove it.")
-                try:
-                    self._write_holder(over=False)
-                    return
-                except FileExistsError:
-                    continue
-            verdict = "unsure" if found is None else holder_status(found, self._me)
-            if verdict == "unsure":
-                verdict = self._watch(found)
-            if verdict == "changed":
-                continue
-            if verdict == "holds":
-                assert found is not None, "a missing holder has no verdict"
-                in_use = ConfigError(
-                    f"run.dir={self._folder} is in use by {found.name}: wait for it, stop it, or choose another run.dir."
-                )
-                if found.launch_id is not None and found.launch_id == self._me.launch_id:
-                    # A part of this run that does not reach the other: once it does, a restart joins it.
-                    in_use.exit_code = exit_codes.LOST
-                raise in_use
-            self._write_holder(over=True)
-            if verdict == "gone":
-                return
-            # The old holder may live for another moment, and another start may have reached the same verdict.
-            time.sleep(SETTLE_S)
-            if (now := read_holder(self._path)) is not None and now.token == self._me.token:
-                return
+    def _read(self) -> Holder | None:
+        return read_holder(self._path)
 
-    def _watch(self, found: Holder | None) -> str:
-        """Waits for a heartbeat: "holds", "silent", or "changed" if there is another holder now, or none."""
-        who = found.name if found else "another process"
-        log.warning("run.dir=%s was held by %s: watching up to %.0f s for a sign of life.", self._folder, who, SILENT_S)
-        look_s, watched_s = min(0.5, BEAT_S / 4), 0.0
-        while watched_s < SILENT_S:
-            began_s = time.monotonic()
-            time.sleep(look_s)
-            woke_s = time.monotonic()
-            now = read_holder(self._path)
-            # Whatever stopped this process may have stopped the holder's heartbeats too.
-            watched_s += min(woke_s - began_s, 2 * look_s) + time.monotonic() - woke_s
-            if now != found:
-                return "holds" if now and found and now.token == found.token else "changed"
-        return "silent"
+    def _is_free(self) -> bool:
+        if self._path.exists():
+            return False
+        if self._path.is_symlink():
+            raise ConfigError(f"{self._path} is a link to a file that does not exist: remove it.")
+        return True
+
+    def _remove(self) -> None:
+        self._path.unlink()
 
     def _write_holder(self, over: bool) -> None:
-        """Makes this process the holder in the file.
-
-        Raises:
-          FileExistsError: `over` is false and the file exists.
-        """
         aside = self._folder / f"{HOLDER}-{uuid.uuid4().hex}"
         file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -225,17 +286,11 @@ class RunDirLock:
             os.close(self._file)
         self._file = file
 
-    def _beat(self) -> None:
+    def _write_beat(self) -> None:
         assert self._file is not None, "started after the file is this process's"
-        while not self._ended.wait(BEAT_S):
-            try:
-                # First: after a takeover this file may be gone, and must not get a heartbeat.
-                self.require()
-                os.pwrite(self._file, self._me.beat(), 0)
-                # NFS shows a write to other hosts after a sync.
-                os.fsync(self._file)
-            except OSError as error:
-                log.debug("no heartbeat in %s: %s", self._path, error)
+        os.pwrite(self._file, self._me.beat(), 0)
+        # NFS shows a write to other hosts after a sync.
+        os.fsync(self._file)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, cast
 from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.model_spec import LAYERS, parameters
-from jaxllm.config.run_sections import LogConfig
+from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
 from jaxllm.untrusted import shown
@@ -333,6 +333,20 @@ def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
 def without_passwords(text: str) -> str:
     """A text without what stands before the @ of its URLs: a user's name, and maybe a password or a token."""
     return re.sub(r"://[^/@\s]+@", "://", text)
+
+
+def check_store(run: RunConfig, checkpoint: CheckpointConfig) -> None:
+    if "://" in run.dir:
+        raise refuse(
+            f"run.dir={run.dir} is an address, but a run needs a local folder: set run.dir to one, and "
+            f"checkpoint.store={run.dir}."
+        )
+    # fsspec takes * ? [ for a pattern, and # for the generation of an object.
+    if checkpoint.store is not None and not re.fullmatch(r"(s3|gs)://[\w.-]+/[^*?#\[\]]*[^/*?#\[\]]", checkpoint.store):
+        raise refuse(
+            f"checkpoint.store={shown(checkpoint.store)} is not an address of a store: write s3://BUCKET/PREFIX or "
+            f"gs://BUCKET/PREFIX."
+        )
 
 
 def check_passwords(values: Any, key: str = "") -> None:

@@ -30,6 +30,7 @@ from jaxllm.config.checks import (
     check_preferences,
     check_remat,
     check_split,
+    check_store,
     check_tokens,
     effective_windows,
     frozen_parameters,
@@ -84,6 +85,7 @@ class Config(Section):
         check_optimizer(self.optimizer, parallel)
         check_loss(train, parallel, self.log)
         check_tokens(train)
+        check_store(self.run, self.checkpoint)
         check_all_on_host(model, parallel, self.log)
         if parallel.data != AUTO:
             _check_microbatches(self)

@@ -26,6 +26,9 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this step are saved and never deleted."""
     asynchronous: Switch = True
     """Write while training continues: the run waits only for the copy from the devices."""
+    store: Annotated[str, Field(min_length=1)] | None = None
+    """Address s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: every complete checkpoint is copied there while training continues, and
+    a start takes the newest one from there if run.dir has none as new (docs/checkpoints.md). null: none."""
     memory_every_steps: PositiveInt | None = None
     """Steps between checkpoints in memory: each host keeps its part of the state and that of another host, so that a run which
     loses a process or a host resumes there (docs/checkpoints.md). null: none."""

@@ -66,7 +66,7 @@ def find_in_store(pattern: str) -> list[InputFile]:
     if scheme == "hf":
         return _find_on_hub(pattern)
     if scheme in ("s3", "gs") and any(mark in pattern for mark in "*?["):
-        found = _asked(pattern, lambda: _filesystem(scheme).glob(pattern, detail=True))
+        found = _asked(pattern, lambda: filesystem(scheme).glob(pattern, detail=True))
         infos = [(f"{scheme}://{name}", info) for name, info in found.items() if info["type"] == "file"]
     else:
         info = _info(pattern)
@@ -136,7 +136,7 @@ def _named(address: str) -> str:
 
 
 def _info(address: str) -> dict[str, Any]:
-    return _asked(address, lambda: _filesystem(_scheme(address)).info(address))
+    return _asked(address, lambda: filesystem(_scheme(address)).info(address))
 
 
 def _input(address: str, info: dict[str, Any], path: str | None = None) -> InputFile:
@@ -165,7 +165,7 @@ _VERSIONS = {
 
 
 def _find_on_hub(pattern: str) -> list[InputFile]:
-    fs = _asked(pattern, lambda: _filesystem("hf"))
+    fs = _asked(pattern, lambda: filesystem("hf"))
     from huggingface_hub import HfApi
 
     if not pattern.startswith("hf://datasets/"):
@@ -187,7 +187,8 @@ def _find_on_hub(pattern: str) -> list[InputFile]:
 
 
 @lru_cache
-def _filesystem(scheme: str) -> Any:
+def filesystem(scheme: str) -> Any:
+    """fsspec's file system for a kind of address. Raises ConfigError if its library is not installed."""
     # It warns on each question where there are no credentials, as for a public bucket.
     logging.getLogger("gcsfs").setLevel(logging.ERROR)
     try:
@@ -197,7 +198,7 @@ def _filesystem(scheme: str) -> Any:
         return fsspec.filesystem(scheme, **({} if scheme == "hf" else {"use_listings_cache": False}))
     except (ImportError, ValueError) as error:
         missing = error.name if isinstance(error, ImportError) and error.name else LIBRARIES[scheme]
-        raise ConfigError(f"Reading {scheme}:// needs {missing}: pip install 'jaxllm[stores]'.") from None
+        raise ConfigError(f"{scheme}:// needs {missing}: pip install 'jaxllm[stores]'.") from None
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -238,7 +239,7 @@ class _Stored(io.RawIOBase):
 def _read(file: InputFile, start: int, stop: int) -> bytes:
     """Bytes [start, stop). Raises ConfigError if the store gives others."""
     scheme = _scheme(file.address)
-    fs = _filesystem(scheme)
+    fs = filesystem(scheme)
 
     def ask() -> bytes:
         if scheme in ("s3", "gs"):
@@ -295,25 +296,33 @@ def _cause(error: BaseException) -> BaseException:
     return error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ is not None else error
 
 
-def _refuse(address: str, error: BaseException) -> NoReturn:
-    """Raises ConfigError. Texts of the libraries may hold the address with its signature, or be pages long."""
+def refusal(address: str, error: BaseException) -> tuple[str, str]:
+    """Why a store of files did not answer, and what to do about it, as phrases. Texts of the libraries may hold the address
+    with its signature, or be pages long.
+    """
     error = _cause(error)
-    name, scheme, status = shown(_named(address), 300), _scheme(address), _status(error)
-    kind = type(error).__name__
-    if kind == "RepositoryNotFoundError":
+    scheme, status, kind = _scheme(address), _status(error), type(error).__name__
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return "it is not there", "check the address"
+    if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in kind:
+        why = "no credentials were found" if "NoCredential" in kind or "DefaultCredential" in kind else "access is refused"
+        return why, _CREDENTIALS[scheme.replace("http", "https")[:5]]
+    if _is_busy(error):
+        said = f"it answers {status} again and again" if status else f"it does not answer, {kind}"
+        return said, "run the command again to resume"
+    said = re.sub(r"[?]\S*", "", without_passwords(shown(line_of(error), 200)))
+    return f"answer {status}" if status else f"{kind}: {said}", "check the address, or copy the file here"
+
+
+def _refuse(address: str, error: BaseException) -> NoReturn:
+    name, scheme, error = shown(_named(address), 300), _scheme(address), _cause(error)
+    if type(error).__name__ == "RepositoryNotFoundError":
         # To strangers the Hub says no more of what is private.
         raise ConfigError(f"{name} is not there, or is private: check its name, or set HF_TOKEN.") from None
     if scheme.startswith("http") and isinstance(error, ValueError):
         # fsspec's word for a server that ignores the range.
         raise _sends_no_parts(name) from None
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        raise ConfigError(f"{name} is not there: check the address.") from None
-    if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in kind:
-        why = "no credentials were found" if "NoCredential" in kind or "DefaultCredential" in kind else "access is refused"
-        raise ConfigError(f"{name} cannot be read ({why}): {_CREDENTIALS[scheme.replace('http', 'https')[:5]]}.") from None
-    if _is_busy(error):
-        said = f"it answers {status} again and again" if status else f"it does not answer, {kind}"
-        raise ConfigError(f"{name} cannot be read ({said}): run the command again to resume.") from None
-    said = re.sub(r"[?]\S*", "", without_passwords(shown(line_of(error), 200)))
-    reason = f"answer {status}" if status else f"{kind}: {said}"
-    raise ConfigError(f"{name} cannot be read ({reason}): check the address, or copy the file here.") from None
+    why, fix = refusal(address, error)
+    if why == "it is not there":
+        raise ConfigError(f"{name} is not there: {fix}.") from None
+    raise ConfigError(f"{name} cannot be read ({why}): {fix}.") from None

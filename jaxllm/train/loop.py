@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.memory import STORED, MemoryCheckpoints, forget
 from jaxllm.checkpoint.memory_restore import LostPieces
 from jaxllm.checkpoint.run_lock import hold_run_dir
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
 from jaxllm.cost_model.hardware import gpu_from_device_kind
@@ -63,15 +64,15 @@ def fit(
         folder = make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
+        stored, is_in_store = stack.enter_context(store_of(config, folder))
         given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
-        trainer = advice.trainer = Trainer(config, **given, resumes=bool(saved_steps(folder / "checkpoints")))
+        trainer = advice.trainer = Trainer(config, **given, resumes=is_in_store or bool(saved_steps(folder / "checkpoints")))
         stack.callback(trainer.close)
         require_shared(folder)
         require = stack.enter_context(hold_run_dir(folder))
         asked, config = config, trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
-        checkpoints = Checkpoints(folder, config.checkpoint, require)
-        stack.callback(checkpoints.close)
+        checkpoints = stack.enter_context(closing(Checkpoints(folder, config.checkpoint, require, stored)))
         print_header(console, trainer)
         if missing := fewer_hosts.describe(asked, config):
             console.say(missing)
@@ -125,6 +126,17 @@ def leave_early(name: str) -> None:
 
 
 @contextmanager
+def store_of(config: Config, folder: Path) -> Iterator[tuple[StoredCheckpoints | None, bool]]:
+    """The run's checkpoints in its store, on process 0, and whether there are some; the store is held until the end."""
+    if config.checkpoint.store is not None:
+        # Process 0 tells the others whether the run resumes, which the Trainer must know.
+        with progress.phase("meet"):
+            distributed.start(config.run, fewer_hosts.rules(config))
+    with hold_store(folder, config.checkpoint) as held:
+        yield held
+
+
+@contextmanager
 def memory_of(trainer: Trainer, folder: Path) -> Iterator[MemoryCheckpoints | None]:
     """The run's checkpoints in memory, if it has any; closed at the end."""
     config = trainer.config.checkpoint
@@ -141,6 +153,8 @@ def memory_of(trainer: Trainer, folder: Path) -> Iterator[MemoryCheckpoints | No
 
 
 def say_damaged(checkpoints: Checkpoints, folder: Path, console: Console) -> None:
+    for sentence in checkpoints.said:
+        console.say(sentence)
     for sentence in checkpoints.damaged:
         console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
 

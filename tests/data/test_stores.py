@@ -144,7 +144,7 @@ MAKERS = {"s3": make_s3, "gs": make_gs, "http": make_http, "hf": make_hf}
 def store(request, servers, monkeypatch):
     monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.01)
     found = servers(request.param, monkeypatch)
-    stores._filesystem.cache_clear()
+    stores.filesystem.cache_clear()
     yield found
     found.server.failures.clear()
 
@@ -319,7 +319,7 @@ def test_without_credentials_the_variables_are_named(servers, monkeypatch, tmp_p
     import fsspec
 
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    stores._filesystem.cache_clear()
+    stores.filesystem.cache_clear()
     said = refused("s3://texts/a/one.jsonl", tmp_path)
     assert "(no credentials were found): set AWS_PROFILE, or AWS_ACCESS_KEY_ID and" in said
 
@@ -327,7 +327,7 @@ def test_without_credentials_the_variables_are_named(servers, monkeypatch, tmp_p
 def test_gated_datasets_say_what_to_set(servers, monkeypatch, tmp_path):
     store = servers("hf", monkeypatch)
     monkeypatch.setattr(store.server, "gated", {"people/texts"})
-    stores._filesystem.cache_clear()
+    stores.filesystem.cache_clear()
     monkeypatch.delenv("HF_TOKEN", raising=False)
     said = refused("hf://datasets/people/texts/a/one.jsonl", tmp_path)
     assert "one.jsonl cannot be read (access is refused): set HF_TOKEN" in said
@@ -357,8 +357,8 @@ def test_a_missing_library_says_what_to_install(module, pattern, tmp_path, monke
     monkeypatch.setitem(sys.modules, module, None)
     known = sys.modules["fsspec.registry"]._registry
     monkeypatch.delitem(known, pattern[:2], raising=False)
-    stores._filesystem.cache_clear()
-    assert refused(pattern, tmp_path) == f"Reading {pattern[:2]}:// needs {module}: pip install 'jaxllm[stores]'."
+    stores.filesystem.cache_clear()
+    assert refused(pattern, tmp_path) == f"{pattern[:2]}:// needs {module}: pip install 'jaxllm[stores]'."
 
 
 @only("servers_of", ["http", "hf"])

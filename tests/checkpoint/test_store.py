@@ -1,0 +1,495 @@
+"""Checkpoints in an object store: what a new machine takes from there, and what a broken store does to a run."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from outside import wait_until
+from run_files import saved_state, steps_of
+from store_servers import Server, gcs, s3, serving
+
+from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
+from jaxllm.checkpoint.files import saved_steps
+from jaxllm.checkpoint.store import Store, StoreLock
+from jaxllm.config import ConfigError
+from jaxllm.data.stores import filesystem
+from jaxllm.train.loop import fit
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+# Clients of the libraries are left to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+CHECKOUT = Path(__file__).parents[2]
+COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "data.held_out_fraction=0.0")
+MESH = ("run.cpu_devices=8", "parallel.data=8", "parallel.zero=3", *COMMON)
+OTHER_MESH = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", *COMMON)
+
+
+def forget_clients(scheme):
+    """fsspec keeps a client with the address that its server had."""
+    fsspec.get_filesystem_class(scheme).clear_instance_cache()
+    filesystem.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def door():
+    """A server in front of moto's S3, which can refuse and hold requests."""
+    import boto3
+
+    with ExitStack() as stack:
+        door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
+        variables = {
+            "AWS_ENDPOINT_URL": door.url,
+            "AWS_ACCESS_KEY_ID": "someone",
+            "AWS_SECRET_ACCESS_KEY": "hidden-key",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        door.client = boto3.client("s3", endpoint_url=door.url)
+        door.client.create_bucket(Bucket="runs")
+        forget_clients("s3")
+        yield door
+    forget_clients("s3")
+
+
+@pytest.fixture
+def bucket(door, request):
+    """The address of an empty store."""
+    yield "s3://runs/" + re.sub(r"\W", "-", request.node.name)
+    door.rule = None
+    door.failures.clear()
+
+
+def objects(door, address) -> dict[str, int]:
+    """{name: bytes} below an address."""
+    prefix = address.removeprefix("s3://runs/") + "/"
+    pages = door.client.get_paginator("list_objects_v2").paginate(Bucket="runs", Prefix=prefix)
+    return {one["Key"].removeprefix(prefix): one["Size"] for page in pages for one in page.get("Contents", [])}
+
+
+def committed(door, address) -> list[int]:
+    return sorted(int(name.partition("/")[0]) for name in objects(door, address) if name.endswith("files.json"))
+
+
+def store_config(tiny_config, address, run_dir, *overrides, mesh=MESH):
+    return tiny_config(*mesh, f"run.dir={run_dir}", f"checkpoint.store={address}", *overrides)
+
+
+def metrics(folder):
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(folder)]
+
+
+def assert_same_end(folder, whole):
+    assert metrics(folder) == metrics(whole)
+    jax.tree.map(np.testing.assert_array_equal, saved_state(folder, 4), saved_state(whole, 4))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_config, tmp_path_factory):
+    """The run directory of four steps that nothing disturbed, without a store."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    fit(tiny_config(*MESH, f"run.dir={folder}"))
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(stored_checkpoints, "WAITS_S", (0.01,))
+    # s3fs asks five times, with pauses, what is busy.
+    monkeypatch.setattr(type(filesystem("s3")), "retries", 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- a new machine
+
+
+def test_a_new_machine_continues_bit_for_bit(door, bucket, whole, tiny_config, tmp_path, capsys):
+    run = tmp_path / "run"
+    fit(store_config(tiny_config, bucket, run, "train.steps=2"))
+    names = {"files.json", "run/metrics.jsonl", "run/config.yaml", *json.loads((run / "checkpoints/2/files.json").read_text())}
+    assert set(objects(door, bucket)) == {f"2/{name}" for name in names}
+    shutil.rmtree(run)
+    capsys.readouterr()
+    fit(store_config(tiny_config, bucket, run))
+    assert f"took checkpoint 2 from {bucket}\nresumed from step 2 in {run}\n" in capsys.readouterr().out
+    assert_same_end(run, whole)
+    assert committed(door, bucket) == [2, 4]
+    # The lock is free, and a disk that has what the store has takes nothing.
+    assert "holder.json" not in objects(door, bucket)
+    fit(store_config(tiny_config, bucket, run))
+    assert "took" not in capsys.readouterr().out
+
+    other = tmp_path / "other"
+    door.client.delete_object(Bucket="runs", Key=f"{bucket.removeprefix('s3://runs/')}/4/files.json")
+    fit(store_config(tiny_config, bucket, other, mesh=OTHER_MESH))
+    assert [step for step, *_ in metrics(other)] == [1, 2, 3, 4]
+    assert metrics(other)[:2] == metrics(whole)[:2]
+    np.testing.assert_allclose(metrics(other), metrics(whole), rtol=1e-4)
+
+
+def start(recipe, *overrides) -> subprocess.Popen:
+    command = [sys.executable, "-m", "jaxllm.cli", "train", recipe, "run.cpu_devices=8", *overrides]
+    # With the XLA_FLAGS of this process, so that the numbers are bit-equal.
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_kill_inside_a_copy_leaves_the_checkpoint_before(door, bucket, whole, tiny_config, tmp_path, capsys):
+    run, reached, hold = tmp_path / "run", threading.Event(), threading.Event()
+
+    def rule(method, path):
+        # One of the files of step 4 never arrives, while others do.
+        if method == "PUT" and "/4/" in path and "manifest" in path:
+            reached.set()
+            hold.wait(60)
+            return 503
+
+    door.rule = rule
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(store_config(tiny_config, bucket, run).model_dump(mode="json")))
+    process = start(recipe)
+    wait_until(reached.is_set, process, 100)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    hold.set()
+    door.rule = None
+    assert saved_steps(run / "checkpoints") == [2, 4]
+    assert committed(door, bucket) == [2]
+    assert any(name.startswith("4/") for name in objects(door, bucket))
+    shutil.rmtree(run)
+    fit(store_config(tiny_config, bucket, run))
+    assert f"took checkpoint 2 from {bucket}" in capsys.readouterr().out
+    assert_same_end(run, whole)
+    # What the killed copy left is gone.
+    listed = json.loads((run / "checkpoints/4/files.json").read_text())
+    assert {name for name in objects(door, bucket) if re.match("4/(state|meta)/", name)} == {f"4/{name}" for name in listed}
+
+
+def change_a_byte(door, key):
+    content = bytearray(door.client.get_object(Bucket="runs", Key=key)["Body"].read())
+    content[len(content) // 2] ^= 1
+    door.client.put_object(Bucket="runs", Key=key, Body=bytes(content))
+
+
+@pytest.fixture(scope="module")
+def filled(door, tiny_config, tmp_path_factory):
+    """A finished run with its store."""
+    folder = tmp_path_factory.mktemp("filled") / "run"
+    fit(store_config(tiny_config, "s3://runs/filled", folder))
+    return folder
+
+
+@pytest.fixture
+def copied(door, bucket, filled):
+    """A store with checkpoints 2 and 4: a copy of the finished run's."""
+    for name in objects(door, "s3://runs/filled"):
+        target = f"{bucket.removeprefix('s3://runs/')}/{name}"
+        door.client.copy_object(Bucket="runs", Key=target, CopySource={"Bucket": "runs", "Key": f"filled/{name}"})
+    return bucket
+
+
+def array_of(door, address, step) -> str:
+    """The key of a checkpoint's largest file."""
+    of_step = {name: size for name, size in objects(door, address).items() if name.startswith(f"{step}/state/")}
+    return f"{address.removeprefix('s3://runs/')}/{max(of_step, key=of_step.get)}"
+
+
+@pytest.mark.parametrize("kind", ["changed", "missing"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(door, copied, whole, tiny_config, tmp_path, capsys, caplog, kind):
+    key = array_of(door, copied, 4)
+    name = key.partition("/4/")[2]
+    if kind == "changed":
+        change_a_byte(door, key)
+    else:
+        door.client.delete_object(Bucket="runs", Key=key)
+    fit(store_config(tiny_config, copied, tmp_path / "run"))
+    reason = f"{name} has changed" if kind == "changed" else f"{name} is missing"
+    said = capsys.readouterr().out
+    assert f"checkpoint 4 in {copied} is damaged ({reason}): it stays there, unused\ntook checkpoint 2 from {copied}" in said
+    assert_same_end(tmp_path / "run", whole)
+    assert f"The damaged checkpoint 4 in {copied} is replaced." in caplog.text
+    assert json.loads((tmp_path / "run/checkpoints/4/files.json").read_text()).keys() == {
+        one[2:] for one in objects(door, copied) if re.match("4/(state|meta)/", one)
+    }
+
+
+def test_a_run_without_an_intact_checkpoint_anywhere_is_refused(door, copied, tiny_config, tmp_path):
+    for step in (2, 4):
+        change_a_byte(door, array_of(door, copied, step))
+    before = objects(door, copied)
+    with pytest.raises(
+        ConfigError, match=rf"^No checkpoint in {copied} is intact: 4 \(.* has changed\), 2 \(.*; restore a copy"
+    ):
+        fit(store_config(tiny_config, copied, tmp_path / "run"))
+    assert objects(door, copied) == before
+
+
+def test_the_store_stands_in_for_a_damaged_local_checkpoint(copied, whole, filled, tiny_config, tmp_path, capsys):
+    run = Path(shutil.copytree(filled, tmp_path / "run"))
+    array = max((run / "checkpoints/4/state").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    array.write_bytes(array.read_bytes()[:-1] + b"?")
+    fit(store_config(tiny_config, copied, run))
+    said = capsys.readouterr().out
+    assert f"took checkpoint 4 from {copied}\nthe local checkpoint 4 is damaged" in said
+    assert [path.name for path in (run / "checkpoints-damaged").iterdir()] == ["4-1"]
+    assert_same_end(run, whole)
+
+
+def test_names_that_lead_out_of_the_folder_are_damage(door, copied, tiny_config, tmp_path, capsys):
+    for step in (2, 4):
+        key = f"{copied.removeprefix('s3://runs/')}/{step}/files.json"
+        door.client.put_object(Bucket="runs", Key=key, Body=json.dumps({"state/../../out": [1, 1]}).encode())
+    with pytest.raises(ConfigError, match=r"4 \(files.json names state/../../out\)"):
+        fit(store_config(tiny_config, copied, tmp_path / "run"))
+
+
+# ------------------------------------------------------------------------------------------------------------------- the lock
+
+
+ELSEWHERE = run_lock.Holder("job 7", 1, "h1", 1234, "another boot", "99", "theirs", "2026-01-01T00:00:00.000+00:00")
+
+
+@pytest.fixture(params=["s3", "gs"])
+def place(request, monkeypatch):
+    """An empty store of each kind."""
+    prefix = re.sub(r"\W", "-", request.node.name)
+    if request.param == "s3":
+        request.getfixturevalue("door")
+        yield Store(f"s3://runs/{prefix}")
+        return
+    pytest.importorskip("gcp_storage_emulator")
+    pytest.importorskip("gcsfs")
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud import storage
+
+    with gcs() as port, serving(Server(behind=port)) as door:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", door.url)
+        storage.Client("a-project", AnonymousCredentials(), client_options={"api_endpoint": door.url}).create_bucket("runs")
+        forget_clients("gs")
+        place = Store(f"gs://runs/{prefix}")
+
+        def rule(method, path):
+            # The emulator has no conditions.
+            if "ifGenerationMatch=0" in path and emulated.get_blob(f"{prefix}/holder.json") is not None:
+                return 412
+
+        emulated = storage.Client(
+            "a-project", AnonymousCredentials(), client_options={"api_endpoint": f"http://127.0.0.1:{port}"}
+        ).bucket("runs")
+        door.rule = rule
+        yield place
+    forget_clients("gs")
+
+
+@contextmanager
+def held(place):
+    lock = StoreLock(place)
+    lock.take()
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def test_one_run_holds_a_store(place, monkeypatch):
+    for name, seconds in (("BEAT_S", 0.05), ("SILENT_S", 0.6)):
+        monkeypatch.setattr(store, name, seconds)
+    monkeypatch.setattr(run_lock, "SETTLE_S", 0.05)
+    with held(place):
+        in_use = rf"^checkpoint.store={place.address} is in use by pid {os.getpid()} on .*: wait for it, stop it, or choose"
+        with pytest.raises(ConfigError, match=in_use), held(place):
+            pass
+    # The holder's process has ended, or was silent.
+    for ended in (replace(run_lock.this_process(None, 0), pid=2**30), ELSEWHERE):
+        place.write("holder.json", ended.to_json())
+        with held(place):
+            assert json.loads(place.read("holder.json", 2**16))["pid"] == os.getpid()
+    # Of two starts that both see no holder one creates it.
+    place.write("holder.json", b"{}", over=False)
+    with pytest.raises(FileExistsError):
+        place.write("holder.json", b"{}", over=False)
+    # A run of another machine that shows signs of life.
+    place.write("holder.json", ELSEWHERE.beat())
+    stop = threading.Event()
+
+    def live():
+        while not stop.wait(0.05):
+            place.write("holder.json", ELSEWHERE.beat())
+
+    alive = threading.Thread(target=live)
+    alive.start()
+    try:
+        with pytest.raises(ConfigError, match=r"is in use by pid 1234 on h1"), held(place):
+            pass
+    finally:
+        stop.set()
+        alive.join()
+
+
+def test_a_checkpoint_comes_back_from_each_kind_of_store(place, filled, tiny_config, tmp_path):
+    with held(place) as lock:
+        config, run = tiny_config().checkpoint, tmp_path / "run"
+        there = stored_checkpoints.StoredCheckpoints(place, lock, filled, config)
+        for step in (2, 4):
+            there.offer(step)
+            assert there.wait() == ""
+        there.close()
+        here = stored_checkpoints.StoredCheckpoints(place, lock, run, config)
+        assert here.fetch(newer_than=3) == (4, [f"took checkpoint 4 from {place.address}"])
+    names = json.loads((filled / "checkpoints/4/files.json").read_text())
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["4"]
+    for name in ("files.json", *names):
+        assert (run / "checkpoints/4" / name).read_bytes() == (filled / "checkpoints/4" / name).read_bytes()
+    assert metrics(run) == metrics(filled)
+
+
+def test_a_run_that_lost_its_store_writes_nothing_more_there(door, bucket, filled, tiny_config, caplog):
+    place = Store(bucket)
+    config = store_config(tiny_config, bucket, filled).checkpoint
+    with held(place) as lock:
+        stored = stored_checkpoints.StoredCheckpoints(place, lock, filled, config)
+        stored.offer(2)
+        assert stored.wait() == ""
+        place.write("holder.json", ELSEWHERE.to_json())
+        before = objects(door, bucket)
+        stored.offer(4)
+        why = "the store was taken over by pid 1234 on h1"
+        assert stored.wait().startswith(f"Checkpoint 4 could not be copied to {bucket} ({why}): it is safe in {filled}/")
+        assert f"Checkpoint 4 is not in {bucket} ({why}): training continues." in caplog.text
+        stored.close()
+    assert objects(door, bucket) == before
+
+
+# ------------------------------------------------------------------------------------------------------------ a broken store
+
+
+@pytest.mark.parametrize("fault", ["busy", "refused", "gone"])
+def test_training_continues_without_the_store_and_says_so_at_the_end(
+    door, bucket, whole, quick, tiny_config, tmp_path, caplog, monkeypatch, fault
+):
+    run, behind = tmp_path / "run", door.behind
+
+    def rule(method, path):
+        if method == "PUT" and "/4/" in path:
+            if fault == "gone":
+                # Nothing listens there: the connection breaks off.
+                door.behind = 1
+                return None
+            return {"busy": 503, "refused": 403}[fault]
+
+    door.rule = rule
+    reason = {"busy": "it answers 503 again and again", "refused": "access is refused", "gone": "it does not answer, .*"}[fault]
+    sentence = (
+        rf"^Checkpoint 4 could not be copied to {bucket} \({reason}\): it is safe in {run}/checkpoints; remove the cause,"
+    )
+    try:
+        with pytest.raises(manager.SaveError, match=sentence) as error:
+            fit(store_config(tiny_config, bucket, run))
+    finally:
+        door.behind, door.rule = behind, None
+    assert error.value.exit_code == 2
+    assert len(re.findall(rf"Checkpoint 4 is not in {bucket} \({reason}\): training continues.", caplog.text)) == 1
+    assert committed(door, bucket) == [2]
+    # The run has trained to its end, and the same command copies what is missing.
+    assert_same_end(run, whole)
+    if fault == "busy":
+        fit(store_config(tiny_config, bucket, run))
+        assert committed(door, bucket) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "fix"),
+    [
+        (403, "access is refused", "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."),
+        (503, "it answers 503 again and again", "remove the cause, or leave checkpoint.store out."),
+    ],
+)
+def test_a_start_tells_at_once_what_the_store_refuses(
+    door, bucket, quick, tiny_config, tmp_path, monkeypatch, status, reason, fix
+):
+    # Reading is allowed.
+    door.rule = lambda method, path: status if method == "PUT" else None
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("a device was used"))
+    with pytest.raises(ConfigError) as error:
+        fit(store_config(tiny_config, bucket, tmp_path / "run"))
+    assert str(error.value) == f"checkpoint.store={bucket} cannot be used ({reason}): {fix}"
+    assert error.value.exit_code == 2
+
+
+def test_a_bucket_must_exist(door, tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"^checkpoint.store=s3://nowhere/run cannot be used \(the bucket is not there\): "):
+        fit(store_config(tiny_config, "s3://nowhere/run", tmp_path / "run"))
+
+
+@pytest.mark.parametrize("deleted", ["before", "inside"])
+def test_a_checkpoint_that_is_deleted_before_it_is_copied_is_given_up(
+    door, bucket, filled, tiny_config, tmp_path, caplog, deleted
+):
+    run = Path(shutil.copytree(filled, tmp_path / "run"))
+    place = Store(bucket)
+    reached, go = threading.Event(), threading.Event()
+
+    def rule(method, path):
+        if method == "GET" and "prefix" in path and not reached.is_set():
+            reached.set()
+            go.wait(60)
+
+    with held(place) as lock:
+        stored = stored_checkpoints.StoredCheckpoints(place, lock, run, store_config(tiny_config, bucket, run).checkpoint)
+        if deleted == "inside":
+            door.rule = rule
+            stored.offer(2)
+            assert reached.wait(60)
+        shutil.rmtree(run / "checkpoints/2")
+        go.set()
+        stored.offer(2) if deleted == "before" else None
+        assert "it was deleted here before it was copied" in stored.wait()
+        stored.offer(4)
+        assert stored.wait() == ""
+        stored.close()
+    assert committed(door, bucket) == [4]
+    assert caplog.text.count("it was deleted here before it was copied") == 1
+
+
+def test_keep_and_keep_every_steps_hold_in_the_store(door, bucket, filled, tiny_config, tmp_path):
+    run = tmp_path / "run"
+    for step in range(1, 8):
+        shutil.copytree(filled / "checkpoints/4", run / "checkpoints" / str(step))
+    place, config = Store(bucket), store_config(tiny_config, bucket, run, "checkpoint.keep=2", "checkpoint.keep_every_steps=3")
+    with held(place) as lock:
+        stored = stored_checkpoints.StoredCheckpoints(place, lock, run, config.checkpoint)
+        found = []
+        for step in range(1, 8):
+            stored.offer(step)
+            assert stored.wait() == ""
+            found.append(committed(door, bucket))
+        stored.close()
+    assert found == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7]]
+    # Nothing of the others is left.
+    assert {name.partition("/")[0] for name in objects(door, bucket)} == {"3", "6", "7"}
+
+
+# ------------------------------------------------------------------------------------------------------------------ the config
+
+
+def test_a_run_needs_a_local_folder_and_an_address_with_a_prefix(tiny_config):
+    with pytest.raises(ConfigError, match=r"^run.dir=s3://runs/first is an address, .* checkpoint.store=s3://runs/first\.$"):
+        tiny_config("run.dir=s3://runs/first")
+    for address in ("runs/first", "s3://runs", "s3://runs/", "https://host/runs", "s3://runs/a*", "gs://runs/a#1"):
+        with pytest.raises(ConfigError, match=r"^checkpoint.store=.* is not an address of a store: write s3://BUCKET/PREFIX"):
+            tiny_config(f"checkpoint.store={address!r}")
