@@ -20,7 +20,7 @@ import typer
 from jaxllm import BEGAN_S, __version__
 from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
 from jaxllm.cli_estimates import estimate, inspect
-from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate
+from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate, lm_eval
 from jaxllm.cli_options import (
     AsJson,
     CacheDir,
@@ -317,8 +317,9 @@ def report_(
     print(json.dumps(report.to_json()) if as_json else fitted([*report.lines(), "", f"page {page}"]))
 
 
-app.command(**example("export runs/quickstart models/quickstart"))(export)
+app.command(**example("export runs/quickstart models/quickstart --to hf --dtype bfloat16"))(export)
 app.command("eval", **example("eval --model runs/quickstart --text book.txt"))(evaluate)
+app.command("lm-eval", **example("lm-eval --model runs/quickstart --tasks arc_easy --limit 100"))(lm_eval)
 app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))(generate)
 
 

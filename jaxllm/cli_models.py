@@ -12,6 +12,8 @@ from jaxllm.cli_options import (
     Adapter,
     AsJson,
     Force,
+    MaxPosition,
+    MaxShardSize,
     ModelFolder,
     OtherTokenizer,
     Overrides,
@@ -26,16 +28,35 @@ from jaxllm.config import ConfigError
 
 
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or one of its checkpoints.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A run directory, or one of its checkpoints.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
+    to: Annotated[
+        str,
+        typer.Option(metavar="jaxllm|hf", help="jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ..."),
+    ] = "jaxllm",
     step: SavedStep = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: float32; --to hf: as stored."),
+    ] = None,
+    max_shard_size: MaxShardSize = None,
+    max_position: MaxPosition = None,
+    adapter: Adapter = None,
     force: Force = False,
+    verify: Verify = False,
 ) -> None:
-    """Writes only the weights of a run. For train.init_from, for other machines, or for an archive."""
+    """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf` by another name."""
+    if to == "hf":
+        convert_to_hf(source, destination, step, dtype, max_shard_size, max_position, adapter, False, force, verify)
+        return
+    if to != "jaxllm":
+        raise ConfigError(f"--to={to} is not one of the choices: use jaxllm or hf.")
+    if verify or max_shard_size is not None or max_position is not None:
+        raise ConfigError("--verify, --max-shard-size and --max-position are for Hugging Face folders: add --to hf.")
     from jaxllm.checkpoint.weights import export as export_weights
 
-    found = export_weights(source, destination, step, dtype, force)
+    dtype = dtype or "float32"
+    found = export_weights(source, destination, step, dtype, force, adapter or ())
     print(f"exported {found.description} to {destination} as {dtype}")
 
 
@@ -129,6 +150,33 @@ def generate(
         show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
 
 
+def lm_eval(
+    model: ModelFolder,
+    tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")],
+    overrides: Overrides = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N requests of each task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Examples before each; default: the task's.")
+    ] = None,
+    include_path: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with tasks of your own.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask with the model's chat template.")] = False,
+    tokenizer: OtherTokenizer = None,
+    adapter: Adapter = None,
+    as_json: AsJson = False,
+) -> None:
+    """Scores a model by the tasks of lm-evaluation-harness. EleutherAI's own code, on any mesh (extra lm-eval)."""
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
+    from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table
+
+    harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), say=tell)
+    options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}
+    found = run_tasks(harnessed, tasks.split(","), **options)
+    show(json.dumps({"results": found["results"], "versions": found["versions"]}) if as_json else table(found))
+
+
 def data_prepare(
     inputs: Annotated[
         list[str],
@@ -197,14 +245,8 @@ def convert_to_hf(
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
     ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index."),
-    ] = "5GB",
-    max_position: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
-    ] = None,
+    max_shard_size: MaxShardSize = None,
+    max_position: MaxPosition = None,
     adapter: Adapter = None,
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the adapter of a run with model.lora alone, in PEFT's format.")
@@ -213,7 +255,7 @@ def convert_to_hf(
     verify: Verify = False,
 ) -> None:
     """Writes a model or a run as a Hugging Face folder, with LoRA adapters merged. Verifies the result."""
-    from jaxllm.checkpoint.hf_convert import adapter_to_peft, parse_size, to_hf
+    from jaxllm.checkpoint.hf_convert import LARGEST_FILE, adapter_to_peft, parse_size, to_hf
 
     if adapter_only:
         if adapter or verify or max_position is not None:
@@ -225,7 +267,7 @@ def convert_to_hf(
         destination,
         step=step,
         dtype=dtype,
-        largest_file=parse_size(max_shard_size),
+        largest_file=LARGEST_FILE if max_shard_size is None else parse_size(max_shard_size),
         max_position=max_position,
         force=force,
         verify=verify,

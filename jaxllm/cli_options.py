@@ -35,6 +35,16 @@ Verify = Annotated[
     bool,
     typer.Option("--verify", help="Compare logits with transformers, in float32, before DST gets its name (extra reference)."),
 ]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index. Default: 5GB."
+    ),
+]
+MaxPosition = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
+]
 
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")]
 Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Also money: the price of a GPU-hour.")]

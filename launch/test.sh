@@ -62,6 +62,7 @@ if $all && [[ "$venv" != none ]]; then
   install_reference 2>/dev/null || say "PyTorch cannot be installed here: tests against it are skipped."
   install_jaxllm notebook 2>/dev/null || say "Jupyter's kernel cannot be installed here: notebooks are not run."
   install_jaxllm trackers 2>/dev/null || say "W&B and others cannot be installed here: trackers are not read back."
+  install_jaxllm lm-eval 2>/dev/null || say "lm-evaluation-harness cannot be installed here: its tasks are not tested."
   install_jaxllm aot 2>/dev/null || say "NVIDIA's compiler cannot be installed here: compiling for GPUs is not tested."
 fi
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
+from jaxllm.checkpoint.beside_weights import token_ids, write_companions
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, hugging_face_config
@@ -170,7 +171,7 @@ def to_hf(
         if len(layout.files) > 1:
             index = {"metadata": {"total_size": layout.total_bytes}, "weight_map": layout.home}
             (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        copy_companions(folder.companions, aside)
+        write_companions(folder, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Rounding to another dtype makes another model.
         agreement = None
@@ -302,22 +303,8 @@ def _config_json(folder: Folder, wanted: np.dtype | None, max_position: int | No
             f"{folder.description} does not say how many positions the model was trained for: add --max-position=N."
         )
     dtype = (wanted or folder.common_dtype).name
-    tokens = _tokens(folder)
+    tokens = token_ids(folder)
     return hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original, tokens=tokens)
-
-
-def _tokens(folder: Folder) -> dict[str, int | None]:
-    """bos_token_id and eos_token_id of the folder's tokenizer."""
-    if folder.tokenizer is None:
-        return {}
-    from jaxllm.data.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(str(folder.tokenizer))
-    except ConfigError:
-        # A tokenizer that is unusable for training is not a reason to refuse the export.
-        return {}
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
 # -------------------------------------------------------------------------------------------------------------- comparing

@@ -69,6 +69,7 @@ class Checkpoints:
       said: sentences on the checkpoints in the store, on process 0.
       newest_saved: the newest step in the folder when it was opened, or that has been completed since.
       damaged: sentences on the newer checkpoints, which are damaged.
+      on_saved: called with the step of each checkpoint that has been completed.
 
     Raises:
       ConfigError: there are checkpoints and none is intact.
@@ -89,6 +90,7 @@ class Checkpoints:
         self._errors: list[Exception] = []
         self._saving: int | None = None
         self.newest_saved: int | None = None
+        self.on_saved: Callable[[int], None] = lambda step: None
         self._refused: dict[int, str] = {}
         self.latest: int | None = None
         self._choose()
@@ -214,10 +216,10 @@ class Checkpoints:
         assert self._manager is not None, "open it first"
         self._manager.wait_until_finished()
         if self._saving is not None:
-            self.newest_saved = self._saving
+            self.newest_saved, self._saving = self._saving, None
             if self._stored is not None:
-                self._stored.offer(self._saving)
-        self._saving = None
+                self._stored.offer(self.newest_saved)
+            self.on_saved(self.newest_saved)
 
     def _open(self) -> ocp.CheckpointManager:
         silence_orphans()

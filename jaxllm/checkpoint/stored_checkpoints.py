@@ -91,6 +91,7 @@ class StoredCheckpoints:
                 require()
                 if reason := self._fetch(step, there[step]):
                     self.damaged[step] = reason
+                    shutil.rmtree(self._folder / f"{step}.from-store")
                     said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
                     continue
                 self._fetched.add(step)

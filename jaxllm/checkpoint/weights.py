@@ -28,6 +28,8 @@ from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_ob
 from jaxllm.config.hub import folder_of, pin, stays
 from jaxllm.config.load import read_recipe
 from jaxllm.config.model_config import LoraConfig
+from jaxllm.config.types import GIVEN
+from jaxllm.data.tokenizer import BYTES
 from jaxllm.parallel.trained import chosen, with_part
 from jaxllm.pretrained.adapters import AdapterFolder, MergedFolder, open_adapter
 from jaxllm.pretrained.companions import companion_files, copy_companions
@@ -63,6 +65,8 @@ class WeightsSource:
     """The opened model folder in safetensors; None otherwise."""
     train: dict[str, Any] | None = None
     """The train section of a checkpoint's config; None otherwise."""
+    trained_on_bytes: bool = False
+    """Whether the run's text was bytes."""
     adapters: tuple[str, ...] = ()
     """Folders of adapters to merge, in PEFT's format."""
 
@@ -94,7 +98,8 @@ class WeightsSource:
         own = [(base, LoraConfig.model_validate(self.model["lora"]).scale)] if "lora" in self.model else []
         given = [open_adapter(ADAPTER, text, plain) for text in self.adapters]
         adapters = [*own, *((folder, folder.scale) for folder in given)]
-        about = {name: getattr(base, name) for name in ("path", "description", "companions", "hugging_face", "sequence_length")}
+        kept = ("path", "description", "companions", "hugging_face", "sequence_length", "trained_on_bytes")
+        about = {name: getattr(base, name) for name in kept}
         return MergedFolder(**about, model=plain, base=base, adapters=adapters)
 
     def outline(self) -> Folder:
@@ -109,6 +114,7 @@ class WeightsSource:
             "model": self.model,
             "companions": home if home.is_dir() else None,
             "sequence_length": (self.train or {}).get("sequence_length"),
+            "trained_on_bytes": self.trained_on_bytes,
         }
 
 
@@ -191,7 +197,12 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     run_dir = path.absolute().parent.parent
     config = meta["config"]
     section = stored_section(config["model"], f"The metadata of {path}")
-    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, section, run_dir, train=config.get("train"))
+    data = config.get("data") or {}
+    kinds = {part.get("source") for part in data.get("mixture") or [data]}
+    # A run keeps the files of any other tokenizer; these two sources need not have one.
+    on_bytes = not (run_dir / TOKENIZER / "tokenizer.json").is_file() and not kinds & {"megatron", GIVEN, None}
+    about = {"train": config.get("train"), "trained_on_bytes": on_bytes or data.get("tokenizer") == BYTES}
+    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, section, run_dir, **about)
 
 
 def _read_format_1(key: str, path: Path) -> WeightsSource:
@@ -302,7 +313,14 @@ def _all_finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(jax.device_put(array, jax.memory.Space.Device)).all()
 
 
-def export(text: str, destination: str, step: int | None = None, dtype: str = "float32", force: bool = False) -> WeightsSource:
+def export(
+    text: str,
+    destination: str,
+    step: int | None = None,
+    dtype: str = "float32",
+    force: bool = False,
+    adapters: Sequence[str] = (),
+) -> WeightsSource:
     """Exports the weights of a run directory or checkpoint into jaxllm's own format, one parameter at a time. It needs host
     memory for the largest parameter with all its layers, independent of the mesh in training.
 
@@ -310,13 +328,14 @@ def export(text: str, destination: str, step: int | None = None, dtype: str = "f
       step: the checkpoint of a run directory; default: the newest.
       dtype: float32, bfloat16 or float16.
       force: move an existing folder aside.
+      adapters: as in find_weights.
 
     Raises:
       ConfigError: the destination exists, there is nothing to export, or it cannot be written.
     """
     require_new(destination, force)
     numpy_dtype = dtype_named(dtype)
-    source = find_weights("RUN_OR_CHECKPOINT", text, step)
+    source = find_weights("SRC", text, step, adapters)
     folder = source.as_folder()
     companion_files(folder.companions)
     tensors = {entry.name: (numpy_dtype, entry.shape) for entry in folder.entries.values()}

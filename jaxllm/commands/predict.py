@@ -71,14 +71,14 @@ def evaluate(
       ConfigError: a file is invalid, the text is too short, or the model does not fit the mesh.
     """
     home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
-    length = min(USUAL_LENGTH, _longest(home) or USUAL_LENGTH) if sequence_length is None else sequence_length
-    reader = _tokenizer(home, tokenizer, say)
+    length = min(USUAL_LENGTH, longest_of(home) or USUAL_LENGTH) if sequence_length is None else sequence_length
+    reader = tokenizer_of(home, tokenizer, say)
     ids, starts = tokenize(reader, read_text(text))
     require_ids(ids, reader, home.model["vocab_size"])
     windows = Windows(ids, starts, length, length if stride is None else stride)
-    width = _divisible(length, overrides)
-    loaded = _open(model, overrides, width, adapter)
-    _say_model(say, loaded)
+    width = divisible(length, overrides)
+    loaded = open_model_for(model, overrides, width, adapter)
+    say_model(say, loaded)
     _note_length(say, home, length)
     options = {"width": width, "by_position": by_position, "progress": progress}
     return score(loaded.functions, loaded.params, loaded.mesh, windows, **options)
@@ -148,7 +148,7 @@ def generate(
     if not prompts:
         raise ConfigError("No prompt is given: give one with --prompt.")
     home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
-    reader, vocab_size = _tokenizer(home, tokenizer, say), home.model["vocab_size"]
+    reader, vocab_size = tokenizer_of(home, tokenizer, say), home.model["vocab_size"]
     template = _template(home, reader, how.chat, how.system)
     if template is None:
         ids = [encode_prompt(reader, prompt, vocab_size) for prompt in prompts]
@@ -160,12 +160,12 @@ def generate(
         template.close()
     most = max(map(len, ids)) + how.max_new_tokens
     _require_sensible(home, most)
-    loaded = _open(model, overrides, _divisible(bucket(most), overrides), adapter)
+    loaded = open_model_for(model, overrides, divisible(bucket(most), overrides), adapter)
     if jax.default_backend() == "cpu":
         positions = cache_positions(max(map(len, ids)), how.max_new_tokens)
         needed = cache_bytes(loaded.config.model, len(ids), positions)
         require_host_memory(needed, f"Keys and values of {positions:,} positions")
-    _say_model(say, loaded)
+    say_model(say, loaded)
     _note_length(say, home, most)
     generator = Generator(loaded.model)
     # The generator has its own copy, perhaps in another dtype.
@@ -174,7 +174,7 @@ def generate(
     return complete(generator, reader, ids, new_tokens=how.max_new_tokens, **rest)
 
 
-def _longest(home: Folder) -> int | None:
+def longest_of(home: Folder) -> int | None:
     """Number of positions that the model was trained with, or made for."""
     made_for = home.original_config.get("max_position_embeddings")
     rope = home.model.get("rope_scaling") or {}
@@ -184,13 +184,13 @@ def _longest(home: Folder) -> int | None:
 
 
 def _note_length(say: Callable[[str], None], home: Folder, positions: int) -> None:
-    if (longest := _longest(home)) is not None and positions > longest:
+    if (longest := longest_of(home)) is not None and positions > longest:
         say(f"note: up to {positions:,} positions, but the model supports {longest:,}; expect nonsense beyond those")
 
 
 def _require_sensible(home: Folder, positions: int) -> None:
     """Raises ConfigError if so many positions are nonsense for the model."""
-    longest = _longest(home)
+    longest = longest_of(home)
     if longest is not None and positions > max(NONSENSE_TIMES * longest, NONSENSE_POSITIONS):
         raise ConfigError(
             f"The prompt and --max-new-tokens make up to {positions:,} positions, and the model supports {longest:,}: shorten "
@@ -198,7 +198,7 @@ def _require_sensible(home: Folder, positions: int) -> None:
         )
 
 
-def _tokenizer(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:
+def tokenizer_of(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:
     if (found := given or home.tokenizer) is not None:
         return load_tokenizer(found, for_documents=False)
     if 2**8 <= home.model["vocab_size"] <= BYTE_VOCABULARY:
@@ -222,7 +222,7 @@ def _template(home: Folder, reader: Tokenizer, chat: bool, system: str | None) -
     return template
 
 
-def _divisible(length: int, overrides: Sequence[str]) -> int:
+def divisible(length: int, overrides: Sequence[str]) -> int:
     """The next length that divides over the mesh of the overrides. The padding comes last and affects no other position."""
     sizes = with_overrides({}, overrides).get("parallel") or {}
     context, tensor = (sizes.get(axis, 1) for axis in ("context", "tensor"))
@@ -233,7 +233,7 @@ def _divisible(length: int, overrides: Sequence[str]) -> int:
     return -(-length // unit) * unit
 
 
-def _open(model: str | Path, overrides: Sequence[str], sequence_length: int, adapter: Adapters) -> LoadedModel:
+def open_model_for(model: str | Path, overrides: Sequence[str], sequence_length: int, adapter: Adapters) -> LoadedModel:
     """Opens the model on the local devices, in a suitable compute dtype."""
     # Errors in the overrides are reported here, before any device is used.
     if "sequence_length" in (with_overrides({}, overrides).get("train") or {}):
@@ -246,7 +246,7 @@ def _open(model: str | Path, overrides: Sequence[str], sequence_length: int, ada
     return open_model(model, overrides, sequence_length=sequence_length, adapter=adapter)
 
 
-def _say_model(say: Callable[[str], None], loaded: LoadedModel) -> None:
+def say_model(say: Callable[[str], None], loaded: LoadedModel) -> None:
     devices = loaded.mesh.devices
     axes = ", ".join(f"{axis} {size}" for axis, size in loaded.mesh.shape.items() if size > 1)
     where = f"{devices.size} {devices.flat[0].device_kind} device{'s' if devices.size > 1 else ''}{axes and ': '}{axes}"

@@ -24,6 +24,9 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     keep_every_steps: PositiveInt | None = None
     """Checkpoints at multiples of this step are saved and never deleted."""
+    export_every_steps: PositiveInt | None = None
+    """Checkpoints at multiples of this step are saved, and exported to run.dir/exports/<step> in Hugging Face format by a
+    process beside training, on the CPU of the first host (docs/serving.md). null: none."""
     asynchronous: Switch = True
     """Write while training continues: the run waits only for the copy from the devices."""
     store: Annotated[str, Field(min_length=1)] | None = None

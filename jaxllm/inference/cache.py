@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxllm.model.attention import Attend
 from jaxllm.model.blockwise_attention import Mask, xla_kernel
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import Llama
@@ -33,6 +34,23 @@ Caches = tuple[Cache, ...]
 """One for each kind of layers (ModelConfig.kinds)."""
 
 
+def attention_of(rooms: tuple[int, ...], S: int) -> Attend:
+    """Causal attention over S positions in tiles, without gradients.
+
+    Args:
+      rooms: for each kind of layers, to how many positions one attends, its own included.
+    """
+    masks = [Mask(causal=True, window=room if room < S else None) for room in rooms]
+
+    def attend(q_BSNH, k_BSKH, v_BSKH, _, kind=0):
+        branches = [
+            lambda *arrays, mask=mask: xla_kernel().forward(*arrays, mask).o_BSNH.astype(q_BSNH.dtype) for mask in masks
+        ]
+        return _of_kind(kind, branches, q_BSNH, k_BSKH, v_BSKH)
+
+    return attend
+
+
 def prefill(
     model: Llama, ids_BS: Int[Array, "B S"], lengths_B: Int[Array, " B"], rooms: tuple[int, ...]
 ) -> tuple[Float[Array, "B V"], Caches]:
@@ -47,14 +65,11 @@ def prefill(
       (float32 logits after each row's last id, the caches).
     """
     S, kept = ids_BS.shape[1], []
-    masks = [Mask(causal=True, window=room if room < S else None) for room in rooms]
+    attend_within = attention_of(rooms, S)
 
     def attend(q_BSNH, k_BSKH, v_BSKH, _, kind=0):
         kept.append((k_BSKH, v_BSKH))
-        branches = [
-            lambda *arrays, mask=mask: xla_kernel().forward(*arrays, mask).o_BSNH.astype(q_BSNH.dtype) for mask in masks
-        ]
-        return _of_kind(kind, branches, q_BSNH, k_BSKH, v_BSKH)
+        return attend_within(q_BSNH, k_BSKH, v_BSKH, None, kind)
 
     def run_layers(block, layers, h_BSD, block_context):
         def layer(h_BSD, numbered):

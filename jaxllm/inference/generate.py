@@ -42,9 +42,10 @@ class Generator:
     def __init__(self, model: Llama, *, window: int | None = None):
         self._windows = [min(w for w in (window, of_kind, math.inf) if w is not None) for of_kind in model.config.kinds]
         graph, params = nnx.split(model)
-        dtype, mesh = model.config.compute_dtype, _mesh_of(params)
+        dtype, mesh = model.config.compute_dtype, mesh_of(params)
         # Cast once, not in each step. Norms are cast too, as in training.
         self._params = jax.tree.map(lambda p: p if p.dtype == dtype else p.astype(dtype), params)
+        self._graph = graph
         self._ranks = mesh.shape[DATA] if mesh is not None else 1
 
         def laid_out(*spec) -> Any:
@@ -66,6 +67,11 @@ class Generator:
 
         self._start = jax.jit(start, static_argnames=("rooms", "kind"), out_shardings=shardings)
         self._step = jax.jit(step, static_argnames="kind", donate_argnames="caches", out_shardings=shardings)
+
+    @property
+    def model(self) -> Llama:
+        """The model with the generator's parameters, in the compute dtype."""
+        return nnx.merge(self._graph, self._params)
 
     def ids(self, prompts: Sequence[np.ndarray], new_tokens: int, sampling: Sampling = Sampling()) -> Iterator[np.ndarray]:
         """Yields the next id of each prompt, int32 [prompts], new_tokens times. The caller may stop earlier.
@@ -92,7 +98,7 @@ class Generator:
             yield np.asarray(chosen_B)[: len(prompts)]
 
 
-def _mesh_of(params) -> Mesh | None:
+def mesh_of(params) -> Mesh | None:
     """The mesh of the parameters; None for one device without a mesh."""
     meshes = (p.sharding.mesh for p in jax.tree.leaves(params) if isinstance(p.sharding, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and TENSOR in mesh.shape), None)

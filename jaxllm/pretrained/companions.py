@@ -1,4 +1,4 @@
-"""The files that accompany weights: tokenizer, chat template, configs, license."""
+"""The files that accompany weights: tokenizer, chat template, configs, license, model card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_config import CONFIG
 
 GENERATION = "generation_config.json"
-BESIDE = (GENERATION, CONFIG, "LICENSE*", "NOTICE*", "USE_POLICY*")
+BESIDE = (GENERATION, CONFIG, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "README*")
 OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tekken.json"),
     *("chat_template*", "additional_chat_templates"),

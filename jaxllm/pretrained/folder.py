@@ -78,6 +78,8 @@ class Folder:
     """For weights from Hugging Face: names of the stored vocabulary matrices, and dtypes."""
     sequence_length: int | None = None
     """Sequence length of jaxllm's training run, if there was one."""
+    trained_on_bytes: bool = False
+    """Whether it is of a run whose text was bytes."""
 
     def __post_init__(self):
         self.entries: dict[tuple[str, ...], Entry] = {entry.path: entry for entry in entries(self.model)}
@@ -85,8 +87,7 @@ class Folder:
     @property
     def tokenizer(self) -> Path | None:
         """The folder with tokenizer.json."""
-        found = self._companion("tokenizer.json")
-        return None if found is None else found.parent
+        return found.parent if (found := self._companion("tokenizer.json")) else None
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -103,8 +104,7 @@ class Folder:
         return found if found is not None and found.is_file() else None
 
     def _read_companion(self, name: str) -> dict[str, Any]:
-        found = self._companion(name)
-        return {} if found is None else read_object(found)
+        return read_object(found) if (found := self._companion(name)) else {}
 
     @property
     def common_dtype(self) -> np.dtype:

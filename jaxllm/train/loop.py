@@ -25,6 +25,7 @@ from jaxllm.runtime import distributed, exit_codes, progress, watchdog
 from jaxllm.train import fewer_hosts, trackers
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
+from jaxllm.train.exports import exporting
 from jaxllm.train.given import Batches
 from jaxllm.train.memory_check import explain_out_of_memory
 from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong
@@ -46,8 +47,7 @@ def fit(
     import_s: float = 0.0,
 ) -> Trainer:
     """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it earlier;
-    Trainer.stopped_by then names the signal. If a supervisor restarts the run and the signal comes before the first step, the
-    process exits with exit_codes.RESTART instead.
+    Trainer.stopped_by then names it. If a supervisor restarts the run, one before the first step exits with exit_codes.RESTART.
 
     Args:
       batches, loss, optimizer, on_step: as Trainer's (docs/extending.md).
@@ -79,6 +79,7 @@ def fit(
         memory = stack.enter_context(memory_of(trainer, folder))
         resume(trainer, checkpoints, memory, folder, console)
         keep_reference(folder, trainer, require)
+        stack.enter_context(exporting(trainer, checkpoints, folder, console))
         first = trainer.step
         if first >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
@@ -240,7 +241,8 @@ def train(
             step, last = trainer.step, trainer.step == config.train.steps
             actions = signals.actions_after(step)
             stopped_by = None if last else actions.stopped_by
-            periods = (config.checkpoint.every_steps, config.checkpoint.keep_every_steps)
+            kinds = ("every_steps", "keep_every_steps", "export_every_steps")
+            periods = [getattr(config.checkpoint, kind) for kind in kinds]
             saves = last or actions.save or any(is_multiple(step, period) for period in periods)
             evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)
             remembers = not (last or stopped_by) and is_multiple(step, config.checkpoint.memory_every_steps)

@@ -70,7 +70,14 @@ def test_a_tied_matrix_comes_back_under_the_names_it_had(stored, tmp_path):
 def test_config_tokenizer_and_generation_config_travel_along(tmp_path):
     config = {**in_new_dialect({**HUB, "rope_scaling": LLAMA3_ROPE}), "pad_token_id": 5, "use_cache": True}
     source = write_folder(tmp_path / "hf", config, random_weights(HUB))
-    companions = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE"]
+    companions = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "README.md",
+    ]
     for name in companions:
         (source / name).write_text(json.dumps({"of": name}))
     there_and_back(source, tmp_path)

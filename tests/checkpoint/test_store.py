@@ -237,6 +237,7 @@ def test_a_run_without_an_intact_checkpoint_anywhere_is_refused(door, copied, ti
     ):
         fit(store_config(tiny_config, copied, tmp_path / "run"))
     assert objects(door, copied) == before
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
 
 def test_the_store_stands_in_for_a_damaged_local_checkpoint(copied, whole, filled, tiny_config, tmp_path, capsys):

@@ -1,0 +1,241 @@
+"""`jaxllm lm-eval`: the tasks of EleutherAI's lm-evaluation-harness, by its own code, on any mesh (extra lm-eval).
+
+    import lm_eval
+    from jaxllm.commands.lm_eval import JaxLLM
+
+    results = lm_eval.simple_evaluate(model=JaxLLM("models/mine", ["parallel.tensor=2"]), tasks=["arc_easy"])
+
+The adapter answers the harness's three kinds of requests as its own HFLM does with transformers
+(https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+
+from jaxllm.checkpoint.load_model import KEY, Adapters, paths_of
+from jaxllm.checkpoint.weights import find_weights
+from jaxllm.commands import predict
+from jaxllm.config import ConfigError
+from jaxllm.cost_model.inference_memory import bucket
+from jaxllm.data.chat import ChatTemplate, load_chat_template
+from jaxllm.inference.continuations import Scorer
+from jaxllm.inference.generate import Generator, complete
+from jaxllm.inference.prompts import require_ids, stop_ids
+from jaxllm.inference.sampling import Sampling
+
+USUAL_LENGTH = 2048
+"""Tokens of a text at most, if the model does not say; HFLM's."""
+NEW_TOKENS = 256
+"""New tokens at most, if the task does not say; HFLM's."""
+NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+PROMPTS_AT_ONCE = 16
+
+
+class JaxLLM(TemplateLM):
+    """A model for lm-evaluation-harness.
+
+    Args:
+      model, overrides, tokenizer, adapter, say: as in predict.evaluate. `overrides` may be one text with spaces between.
+      max_length: tokens of a text at most; the rest is cut on the left. Default: what the model supports, or 2,048.
+      batch_size: prompts that are continued at once. default: 16.
+      others: what the harness passes to every model (device, max_batch_size), without effect here.
+
+    Raises:
+      ConfigError: as predict.evaluate.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        overrides: str | Sequence[str] = (),
+        *,
+        tokenizer: str | None = None,
+        adapter: Adapters = (),
+        max_length: int | None = None,
+        batch_size: int | str | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        **others: Any,
+    ):
+        super().__init__()
+        overrides = overrides.split() if isinstance(overrides, str) else overrides
+        home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
+        self._home, self._vocab_size = home, home.model["vocab_size"]
+        self._reader = predict.tokenizer_of(home, tokenizer, say)
+        self.max_length = max_length or predict.longest_of(home) or USUAL_LENGTH
+        self._prompts = int(batch_size) if batch_size and str(batch_size).isdecimal() else PROMPTS_AT_ONCE
+        # The rule of the tokenizer may add BOS to a text; of none it is alone.
+        bos = self._reader.bos_id
+        self._bos = [bos] if bos is not None and self._reader.encode("").tolist()[:1] == [bos] else []
+        self._template: ChatTemplate | None = None
+        loaded = predict.open_model_for(model, overrides, predict.divisible(self.max_length, overrides), adapter)
+        predict.say_model(say, loaded)
+        self._generator = Generator(loaded.model)
+        self._scorer = Scorer(self._generator.model)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.prefix_token_id if self._reader.eos_id is None else self._reader.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has no context."""
+        for token in (self._reader.bos_id, self._reader.eos_id):
+            if token is not None:
+                return token
+        raise ConfigError(
+            f"The tokenizer {self._reader.name} has no BOS or EOS token, which lm-eval needs before a text: name one in its "
+            f"tokenizer_config.json."
+        )
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._reader.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids of a text. Text that spells a special token is that token, as chat templates write it."""
+        ((ids, _),) = self._reader.encode_with_starts([string], parse_special=True)
+        require_ids(ids, self._reader, self._vocab_size)
+        found = ids.tolist()
+        # A template may have written BOS itself.
+        adds = add_special_tokens or (add_special_tokens is None and found[:1] != self._bos)
+        return [*self._bos, *found] if adds else found
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._conversation().source if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        text = self._conversation().render(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        # The task begins the answer, and the model continues it: without the end of its turn.
+        begun = chat_history[-1]["content"].strip()
+        return text[: text.rindex(begun) + len(begun)]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        windows, counts = [], []
+        for (text,) in (request.args for request in requests):
+            cut = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1)
+            found = [(None, *make_disjoint_window(window)) for window in cut]
+            windows += found
+            counts.append(len(found))
+        scored = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(scored)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        answers: dict[int, tuple[float, bool]] = {}
+        texts = [np.array((context + ending)[-(self.max_length + 1) :]) for _, context, ending in requests]
+
+        def positions(number: int) -> int:
+            return bucket(len(texts[number]))
+
+        for some in together(range(len(requests)), positions):
+            pairs = [(texts[number], len(requests[number][2])) for number in some]
+            for number, score in zip(some, self._scorer(pairs), strict=True):
+                answers[number] = score.log_probability, score.is_greedy
+                if requests[number][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
+        return [answers[number] for number in range(len(requests))]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        answers: dict[int, str] = {}
+        encoded = [self.tok_encode(request.args[0]) for request in requests]
+
+        def alike(number: int) -> Hashable:
+            return repr(requests[number].args[1]), bucket(len(encoded[number]))
+
+        for some in together(range(len(requests)), alike):
+            for first in range(0, len(some), self._prompts):
+                numbers = some[first : first + self._prompts]
+                texts = self._continue([encoded[number] for number in numbers], requests[numbers[0]].args[1])
+                for number, text in zip(numbers, texts, strict=True):
+                    answers[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return [answers[number] for number in range(len(requests))]
+
+    def _continue(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+        until = options.get("until") or []
+        until = [text for text in ([until] if isinstance(until, str) else until) if text]
+        new_tokens = next((int(options[key]) for key in NEW_TOKENS_KEYS if options.get(key)), NEW_TOKENS)
+        if new_tokens >= self.max_length:
+            raise ConfigError(
+                f"A task asks for {new_tokens} new tokens, and {self._home.description} supports {self.max_length} with the "
+                f"prompt: leave out the task."
+            )
+        temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
+        cut = {key: options[key] for key in ("top_p", "top_k") if options.get(key)} if temperature else {}
+        sampling = Sampling(temperature=temperature, **cut)
+        ends = stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, None, until)
+        ids = [np.array(prompt[-(self.max_length - new_tokens) :], np.int32) for prompt in prompts]
+        how = {"new_tokens": new_tokens, "sampling": sampling, "stop_ids": ends, "stop_texts": until}
+        return [one.text for one in complete(self._generator, self._reader, ids, **how)]
+
+    def _conversation(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = load_chat_template(self._reader.folder)
+        if self._template is None:
+            raise ConfigError(f"{self._home.description} has no chat template: leave out --chat.")
+        return self._template
+
+
+# As a decorator it would hide the arguments of the class from type checkers.
+register_model("jaxllm")(JaxLLM)
+
+
+def together(numbers: Sequence[int], kind: Callable[[int], Hashable]) -> list[list[int]]:
+    """Numbers of the same kind, in order."""
+    groups: dict[Hashable, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(kind(number), []).append(number)
+    return list(groups.values())
+
+
+def run_tasks(
+    model: JaxLLM,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | None = None,
+    chat: bool = False,
+) -> dict[str, Any]:
+    """The harness's results, by task. What it prints goes to standard error.
+
+    Raises:
+      ConfigError: the harness has no such task.
+    """
+    manager = TaskManager(include_path=include_path)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise ConfigError(f"lm-eval has no task {unknown[0]}: `lm-eval ls tasks` lists them.")
+    # Its overloads have no names for type checkers.
+    evaluate: Any = simple_evaluate
+    with redirect_stdout(sys.stderr):
+        return evaluate(
+            model=model,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=chat,
+        )
+
+
+def table(results: dict[str, Any]) -> str:
+    """The harness's table of results, in Markdown."""
+    return make_table(results).rstrip()

@@ -1,0 +1,104 @@
+"""Exports beside training (checkpoint.export_every_steps): a process for each reads a complete checkpoint from the disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.runtime import distributed, progress
+from jaxllm.stderr import safe_to_print
+from jaxllm.train.console import Console
+from jaxllm.train.trainer import Trainer
+
+# The standard tools, because the environment of this process is not read here. It is on the CPU, and other work comes first.
+BESIDE_TRAINING = ("env", "JAX_PLATFORMS=cpu", "nice", "-n", "19", sys.executable, "-m", "jaxllm.cli", "export")
+TAIL = 300
+"""Characters of an error to show."""
+LOOK_S = 1.0
+"""Seconds between looks at the end of a run, each of which shows the watchdogs that it is not stuck."""
+
+
+@contextmanager
+def exporting(trainer: Trainer, checkpoints: Checkpoints, folder: Path, console: Console) -> Iterator[None]:
+    """Exports what `checkpoints` completes, on process 0. At the end of a run that was not stopped, all processes wait for the
+    rest; what a stopped run had not exported of its newest checkpoint, the next start exports."""
+    every = trainer.config.checkpoint.export_every_steps
+    if every is None:
+        yield
+        return
+    exports = Exports(folder, every, console.say)
+    if distributed.is_main_process():
+        checkpoints.on_saved = exports.begin
+        if checkpoints.newest_saved is not None:
+            exports.begin(checkpoints.newest_saved)
+    try:
+        yield
+        while not trainer.stopped_by and distributed.first_nonempty("" if exports.done(LOOK_S) else "not yet"):
+            with progress.phase("save"):
+                pass
+    finally:
+        exports.close()
+
+
+class Exports:
+    """Exports of a run, one at a time.
+
+    Args:
+      every: steps that are no multiple of it are not exported.
+      say: receives a line about each.
+    """
+
+    def __init__(self, folder: Path, every: int, say: Callable[[str], None]):
+        self._folder, self._every, self._say = folder, every, say
+        self._one_at_a_time = ThreadPoolExecutor(max_workers=1)
+        self._jobs: list[Future] = []
+        self._process: subprocess.Popen | None = None
+        self._closed, self._starting = False, threading.Lock()
+
+    def done(self, timeout_s: float) -> bool:
+        """Whether all have ended, after at most so many seconds."""
+        return not wait(self._jobs, timeout_s).not_done
+
+    def begin(self, step: int) -> None:
+        """Exports the checkpoint of this step when those before it are done, unless it is exported already."""
+        if step % self._every == 0 and not (self._folder / "exports" / str(step)).exists():
+            self._jobs.append(self._one_at_a_time.submit(self._export, step))
+
+    def close(self) -> None:
+        """Stops what is still running."""
+        with self._starting:
+            self._closed = True
+            if self._process is not None and self._process.poll() is None:
+                self._process.terminate()
+        self._one_at_a_time.shutdown(cancel_futures=True)
+
+    def _export(self, step: int) -> None:
+        source, target = (self._folder / name / str(step) for name in ("checkpoints", "exports"))
+        target.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            with self._starting:
+                if self._closed:
+                    return
+                # A signal to the run's terminal is not for it.
+                self._process = subprocess.Popen(
+                    [*BESIDE_TRAINING, str(source), str(target), "--to", "hf"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            code = self._process.wait()
+            output.seek(0)
+            said = output.read().strip()
+        if code == 0:
+            self._say(f"exported step {step} to {target}")
+        elif not self._closed:
+            reason = "checkpoint.keep deleted it" if not source.exists() else safe_to_print(said[-TAIL:]).replace("\n", " ")
+            self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")

@@ -1,0 +1,162 @@
+"""`jaxllm export`: what leaves a run for programs that serve it."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from hf_folders import read_folder
+
+from jaxllm import cli
+from jaxllm.checkpoint.hf_convert import to_hf
+from jaxllm.data.tokenizer import BYTES, load_tokenizer
+from jaxllm.train import exports as module
+from jaxllm.train.exports import Exports
+from jaxllm.train.loop import fit
+
+TEXTS = ["Grüße", "Ā and \0, U+0000", " a  b .\r\n\n don't", "日本語 🙂", "".join(map(chr, range(1, 0x250)))]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_config, tmp_path_factory):
+    """A run on bytes, of four steps with a checkpoint of two."""
+    folder = tmp_path_factory.mktemp("bytes") / "run"
+    fit(tiny_config(f"run.dir={folder}", "checkpoint.every_steps=2", "data.held_out_fraction=0.0"))
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the command line: (exit code, standard output, standard error)."""
+
+    def called(*arguments):
+        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        return end.value.code, said.out, said.err
+
+    return called
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("options", [(), ("--step", "2", "--dtype", "bfloat16", "--max-shard-size", "50KB")])
+def test_to_hf_is_the_conversion_by_another_name(options, run, command, tmp_path):
+    for name in ("export", "convert to-hf"):
+        more = ["--to", "hf"] if name == "export" else []
+        code, said, error = command(*name.split(), run, tmp_path / name, *more, *options)
+        assert (code, error) == (0, "")
+        assert said.startswith(f"converted {run} at step {2 if options else 4} to {tmp_path / name}: ")
+    assert contents(tmp_path / "export") == contents(tmp_path / "convert to-hf")
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) == 1 + bool(options)
+    assert command("export", run, tmp_path / "export", "--to", "hf")[0] == 2
+    assert command("export", run, tmp_path / "export", "--to", "hf", "--force")[0] == 0
+
+
+def test_a_checkpoint_is_exported_by_its_path(run, command, tmp_path):
+    assert command("export", run / "checkpoints" / "2", tmp_path / "path", "--to", "hf")[0] == 0
+    assert command("export", run, tmp_path / "step", "--to", "hf", "--step", 2)[0] == 0
+    path, step = (read_folder(tmp_path / name) for name in ("path", "step"))
+    assert all((path[name] == step[name]).all() for name in step)
+
+
+def test_an_option_of_another_format_is_refused(run, command, tmp_path):
+    code, _, error = command("export", run, tmp_path / "x", "--to", "torch")
+    assert (code, error) == (2, "jaxllm: --to=torch is not one of the choices: use jaxllm or hf.\n")
+    for option in (["--verify"], ["--max-shard-size", "1GB"], ["--max-position", "9"]):
+        code, _, error = command("export", run, tmp_path / "x", *option)
+        assert code == 2
+        assert "are for Hugging Face folders: add --to hf." in error
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.fixture(scope="module")
+def served(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "hf"
+    to_hf(str(run), str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_run_on_bytes_has_a_tokenizer_of_bytes(text, served):
+    """For transformers, and for jaxllm where it reads the folder."""
+    found, ids = load_tokenizer(served), list(text.encode())
+    assert found.encode(text).tolist() == ids
+    assert found.decode(np.array(ids)) == load_tokenizer(BYTES).decode(np.array(ids))
+    assert (found.vocab_size, found.bos_id, found.eos_id) == (256, None, 0)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(served)
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert (len(theirs), theirs.eos_token_id) == (256, 0)
+
+
+def test_servers_stop_at_the_end_of_a_document(served):
+    assert json.loads((served / "generation_config.json").read_text()) == {"eos_token_id": 0}
+    assert json.loads((served / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_transformers_continues_as_jaxllm_does(served, run):
+    transformers = pytest.importorskip("transformers")
+    import jaxllm
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(served)
+    ids = transformers.AutoTokenizer.from_pretrained(served)("def ", return_tensors="pt")
+    theirs = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, 4:].tolist()
+    (ours,) = jaxllm.generate(run, "def ", max_new_tokens=12)
+    assert theirs == ours.ids
+
+
+# -------------------------------------------------------------------------------------------------- exports beside training
+
+
+def test_a_run_exports_its_checkpoints_itself(tiny_config, tmp_path, capfd):
+    folder = tmp_path / "run"
+    fit(tiny_config(f"run.dir={folder}", "checkpoint.export_every_steps=2", "data.held_out_fraction=0.0"))
+    said = capfd.readouterr().out
+    assert sorted(path.name for path in (folder / "exports").iterdir()) == ["2", "4"]
+    for step in (2, 4):
+        to_hf(str(folder), str(tmp_path / str(step)), step=step)
+        assert contents(folder / "exports" / str(step)) == contents(tmp_path / str(step))
+        assert f"exported step {step} to {folder / 'exports' / str(step)}\n" in said
+
+
+def exported(folder, step):
+    """The lines of an export of a run directory at a step that is due."""
+    lines = []
+    exports = Exports(folder, step, lines.append)
+    exports.begin(step)
+    assert exports.done(60)
+    exports.close()
+    return lines
+
+
+def test_an_export_that_fails_is_one_line(tmp_path):
+    (warning,) = exported(tmp_path, 7)
+    assert warning == "warning: checkpoint 7 was not exported (checkpoint.keep deleted it)"
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    (warning,) = exported(tmp_path, 7)
+    assert warning.startswith("warning: checkpoint 7 was not exported (")
+    assert "holds no weights: give a run directory" in warning
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
+    (tmp_path / "exports" / "4").mkdir(parents=True)
+    exports = Exports(tmp_path, 4, pytest.fail)
+    for step in (3, 4, 5):
+        exports.begin(step)
+    assert exports.done(0)
+    exports.close()
+
+
+def test_the_end_of_a_stopped_run_waits_for_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", "import time; time.sleep(60)"))
+    exports = Exports(tmp_path, 1, pytest.fail)
+    exports.begin(1)
+    exports.begin(2)
+    exports.close()
+    assert all(job.done() for job in exports._jobs)
+    assert exports._process is None or exports._process.returncode

@@ -1,0 +1,149 @@
+"""lm-evaluation-harness on jaxllm gives what it gives on transformers."""
+
+import json
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from hf_folders import HUB, random_weights, write_folder
+
+from jaxllm import cli
+from jaxllm.config import ConfigError
+from jaxllm.data.byte_tokenizer import save_byte_tokenizer
+
+pytest.importorskip("lm_eval")
+huggingface = pytest.importorskip("lm_eval.models.huggingface")
+
+import lm_eval  # noqa: E402
+import torch  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from jaxllm.commands import lm_eval as module  # noqa: E402
+from jaxllm.commands.lm_eval import JaxLLM, run_tasks  # noqa: E402
+
+SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 48}
+CONFIG = {**HUB, **SIZES, "bos_token_id": None, "eos_token_id": 0}
+MESHES = {"one device": ["parallel.data=1"], "data 2 x tensor 2": ["parallel.data=2", "parallel.tensor=2", "parallel.zero=3"]}
+TEXTS = [
+    "a",
+    "The mesh has two axes.",
+    "Grüße",
+    "x " * 60,
+    "A text that is longer than the model's forty-eight positions, by far.",
+]
+PAIRS = [("", "alone"), ("Two and two", " are four"), ("Ends in a space ", "here"), ("y" * 70, " cut on the left"), ("é", "\n")]
+# Random weights continue without end: of bytes that are no UTF-8 both make the same replacement character.
+PROMPTS = [("One", {"until": ["e"], "max_gen_toks": 12}), ("Two and a half", {"until": "\n", "max_gen_toks": 12})]
+PROMPTS += [("z" * 60, {"until": ["e"], "max_gen_toks": 12}), ("A much longer prompt, of 40", {"until": [], "max_gen_toks": 5})]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = write_folder(tmp_path_factory.mktemp("model") / "hf", CONFIG, random_weights(CONFIG))
+    save_byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    # Its cache of logits scores the wrong positions where two windows have the same ids but not the same context.
+    return huggingface.HFLM(str(folder), device="cpu", dtype="float32", batch_size=2, logits_cache=False)
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def ours(request, folder):
+    return JaxLLM(folder, MESHES[request.param])
+
+
+def requests(kind, arguments):
+    return [Instance(request_type=kind, doc={}, arguments=one, idx=0) for one in arguments]
+
+
+def test_log_likelihoods_are_those_of_transformers(ours, theirs):
+    asked = requests("loglikelihood", PAIRS)
+    expected, found = (model.loglikelihood(asked, disable_tqdm=True) for model in (theirs, ours))
+    np.testing.assert_allclose([one for one, _ in found], [one for one, _ in expected], atol=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_what_the_model_itself_says_is_greedy(ours, theirs):
+    begun = ours.tok_encode("One")
+    continued = theirs.model.generate(torch.tensor([begun]), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    ids = continued[0, len(begun) :].tolist()
+    asked = [(None, begun, ids), (None, begun, [*ids[:-1], (ids[-1] + 1) % 256])]
+    for model in (theirs, ours):
+        assert [greedy for _, greedy in model._loglikelihood_tokens(asked, disable_tqdm=True)] == [True, False]
+
+
+def test_rolling_log_likelihoods_are_those_of_transformers(ours, theirs):
+    asked = requests("loglikelihood_rolling", [(text,) for text in TEXTS])
+    expected, found = (model.loglikelihood_rolling(asked, disable_tqdm=True) for model in (theirs, ours))
+    assert ours.max_length == theirs.max_length == 48
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-6)
+
+
+def test_continuations_are_those_of_transformers(ours, theirs):
+    asked = requests("generate_until", PROMPTS)
+    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with two tasks, one of choices and one of answers."""
+    path = tmp_path_factory.mktemp("tasks")
+    lines = [{"text": f"{n} and {n} make", "choices": [f" {2 * n}", f" {n}", " many"], "label": n % 3} for n in range(6)]
+    (path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {path / 'sums.jsonl'}}}}}\ntest_split: test\n"
+    common += "doc_to_text: '{{text}}'\n"
+    choices = "task: choices_of_sums\noutput_type: multiple_choice\ndoc_to_choice: '{{choices}}'\ndoc_to_target: label\n"
+    choices += "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    answers = "task: answers_of_sums\noutput_type: generate_until\ndoc_to_target: '{{choices[0]}}'\n"
+    answers += "generation_kwargs: {until: ['e'], max_gen_toks: 6}\nmetric_list: [{metric: bleu}, {metric: exact_match}]\n"
+    (path / "choices.yaml").write_text(common + choices)
+    (path / "answers.yaml").write_text(common + answers.replace("{metric: bleu}, ", ""))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def only_own_tasks(monkeypatch):
+    """Reading the harness's 10,000 tasks takes seconds."""
+    monkeypatch.setattr(module, "TaskManager", partial(TaskManager, include_defaults=False))
+
+
+@pytest.fixture(scope="module")
+def expected(tasks, theirs):
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    names = ["choices_of_sums", "answers_of_sums"]
+    return lm_eval.simple_evaluate(model=theirs, tasks=names, task_manager=manager, bootstrap_iters=0)["results"]
+
+
+def without_errors(results):
+    return {task: {name: value for name, value in found.items() if "stderr" not in name} for task, found in results.items()}
+
+
+@pytest.mark.parametrize("ours", ["one device"], indirect=True)
+def test_a_task_has_the_metrics_of_transformers(ours, expected, tasks):
+    found = run_tasks(ours, ["choices_of_sums", "answers_of_sums"], include_path=str(tasks))["results"]
+    assert without_errors(found) == without_errors(expected)
+
+
+def test_the_command_prints_one_object(folder, expected, tasks, monkeypatch, capsys):
+    names = "choices_of_sums,answers_of_sums"
+    words = ["--model", folder, "--tasks", names, "--include-path", tasks, "--json", *MESHES["data 2 x tensor 2"]]
+    monkeypatch.setattr(sys, "argv", ["jaxllm", "lm-eval", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    assert without_errors(json.loads(capsys.readouterr().out)["results"]) == without_errors(expected)
+
+
+@pytest.mark.parametrize("ours", ["one device"], indirect=True)
+def test_mistakes_are_one_sentence(ours, tasks):
+    with pytest.raises(ConfigError, match="lm-eval has no task no_such_sums"):
+        run_tasks(ours, ["no_such_sums"], include_path=str(tasks))
+    with pytest.raises(ConfigError, match=r"asks for 48 new tokens, and .* supports 48 with the prompt"):
+        ours.generate_until(requests("generate_until", [("One", {"max_gen_toks": 48})]))
+    with pytest.raises(ConfigError, match="has no chat template: leave out --chat"):
+        ours.apply_chat_template([{"role": "user", "content": "One"}])
