@@ -95,8 +95,6 @@ class Checkpoints:
         self.latest: int | None = None
         self._choose()
         self.newest_saved = self.newest_name
-        if stored is not None and self.latest is not None:
-            stored.offer_local(self.latest)
 
     @property
     def damaged(self) -> list[str]:
@@ -155,6 +153,13 @@ class Checkpoints:
             for step in self._refused:
                 if (self.folder / str(step)).exists():
                     set_aside(self.folder / str(step))
+
+    def offer_saved(self) -> None:
+        """Offers to the store what the folder has. After `restore`, which may find damage: in the store, a damaged checkpoint
+        would displace an intact one.
+        """
+        if self._stored is not None and self.latest is not None:
+            self._stored.offer_local(self.latest)
 
     def save(self, step: int, state: State, meta: Meta) -> None:
         """Saves `state` as checkpoint `step`. It waits for the previous save, and returns when the state is copied, or with
@@ -257,11 +262,13 @@ class Checkpoints:
         if distributed.is_main_process():
             try:
                 if self._stored is not None:
+                    here = saved_steps(self.folder)
                     with progress.phase("restore"):
                         step, said = self._stored.fetch(newest_undamaged(self.folder, self._refused), self._require)
                     self.said += said
-                    if step in self._refused:
-                        self.said.append(f"the local checkpoint {step} is damaged ({self._refused.pop(step)}): moved aside")
+                    if step in here:
+                        reason = self._refused.pop(step, "it is not whole")
+                        self.said.append(f"the local checkpoint {step} is damaged ({reason}): moved aside")
                 found["latest"], found["refused"] = newest_whole(self.folder, self._refused)
             except ConfigError as error:
                 found["error"] = str(error)

@@ -7,6 +7,7 @@ underscore and take a time limit through `sync`: https://filesystem-spec.readthe
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Store:
     def write(self, name: str, content: bytes, *, over: bool = True) -> None:
         """Raises FileExistsError if `over` is false and there is such an object, StoreError."""
         mode: dict[str, Any] = {} if over else {"mode": "create"}
-        self.ask("pipe_file", self.path(name), content, **mode)
+        self.ask("pipe_file", self.path(name), content, timeout_s=ANSWER_S + len(content) / SLOWEST, **mode)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -151,8 +152,10 @@ class StoreLock(HolderLock):
         return self._content() is None
 
     def _write_holder(self, over: bool) -> None:
-        self._store.write(self.file, self._me.beat(), over=over)
-        # A server that ignores the condition overwrites: the last of two starts holds the store.
+        with suppress(FileExistsError):
+            self._store.write(self.file, self._me.beat(), over=over)
+        # The object may be this process's: the library asks again when no answer came. A server that ignores the condition
+        # overwrites: the last of two starts holds the store.
         if not over and ((found := self._read()) is None or found.token != self._me.token):
             raise FileExistsError(self.file)
 

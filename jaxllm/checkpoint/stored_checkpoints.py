@@ -30,7 +30,7 @@ from jaxllm.checkpoint.store import LostError, Store, StoreError, StoreLock
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.pretrained.folder import TOKENIZER
 from jaxllm.runtime import distributed
-from jaxllm.untrusted import RefusedInput, parse_json
+from jaxllm.untrusted import RefusedInput, parse_json, shown
 
 RUN = "run"
 CURVES = ("metrics.jsonl", "spikes.jsonl")
@@ -125,14 +125,14 @@ class StoredCheckpoints:
         for name, size in listed.items():
             path = PurePosixPath(name)
             if path.parts[:1] not in ((STATE,), (META,)) or ".." in path.parts:
-                return f"{FILES} names {name}"
+                return f"{FILES} names {shown(name)}"
             if there.get(name) != size:
-                return f"{name} has {there[name]} bytes of {size}" if name in there else f"{name} is missing"
+                return f"{shown(name)} " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
         self._store.copy_out({f"{step}/{name}": aside / name for name in listed}, sum(listed.values()))
         if reason := damage(aside) or changed(aside):
             return reason
         belongings = [name.removeprefix(f"{RUN}/") for name in there if name.startswith(f"{RUN}/")]
-        self._restore_run_files(step, [name for name in belongings if ".." not in PurePosixPath(name).parts], there)
+        self._restore_run_files(step, [name for name in belongings if _belongs(PurePosixPath(name))], there)
         if (self._folder / str(step)).exists():
             set_aside(self._folder / str(step))
         aside.rename(self._folder / str(step))
@@ -246,7 +246,9 @@ class StoredCheckpoints:
         try:
             listed = read_files(folder)
             content = (folder / FILES).read_bytes()
-            if not (FILES in there.get(step, {}) and self._store.read(f"{step}/{FILES}", FILES_BYTES) == content):
+            here = {name: size for name, (size, _) in listed.items()} | {FILES: len(content)}
+            is_whole = step not in self.damaged and here.items() <= there.get(step, {}).items()
+            if not (is_whole and self._store.read(f"{step}/{FILES}", FILES_BYTES) == content):
                 self._replace(step, there.get(step, {}), {name: folder / name for name in listed})
                 # The checkpoint is in the store from here on, unless another run is its holder by now.
                 self._lock.require()
@@ -287,10 +289,12 @@ class StoredCheckpoints:
         """Deletes what checkpoint.keep no longer covers and what was copied in part. Damaged ones stay and do not count."""
         there = self._store.steps()
         whole = [step for step, files in there.items() if FILES in files and step not in self.damaged]
-        kept = {newest, *whole[-self._config.keep :], *filter(self._is_kept_forever, whole)}
-        for step, files in there.items():
-            if step not in kept and step not in self.damaged:
-                self._remove_step(step, files)
+        kept = {newest, *whole[-self._config.keep :], *filter(self._is_kept_forever, whole), *self.damaged}
+        if there.keys() - kept:
+            # What is there in part may be a copy of another run by now.
+            self._lock.require()
+        for step in there.keys() - kept:
+            self._remove_step(step, there[step])
 
     def _remove_step(self, step: int, names: Iterable[str]) -> None:
         """Removes files.json first: what is left after a kill does not exist."""
@@ -338,6 +342,11 @@ def _unusable(address: str, error: OSError) -> ConfigError:
     # A bucket that does not exist is a FileNotFoundError.
     found = error if isinstance(error, StoreError) else StoreError("the bucket is not there")
     return ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
+
+
+def _belongs(path: PurePosixPath) -> bool:
+    """Whether a copy writes such a file beside a checkpoint. Other names could replace any file of this machine."""
+    return str(path) in (*CURVES, *COMPANIONS) or (path.parts[:1] == (TOKENIZER,) and ".." not in path.parts)
 
 
 def _step_of(line: bytes) -> float:

@@ -48,8 +48,8 @@ LAST_TO_LEAVE_S = 1.0
 """Delay with which process 0 exits after the others: it runs the coordinator, without which JAX aborts the remaining processes.
 """
 
-EXCHANGE_LIMIT_MS = 3_600_000
-"""Process 0 may have to read a checkpoint of terabytes while the others wait."""
+EXCHANGE_LIMIT_MS = 24 * 3_600_000
+"""Process 0 may have to read a checkpoint of terabytes while the others wait, each for run.phase_timeout_s at most."""
 
 _exchanges, _boards = itertools.count(), itertools.count()
 _meeting: Meeting | None = None
@@ -255,7 +255,7 @@ def first_nonempty(text: str) -> str:
 
 def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
     """combine(texts of all processes, by rank), called on process 0 and returned on all; every process must call it. It uses
-    the coordinator, not a device; process 0 may take an hour to give its text.
+    the coordinator, not a device; process 0 may take a day to give its text.
     """
     if not jax.distributed.is_initialized():
         return combine([here])

@@ -16,6 +16,7 @@ from jaxllm.runtime import distributed, progress
 from jaxllm.stderr import safe_to_print
 from jaxllm.train.console import Console
 from jaxllm.train.trainer import Trainer
+from jaxllm.untrusted import reason_of
 
 # The standard tools, because the environment of this process is not read here. It is on the CPU, and other work comes first.
 BESIDE_TRAINING = ("env", "JAX_PLATFORMS=cpu", "nice", "-n", "19", sys.executable, "-m", "jaxllm.cli", "export")
@@ -36,8 +37,8 @@ def exporting(trainer: Trainer, checkpoints: Checkpoints, folder: Path, console:
     exports = Exports(folder, every, console.say)
     if distributed.is_main_process():
         checkpoints.on_saved = exports.begin
-        if checkpoints.newest_saved is not None:
-            exports.begin(checkpoints.newest_saved)
+        if checkpoints.latest is not None:
+            exports.begin(checkpoints.latest)
     try:
         yield
         while not trainer.stopped_by and distributed.first_nonempty("" if exports.done(LOOK_S) else "not yet"):
@@ -81,11 +82,23 @@ class Exports:
 
     def _export(self, step: int) -> None:
         source, target = (self._folder / name / str(step) for name in ("checkpoints", "exports"))
+        try:
+            code, said = self._convert(source, target)
+        except OSError as error:
+            code, said = None, reason_of(error)
+        if code == 0:
+            self._say(f"exported step {step} to {target}")
+        elif not self._closed:
+            reason = "checkpoint.keep deleted it" if not source.exists() else safe_to_print(said[-TAIL:]).replace("\n", " ")
+            self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")
+
+    def _convert(self, source: Path, target: Path) -> tuple[int | None, str]:
+        """Exit code and output of a process; None if there was none."""
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             with self._starting:
                 if self._closed:
-                    return
+                    return None, ""
                 # A signal to the run's terminal is not for it.
                 self._process = subprocess.Popen(
                     [*BESIDE_TRAINING, str(source), str(target), "--to", "hf"],
@@ -96,9 +109,4 @@ class Exports:
                 )
             code = self._process.wait()
             output.seek(0)
-            said = output.read().strip()
-        if code == 0:
-            self._say(f"exported step {step} to {target}")
-        elif not self._closed:
-            reason = "checkpoint.keep deleted it" if not source.exists() else safe_to_print(said[-TAIL:]).replace("\n", " ")
-            self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")
+            return code, output.read().strip()

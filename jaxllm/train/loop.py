@@ -189,6 +189,7 @@ def resume(
             trainer.restore(checkpoints)
         say_damaged(checkpoints, folder, console)
         console.say(f"resumed from step {trainer.step} in {folder}")
+    checkpoints.offer_saved()
     if memory is not None:
         memory.begin(keep=found)
 

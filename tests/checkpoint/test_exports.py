@@ -141,6 +141,9 @@ def test_an_export_that_fails_is_one_line(tmp_path):
     assert warning.startswith("warning: checkpoint 7 was not exported (")
     assert "holds no weights: give a run directory" in warning
     assert list((tmp_path / "exports").iterdir()) == []
+    (tmp_path / "exports").rmdir()
+    (tmp_path / "exports").touch()
+    assert exported(tmp_path, 7) == ["warning: checkpoint 7 was not exported (File exists)"]
 
 
 def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
@@ -148,7 +151,7 @@ def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
     exports = Exports(tmp_path, 4, pytest.fail)
     for step in (3, 4, 5):
         exports.begin(step)
-    assert exports.done(0)
+    assert exports._jobs == []
     exports.close()
 
 
