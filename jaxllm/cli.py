@@ -319,7 +319,7 @@ def report_(
 
 app.command(**example("export runs/quickstart models/quickstart --to hf --dtype bfloat16"))(export)
 app.command("eval", **example("eval --model runs/quickstart --text book.txt"))(evaluate)
-app.command("lm-eval", **example("lm-eval --model runs/quickstart --tasks arc_easy --limit 100"))(lm_eval)
+app.command("lm-eval", **example("lm-eval --model smollm2 --tasks arc_easy --limit 100"))(lm_eval)
 app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))(generate)
 
 

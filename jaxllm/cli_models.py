@@ -169,12 +169,12 @@ def lm_eval(
 
     if find_spec("lm_eval") is None:
         raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
-    from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table
+    from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table, to_json
 
     harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), say=tell)
     options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}
-    found = run_tasks(harnessed, tasks.split(","), **options)
-    show(json.dumps({"results": found["results"], "versions": found["versions"]}) if as_json else table(found))
+    found = run_tasks(harnessed, [task.strip() for task in tasks.split(",")], **options)
+    show(to_json(found) if as_json else table(found))
 
 
 def data_prepare(

@@ -21,7 +21,7 @@ def write_companions(folder: Folder, target: Path) -> None:
     tokens = {name: token for name, token in token_ids(folder).items() if token is not None}
     # Where there is a config.json, its end tokens hold.
     if tokens and (reads_bytes(folder) or not (folder.generation or folder.original_config)):
-        (target / GENERATION).write_text(json.dumps(folder.generation | tokens, indent=2) + "\n")
+        (target / GENERATION).write_text(json.dumps(tokens | folder.generation, indent=2) + "\n")
 
 
 def token_ids(folder: Folder) -> dict[str, int | None]:

@@ -136,7 +136,8 @@ def with_commits(config: Config) -> Config:
         if (text := getattr(values, key)) is not None:
             old = before.get(key) if isinstance(before, Mapping) else None
             named = f"{section}.{key}"
-            is_kept = isinstance(old, str) and stays(named, text, old, Path(config.run.dir))
+            # The name that the run stored may be of a folder that is gone, which a resumed run does not read.
+            is_kept = isinstance(old, str) and (old == text or stays(named, text, old, Path(config.run.dir)))
             pinned = old if is_kept else pin(named, text)
             config = config.model_copy(update={section: values.model_copy(update={key: pinned})})
     return config
@@ -199,9 +200,11 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     section = stored_section(config["model"], f"The metadata of {path}")
     data = config.get("data") or {}
     kinds = {part.get("source") for part in data.get("mixture") or [data]}
-    # A run keeps the files of any other tokenizer; these two sources need not have one.
-    on_bytes = not (run_dir / TOKENIZER / "tokenizer.json").is_file() and not kinds & {"megatron", GIVEN, None}
-    about = {"train": config.get("train"), "trained_on_bytes": on_bytes or data.get("tokenizer") == BYTES}
+    # A run keeps the files of any other tokenizer, without which a checkpoint may have been copied; two sources need not have
+    # one.
+    kept, named = (run_dir / TOKENIZER / "tokenizer.json").is_file(), data.get("tokenizer")
+    on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", GIVEN, None})
+    about = {"train": config.get("train"), "trained_on_bytes": on_bytes}
     return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, section, run_dir, **about)
 
 

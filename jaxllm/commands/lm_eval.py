@@ -11,6 +11,8 @@ The adapter answers the harness's three kinds of requests as its own HFLM does w
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import redirect_stdout
@@ -22,7 +24,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
 from jaxllm.checkpoint.load_model import KEY, Adapters, paths_of
 from jaxllm.checkpoint.weights import find_weights
@@ -35,6 +37,7 @@ from jaxllm.inference.generate import Generator, complete
 from jaxllm.inference.prompts import require_ids, stop_ids
 from jaxllm.inference.sampling import Sampling
 
+log = logging.getLogger(__name__)
 USUAL_LENGTH = 2048
 """Tokens of a text at most, if the model does not say; HFLM's."""
 NEW_TOKENS = 256
@@ -140,7 +143,15 @@ class JaxLLM(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         answers: dict[int, tuple[float, bool]] = {}
-        texts = [np.array((context + ending)[-(self.max_length + 1) :]) for _, context, ending in requests]
+        for count in (len(ending) for *_, ending in requests):
+            if not 1 <= count <= self.max_length:
+                raise ConfigError(
+                    f"A task asks for the score of {count} tokens, and {self._home.description} scores 1 to {self.max_length} "
+                    f"at once: leave out the task."
+                )
+        # Of a context of white space alone the harness leaves nothing.
+        whole = [(context or [self.prefix_token_id]) + ending for _, context, ending in requests]
+        texts = [np.array(ids) for ids in self._cut(whole, self.max_length + 1)]
 
         def positions(number: int) -> int:
             return bucket(len(texts[number]))
@@ -155,7 +166,7 @@ class JaxLLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         answers: dict[int, str] = {}
-        encoded = [self.tok_encode(request.args[0]) for request in requests]
+        encoded = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
 
         def alike(number: int) -> Hashable:
             return repr(requests[number].args[1]), bucket(len(encoded[number]))
@@ -163,13 +174,14 @@ class JaxLLM(TemplateLM):
         for some in together(range(len(requests)), alike):
             for first in range(0, len(some), self._prompts):
                 numbers = some[first : first + self._prompts]
-                texts = self._continue([encoded[number] for number in numbers], requests[numbers[0]].args[1])
+                # A sample depends on the seed and its row: batches of one seed would repeat the samples of a repeated request.
+                texts = self._continue([encoded[number] for number in numbers], requests[numbers[0]].args[1], numbers[0])
                 for number, text in zip(numbers, texts, strict=True):
                     answers[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return [answers[number] for number in range(len(requests))]
 
-    def _continue(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+    def _continue(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> list[str]:
         until = options.get("until") or []
         until = [text for text in ([until] if isinstance(until, str) else until) if text]
         new_tokens = next((int(options[key]) for key in NEW_TOKENS_KEYS if options.get(key)), NEW_TOKENS)
@@ -180,11 +192,22 @@ class JaxLLM(TemplateLM):
             )
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         cut = {key: options[key] for key in ("top_p", "top_k") if options.get(key)} if temperature else {}
-        sampling = Sampling(temperature=temperature, **cut)
+        sampling = Sampling(temperature=temperature, seed=seed, **cut)
         ends = stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, None, until)
-        ids = [np.array(prompt[-(self.max_length - new_tokens) :], np.int32) for prompt in prompts]
+        ids = [np.array(prompt, np.int32) for prompt in self._cut(prompts, self.max_length - new_tokens)]
         how = {"new_tokens": new_tokens, "sampling": sampling, "stop_ids": ends, "stop_texts": until}
         return [one.text for one in complete(self._generator, self._reader, ids, **how)]
+
+    def _cut(self, texts: list[list[int]], most: int) -> list[list[int]]:
+        """The last ids of each text. A warning says how many were cut."""
+        if count := sum(len(ids) > most for ids in texts):
+            log.warning(
+                "%d of %d texts do not fit into the %d tokens that the model supports, and were cut on the left.",
+                count,
+                len(texts),
+                self.max_length,
+            )
+        return [ids[-most:] for ids in texts]
 
     def _conversation(self) -> ChatTemplate:
         if self._template is None:
@@ -234,6 +257,11 @@ def run_tasks(
             num_fewshot=num_fewshot,
             apply_chat_template=chat,
         )
+
+
+def to_json(results: dict[str, Any]) -> str:
+    """The harness's results and the versions of its tasks."""
+    return json.dumps({key: results[key] for key in ("results", "versions")}, default=handle_non_serializable)
 
 
 def table(results: dict[str, Any]) -> str:

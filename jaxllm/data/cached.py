@@ -31,7 +31,7 @@ from jaxllm.data.npy import read_npy
 from jaxllm.data.parts import InputFile
 from jaxllm.data.shards import remove_leftovers, temporary_path
 from jaxllm.data.stores import blocks, find_in_store, is_address
-from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, reason_of
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, reason_of, shown
 
 log = logging.getLogger(__name__)
 RECORDS = DATA_ENDINGS[0]
@@ -48,7 +48,7 @@ class ShardCache:
         self.folder, self._most_bytes = folder, most_bytes
         self._lock = threading.Lock()
         self._used: Counter[Path] = Counter()
-        self._closers: list[Callable[[Path], None]] = []
+        self._closers: list[Callable[[], None]] = []
         self._threads: list[threading.Thread] = []
         self.stopped = threading.Event()
 
@@ -67,8 +67,8 @@ class ShardCache:
         self._threads.append(thread)
         thread.start()
 
-    def on_removal(self, close: Callable[[Path], None]) -> None:
-        """`close(file)` is called before a file is removed."""
+    def on_removal(self, close: Callable[[], None]) -> None:
+        """`close()` is called after files were removed, perhaps by another process: an open one keeps its room on the disk."""
         self._closers.append(close)
 
     @contextmanager
@@ -97,10 +97,10 @@ class ShardCache:
                 if total <= self._most_bytes:
                     break
                 if not self._used[file]:
-                    for close in self._closers:
-                        close(file)
                     file.unlink(missing_ok=True)
                     total -= freed
+            for close in self._closers if may_remove else ():
+                close()
             return may_remove or total <= self._most_bytes
 
     def warn_if_small(self, address: str, size: int) -> None:
@@ -120,9 +120,16 @@ class CachedFolder:
     def __init__(self, cache: ShardCache, address: str):
         """
         Raises:
-          ConfigError: the store does not give the folder, it is not complete, or the cache cannot be written.
+          ConfigError: the address is of no store that lists files, the store does not give the folder, it is not complete, or
+            the cache cannot be written.
         """
         self._cache = cache
+        if not address.startswith(("s3://", "gs://", "hf://")):
+            # What follows a question mark may be a signature.
+            raise ConfigError(
+                f"{shown(address.partition('?')[0])} is not read as a prepared folder: use s3://, gs:// or hf://datasets/, or "
+                f"copy the folder to a disk."
+            )
         # A dataset of the Hub is listed by its name, at one commit.
         self.address = re.sub(r"^(hf://datasets/[^/]+/[^/@]+)@[^/]+", r"\1", address.rstrip("/"))
         self.name = self.address.rpartition("/")[2]
@@ -175,7 +182,7 @@ class CachedFolder:
             f"it again if it is damaged there too."
         )
 
-    def on_removal(self, close: Callable[[Path], None]) -> None:
+    def on_removal(self, close: Callable[[], None]) -> None:
         self._cache.on_removal(close)
 
     def _read_manifest(self) -> Manifest:

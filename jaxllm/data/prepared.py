@@ -68,7 +68,7 @@ class PreparedDocuments(Documents):
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         readers = _Readers()
         if cached:
-            cached.on_removal(readers.drop)
+            cached.on_removal(readers.drop_removed)
         self._shards = [_Shard(self._folder, shard, readers, cached) for shard in manifest.shards]
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
         self.lengths = np.concatenate([shard.lengths for shard in self._shards])
@@ -183,6 +183,11 @@ class _Readers:
     def drop(self, file: Path) -> None:
         with self._lock:
             self._open.pop(file, None)
+
+    def drop_removed(self) -> None:
+        with self._lock:
+            for file in [file for file in self._open if not file.exists()]:
+                del self._open[file]
 
 
 def _load_tokenizer(folder: Path, recorded: StoredTokenizer) -> Tokenizer:

@@ -1,6 +1,7 @@
 """`jaxllm export`: what leaves a run for programs that serve it."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hf_folders import read_folder
 
 from jaxllm import cli
+from jaxllm.checkpoint import weights
 from jaxllm.checkpoint.hf_convert import to_hf
 from jaxllm.data.tokenizer import BYTES, load_tokenizer
 from jaxllm.train import exports as module
@@ -91,6 +93,15 @@ def test_a_run_on_bytes_has_a_tokenizer_of_bytes(text, served):
     assert theirs(text)["input_ids"] == ids
     assert theirs.decode(ids) == text
     assert (len(theirs), theirs.eos_token_id) == (256, 0)
+
+
+def test_a_checkpoint_copied_without_its_tokenizer_is_not_of_bytes(run, tmp_path, monkeypatch):
+    path = shutil.copytree(run / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
+    meta = weights.read_meta(path)
+    monkeypatch.setattr(weights, "read_meta", lambda path: meta)
+    for tokenizer, on_bytes in ((None, True), ("bytes", True), ("words", False)):
+        meta["config"]["data"]["tokenizer"] = tokenizer
+        assert weights.find_weights("SRC", str(path)).trained_on_bytes is on_bytes
 
 
 def test_servers_stop_at_the_end_of_a_document(served):

@@ -89,6 +89,34 @@ def test_continuations_are_those_of_transformers(ours, theirs):
     assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
 
 
+@pytest.mark.parametrize("ours", ["one device"], indirect=True)
+def test_a_text_without_context_follows_the_end_of_another(ours):
+    """The harness takes white space from the end of a context, so that of white space alone nothing is left."""
+    asked = requests("loglikelihood", [(" \n", "a"), ("", " \na")])
+    (one, _), (two, _) = ours.loglikelihood(asked, disable_tqdm=True)
+    assert one == pytest.approx(two) != 0
+    options = {"until": [], "max_gen_toks": 4}
+    empty, end = ours.generate_until(requests("generate_until", [("", options), ("\0", options)]))
+    assert empty == end
+
+
+@pytest.mark.parametrize("ours", ["one device"], indirect=True)
+def test_what_is_cut_is_counted(ours, caplog):
+    ours.loglikelihood(requests("loglikelihood", [("y" * 70, "z"), ("y", "z")]), disable_tqdm=True)
+    ours.generate_until(requests("generate_until", [("y" * 45, {"max_gen_toks": 4})]))
+    says = "texts do not fit into the 48 tokens that the model supports, and were cut on the left."
+    said = [record.getMessage() for record in caplog.records if record.name == module.__name__]
+    assert said == [f"1 of 2 {says}", f"1 of 1 {says}"]
+
+
+@pytest.mark.parametrize("ours", ["one device"], indirect=True)
+def test_a_repeated_request_has_other_samples_in_each_batch(ours):
+    asked = requests("generate_until", [("One", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12})] * 32)
+    found = ours.generate_until(asked)
+    assert found[:16] != found[16:]
+    assert ours.generate_until(asked) == found
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     """A folder with two tasks, one of choices and one of answers."""
@@ -145,5 +173,8 @@ def test_mistakes_are_one_sentence(ours, tasks):
         run_tasks(ours, ["no_such_sums"], include_path=str(tasks))
     with pytest.raises(ConfigError, match=r"asks for 48 new tokens, and .* supports 48 with the prompt"):
         ours.generate_until(requests("generate_until", [("One", {"max_gen_toks": 48})]))
+    for ending in ("", "z" * 49):
+        with pytest.raises(ConfigError, match=rf"asks for the score of {len(ending)} tokens, and .* scores 1 to 48 at once"):
+            ours.loglikelihood(requests("loglikelihood", [("One", ending)]), disable_tqdm=True)
     with pytest.raises(ConfigError, match="has no chat template: leave out --chat"):
         ours.apply_chat_template([{"role": "user", "content": "One"}])

@@ -365,7 +365,7 @@ def test_a_missing_library_says_what_to_install(module, pattern, tmp_path, monke
 def test_two_inputs_of_one_name_are_refused(servers, servers_of, monkeypatch, tmp_path):
     """Only one of them would be read."""
     store = servers(servers_of, monkeypatch)
-    stores._filesystem.cache_clear()
+    stores.filesystem.cache_clear()
     pair = [f"{store.root}/a/one.jsonl?file={number}" for number in (1, 2)]
     if servers_of == "hf":
         store.write("README.md", b"words")

@@ -137,6 +137,18 @@ def test_without_the_library_the_extra_is_named(tmp_path, text_file, monkeypatch
         load_config(recipe(tmp_path, text_file))
 
 
+def test_a_folder_that_a_run_began_with_and_that_is_gone_is_not_sought_on_the_hub(hub, tmp_path, text_file):
+    values = recipe(tmp_path, text_file) | {"model": TINY["model"]}
+    values["train"] = values["train"] | {"init_from": "models/gone"}
+    with pytest.raises(ConfigError, match=r"^train\.init_from=models/gone is neither a folder here nor a model that the Hub"):
+        with_commits(load_config(values))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("train: {init_from: models/gone}")
+    hub.seen.clear()
+    assert with_commits(load_config(values)).train.init_from == "models/gone"
+    assert hub.seen == []
+
+
 def words(names):
     """The files of a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
