@@ -209,6 +209,17 @@ def s3():
         server.stop()
 
 
+def s3_environment(url: str) -> dict[str, str]:
+    """Variables by which clients find a server that speaks S3. Tries and waits are left to jaxllm."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "hidden-key",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+
+
 @contextmanager
 def gcs():
     """The port of an emulator of GCS. Clients find it by STORAGE_EMULATOR_HOST."""

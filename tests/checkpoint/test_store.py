@@ -18,7 +18,7 @@ import pytest
 import yaml
 from outside import wait_until
 from run_files import saved_state, steps_of
-from store_servers import Server, gcs, s3, serving
+from store_servers import Server, gcs, s3, s3_environment, serving
 
 from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
 from jaxllm.checkpoint.files import saved_steps
@@ -51,13 +51,7 @@ def door():
 
     with ExitStack() as stack:
         door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
-        variables = {
-            "AWS_ENDPOINT_URL": door.url,
-            "AWS_ACCESS_KEY_ID": "someone",
-            "AWS_SECRET_ACCESS_KEY": "hidden-key",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",
-        }
+        variables = s3_environment(door.url)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in variables.items():
             patch.setenv(name, value)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_servers import Hub, Server, s3, serving
+from store_servers import Hub, Server, s3, s3_environment, serving
 from tiny import TINY
 
 from jaxllm.config import ConfigError, load_config
@@ -70,13 +70,7 @@ def server():
 @pytest.fixture
 def store(server, folder, tmp_path, monkeypatch):
     """The folder at s3://texts/TEST, of this test alone."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "hidden-key",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-    }.items():
+    for name, value in s3_environment(server.url).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(stores, "BLOCK", 20_000)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from store_servers import Hub, Server, gcs, s3, serving
+from store_servers import Hub, Server, gcs, s3, s3_environment, serving
 
 from jaxllm.config import ConfigError
 from jaxllm.data import stores
@@ -74,14 +74,7 @@ def make_s3(stack):
     import boto3
 
     door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
-    environment = {
-        "AWS_ENDPOINT_URL": door.url,
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "hidden-key",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        # Seconds are left to ours.
-        "AWS_MAX_ATTEMPTS": "1",
-    }
+    environment = s3_environment(door.url)
     client = boto3.client(
         "s3", endpoint_url=door.url, aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
     )
