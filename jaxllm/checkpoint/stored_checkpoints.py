@@ -28,9 +28,10 @@ from jaxllm.checkpoint.files import FILES, FILES_BYTES, META, STATE, damage, rea
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.store import LostError, Store, StoreError, StoreLock
 from jaxllm.config import CheckpointConfig, ConfigError
+from jaxllm.json_lines import parse
 from jaxllm.pretrained.folder import TOKENIZER
 from jaxllm.runtime import distributed
-from jaxllm.untrusted import RefusedInput, parse_json, shown
+from jaxllm.untrusted import parse_json, shown
 
 RUN = "run"
 CURVES = ("metrics.jsonl", "spikes.jsonl")
@@ -351,9 +352,4 @@ def _belongs(path: PurePosixPath) -> bool:
 
 def _step_of(line: bytes) -> float:
     """The step of a line of metrics; infinity for a damaged one."""
-    try:
-        record = parse_json(line, lenient=True)
-    except RefusedInput:
-        return math.inf
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else math.inf
+    return math.inf if (record := parse(line)) is None else record["step"]

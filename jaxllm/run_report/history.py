@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import AUTO, Config, ConfigError, load_config
+from jaxllm.json_lines import read_lines
 from jaxllm.plan.cost import HOUR_S
-from jaxllm.run_report.json_lines import read_lines
 from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
 
 SMOOTH_SHARE = 0.02

@@ -16,7 +16,7 @@ from typing import IO
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.run_report.json_lines import parse
+from jaxllm.json_lines import parse
 from jaxllm.train.step_watch import spike_line
 from jaxllm.train.tracker_kinds import Record, Sink
 from jaxllm.train.trackers import Trackers, trackers_of

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxllm.json_lines import numbers, read_lines
 from jaxllm.plan.noise_scale_text import NoiseEstimate
-from jaxllm.run_report.json_lines import numbers, read_lines
 from jaxllm.train.step_noise import G2, S
 
 WINDOW = 200.0

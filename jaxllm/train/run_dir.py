@@ -13,9 +13,9 @@ from jaxllm.checkpoint.files import Meta, require_plain_path
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.data.chat import TEMPLATE_FILE
+from jaxllm.json_lines import read_lines
 from jaxllm.pretrained.companions import copy_companions
 from jaxllm.pretrained.folder import TOKENIZER
-from jaxllm.run_report.json_lines import read_lines
 from jaxllm.runtime import distributed
 from jaxllm.train.dpo import Reference
 from jaxllm.train.trainer import Trainer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.run_report.json_lines import numbers, read_lines
+from jaxllm.json_lines import numbers, read_lines
 from jaxllm.train.instability import WINDOW, Recent
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.checks import without_passwords
-from jaxllm.run_report.json_lines import parse
+from jaxllm.json_lines import parse
 from jaxllm.train.tracker_kinds import (
     Gauges,
     Kind,

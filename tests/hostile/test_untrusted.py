@@ -24,9 +24,9 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.config.hf_config import model_section
 from jaxllm.data.manifest import DATA_ENDINGS, read_manifest
 from jaxllm.data.npy import read_npy
+from jaxllm.json_lines import read_lines
 from jaxllm.pretrained.folder import open_folder
 from jaxllm.pretrained.safetensors import TensorFile
-from jaxllm.run_report.json_lines import read_lines
 from jaxllm.runtime import launchers, peer_link
 from jaxllm.runtime.authentication import Channel
 from jaxllm.runtime.rendezvous_checks import parse_process_info

@@ -16,7 +16,7 @@ from tiny import TINY
 import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
-from jaxllm.run_report.json_lines import read_lines
+from jaxllm.json_lines import read_lines
 from jaxllm.train.loop import fit
 from jaxllm.train.metrics import JsonLines
 from jaxllm.train.run_dir import has_evaluation
