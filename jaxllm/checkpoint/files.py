@@ -141,22 +141,24 @@ def newest_undamaged(folder: Path, refused: Mapping[int, str]) -> int:
     return next((step for step in steps if damage(folder / str(step)) is None), -1)
 
 
-def damage(folder: Path) -> str | None:
-    """The damage to a checkpoint that its metadata and the sizes of its files show; None if there is none. checksums.py finds
-    changed bytes of arrays.
+def damage(folder: Path, item: str = "") -> str | None:
+    """The damage to a checkpoint, or to its `item` alone, that its metadata and the sizes of its files show; None if there is
+    none. checksums.py finds changed bytes of arrays.
 
     Raises:
       ConfigError: a newer jaxllm wrote it, or it cannot be read here.
     """
     try:
         meta = read_meta(folder)
-        if not (folder / STATE).is_dir():
+        if item != META and not (folder / STATE).is_dir():
             return f"{STATE} is missing"
         if not (folder / FILES).is_file():
             # Of a version before FILES: reading the arrays will show damage.
             return None if meta["format"] == 1 else f"{FILES} is missing"
         for name, (size, crc) in read_files(folder).items():
             path = folder / name
+            if not name.startswith(item):
+                continue
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes, progress
 from jaxllm.runtime.error_causes import causes, is_of_jax
+from jaxllm.runtime.shared_errors import raise_together
 from jaxllm.untrusted import parse_json
 
 State = Any
@@ -51,6 +53,7 @@ State = Any
 
 MANIFEST = "manifest.ocdbt"
 """The file that Orbax writes when it joins what the processes wrote."""
+log = logging.getLogger(__name__)
 
 
 class SaveError(ConfigError):
@@ -63,6 +66,8 @@ class Checkpoints:
     Args:
       require: called before any change; RunDirLock.require if the run holds the directory.
       stored: the checkpoints in config.store, on process 0: a newer one there comes first.
+      accept: called with the address of the store and the metadata of a checkpoint there before it is fetched; raises
+        ConfigError if it is of another run.
 
     Attributes:
       latest: step of the newest intact checkpoint; None if there is none.
@@ -81,10 +86,11 @@ class Checkpoints:
         config: CheckpointConfig,
         require: Callable[[], None] = unfenced,
         stored: StoredCheckpoints | None = None,
+        accept: Callable[[str, Meta], None] = lambda address, meta: None,
     ):
         require_plain_path("run.dir", run_dir, BACKSLASH)
         self.folder = run_dir.absolute() / "checkpoints"
-        self._config, self._require, self._stored = config, require, stored
+        self._config, self._require, self._stored, self._accept = config, require, stored, accept
         self.said: list[str] = []
         self._manager: ocp.CheckpointManager | None = None
         self._errors: list[Exception] = []
@@ -199,17 +205,27 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(error) from error
 
-    def wait(self) -> None:
-        """Waits until all is written, also to the store. Every process calls it. Raises SaveError if a save failed."""
+    def wait(self, stopped_by: str | None = None) -> None:
+        """Waits until all is written, also to the store. Every process calls it.
+
+        Args:
+          stopped_by: the signal that stopped the run, if one did. What the store does not take then for a reason that may pass
+            is a warning: the checkpoint is in the folder, and the next start copies it.
+
+        Raises:
+          SaveError: a save failed.
+        """
         try:
             if self._manager is not None:
                 self._settle()
         except Exception as error:
             raise self._failure(error) from error
         if self._config.store is not None:
-            failure = distributed.broadcast("" if self._stored is None else self._stored.wait())
-            if failure:
-                raise SaveError(failure)
+            failure = None if self._stored is None else self._stored.wait()
+            if failure is not None and stopped_by and failure.exit_code != exit_codes.BAD_INPUT:
+                log.warning("%s", failure)
+                failure = None
+            raise_together(failure, SaveError)
 
     def close(self) -> None:
         """Closes the manager after `wait`. Without `wait`, as after an error, a running save is abandoned."""
@@ -258,25 +274,25 @@ class Checkpoints:
 
     def _choose(self) -> None:
         """Process 0 finds the newest intact checkpoint that was not refused yet, perhaps in the store, and broadcasts it."""
-        found: dict[str, Any] = {"latest": None, "refused": {}, "error": ""}
+        found, refusal = {"latest": None, "refused": {}}, None
         if distributed.is_main_process():
             try:
                 if self._stored is not None:
                     here = saved_steps(self.folder)
                     with progress.phase("restore"):
-                        step, said = self._stored.fetch(newest_undamaged(self.folder, self._refused), self._require)
+                        newest = newest_undamaged(self.folder, self._refused)
+                        step, said = self._stored.fetch(newest, self._require, self._accept)
                     self.said += said
                     if step in here:
                         reason = self._refused.pop(step, "it is not whole")
                         self.said.append(f"the local checkpoint {step} is damaged ({reason}): moved aside")
                 found["latest"], found["refused"] = newest_whole(self.folder, self._refused)
             except ConfigError as error:
-                found["error"] = str(error)
+                refusal = error
+        raise_together(refusal)
         found = parse_json(distributed.broadcast(json.dumps(found)))
         self._refused = {int(step): reason for step, reason in found["refused"].items()}
         self.latest = found["latest"]
-        if found["error"]:
-            raise ConfigError(found["error"])
 
     def _failure(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):

@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 
 from jaxllm.config import ConfigError
 from jaxllm.runtime import distributed, exit_codes
+from jaxllm.runtime.shared_errors import raise_together
 from jaxllm.runtime.socket_messages import Name, Pid
 from jaxllm.stderr import print_sentence
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json, read_bytes, reason_of
@@ -301,15 +302,14 @@ def hold_run_dir(folder: Path) -> Iterator[Callable[[], None]]:
     Raises:
       ConfigError: on all processes, if another run holds it.
     """
-    lock, refusal = None, ""
+    lock, refusal = None, None
     if distributed.is_main_process():
         try:
             lock = RunDirLock.take(folder)
         except ConfigError as error:
-            refusal = str(error)
+            refusal = error
     try:
-        if refusal := distributed.broadcast(refusal):
-            raise ConfigError(refusal)
+        raise_together(refusal)
         yield unfenced if lock is None else lock.require
     finally:
         if lock is not None:

@@ -1,19 +1,21 @@
 """Objects below an address of an object store, and the lock on it. stored_checkpoints.py keeps checkpoints there.
 
 fsspec's libraries find credentials and servers by themselves (jaxllm/data/stores.py). Its asynchronous methods have a leading
-underscore and take a time limit through `sync`: https://filesystem-spec.readthedocs.io/en/latest/async.html
+underscore and run in its loop, where they can be cancelled: https://filesystem-spec.readthedocs.io/en/latest/async.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.run_lock import HOLDER_BYTES, Holder, HolderLock, this_process
-from jaxllm.data.stores import filesystem, refusal
-from jaxllm.runtime import distributed
+from jaxllm.data.stores import filesystem, may_pass, refusal
+from jaxllm.runtime import distributed, exit_codes
 from jaxllm.untrusted import MIB, RefusedInput
 
 BEAT_S = 15.0
@@ -26,10 +28,13 @@ ANSWER_S, SLOWEST = 30.0, MIB
 
 
 class StoreError(OSError):
-    """A store did not do what it was asked to. The message is the reason and `fix` the remedy, as phrases."""
+    """A store did not do what it was asked to. The message is the reason and `fix` the remedy, as phrases. `exit_code` is LOST
+    if the cause may pass by itself, so that a restart can help.
+    """
 
-    def __init__(self, reason: str, fix: str = "remove the cause"):
+    def __init__(self, reason: str, fix: str = "remove the cause", *, passes: bool = False):
         super().__init__(reason)
+        self.exit_code = exit_codes.LOST if passes else exit_codes.BAD_INPUT
         # What credentials to set; not that a public bucket needs none, as it cannot be written.
         self.fix = fix.split(";")[0] if fix.startswith("set ") else "remove the cause, or leave checkpoint.store out"
 
@@ -46,22 +51,43 @@ class Store:
         self._scheme = address.partition("://")[0]
         self._fs = filesystem(self._scheme)
         self._root = str(self._fs._strip_protocol(address)).rstrip("/")
+        self._asked: set[Future] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Cancels what is under way, in other threads too, and refuses all that follows."""
+        self._closed = True
+        for future in tuple(self._asked):
+            future.cancel()
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S, **options: Any) -> Any:
         """
         Raises:
           FileNotFoundError, FileExistsError: as the method.
-          StoreError: the store refuses, or does not answer in time.
+          StoreError: the store refuses, or does not answer in time, or is closed.
         """
-        from fsspec.asyn import sync
+        return self._wait_for(lambda: getattr(self._fs, f"_{method}")(*arguments, **options), timeout_s)
 
+    def _wait_for(self, request: Callable[[], Awaitable[Any]], timeout_s: float) -> Any:
+        async def limited() -> Any:
+            return await asyncio.wait_for(request(), timeout_s)
+
+        future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
+        self._asked.add(future)
         try:
-            return sync(self._fs.loop, getattr(self._fs, f"_{method}"), *arguments, timeout=timeout_s, **options)
+            if self._closed:
+                future.cancel()
+            # The loop itself may hang, in a library's search for credentials.
+            return future.result(timeout_s + ANSWER_S)
         except (FileNotFoundError, FileExistsError):
             raise
+        except CancelledError:
+            raise StoreError("the run has ended") from None
         except Exception as error:
             # The libraries raise many types.
-            raise StoreError(*refusal(self.address, error)) from error
+            raise StoreError(*refusal(self.address, error), passes=may_pass(error)) from error
+        finally:
+            self._asked.discard(future)
 
     def path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -85,30 +111,48 @@ class Store:
             except FileNotFoundError:
                 continue
 
-    def steps(self) -> dict[int, dict[str, int]]:
-        """{step: {name of a file in it: bytes}}, oldest first, complete or not. Lists all objects below the address."""
+    def steps(self, step: int | None = None) -> dict[int, dict[str, int]]:
+        """{step: {name of a file in it: bytes}}, oldest first, complete or not. Lists all objects below the address, or of a
+        step."""
         try:
-            found = self.ask("find", self._root, detail=True, timeout_s=10 * ANSWER_S)
+            found = self.ask("find", self._root if step is None else self.path(str(step)), detail=True, timeout_s=10 * ANSWER_S)
         except FileNotFoundError:
             return {}
         steps: dict[int, dict[str, int]] = {}
         for path, info in found.items():
-            step, _, name = path.removeprefix(f"{self._root}/").partition("/")
-            if step.isdecimal() and str(int(step)) == step and name:
-                steps.setdefault(int(step), {})[name] = info["size"]
+            number, _, name = path.removeprefix(f"{self._root}/").partition("/")
+            if number.isdecimal() and str(int(number)) == number and name:
+                steps.setdefault(int(number), {})[name] = info["size"]
         return dict(sorted(steps.items()))
 
     def copy_in(self, files: dict[str, Path]) -> None:
-        sizes = [path.stat().st_size for path in files.values()]
+        size = sum(path.stat().st_size for path in files.values())
         options: dict[str, Any] = {"chunksize": PIECE} | ({"max_concurrency": PIECES} if self._scheme == "s3" else {})
-        self._move("put", [str(path) for path in files.values()], [self.path(name) for name in files], sum(sizes), **options)
+        self._move("put", {str(path): self.path(name) for name, path in files.items()}, size, **options)
 
     def copy_out(self, files: dict[str, Path], size: int) -> None:
-        self._move("get", [self.path(name) for name in files], [str(path) for path in files.values()], size)
+        for folder in {path.parent for path in files.values()}:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._move("get", {self.path(name): str(path) for name, path in files.items()}, size)
 
-    def _move(self, method: str, sources: list[str], targets: list[str], size: int, **options: Any) -> None:
-        limit_s = 2 * ANSWER_S + size / SLOWEST
-        self.ask(method, sources, targets, timeout_s=limit_s, batch_size=FILES_AT_ONCE, **options)
+    def _move(self, method: str, targets: dict[str, str], size: int, **options: Any) -> None:
+        """Copies files, {source: target}. The first that fails, and `close`, end the others before this returns."""
+
+        async def move() -> None:
+            gate = asyncio.Semaphore(FILES_AT_ONCE)
+
+            async def one(source: str, target: str) -> None:
+                async with gate:
+                    await getattr(self._fs, f"_{method}_file")(source, target, **options)
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for source, target in targets.items():
+                        group.create_task(one(source, target))
+            except BaseExceptionGroup as errors:
+                raise (first := errors.exceptions[0]) from first.__cause__
+
+        self._wait_for(move, 2 * ANSWER_S + size / SLOWEST)
 
 
 class StoreLock(HolderLock):
@@ -134,7 +178,7 @@ class StoreLock(HolderLock):
     def require(self) -> None:
         """Raises LostError if another run has taken the store over, and StoreError."""
         if how := self.lost():
-            raise LostError(how)
+            raise LostError(f"the store {how}")
 
     def _content(self) -> bytes | None:
         try:

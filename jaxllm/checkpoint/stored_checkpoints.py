@@ -6,36 +6,44 @@
     s3://bucket/first/holder.json              the lock: the process that writes there
 
 An object appears whole or not at all, so no other name is needed before files.json. Process 0 copies in a thread while training
-continues; of the checkpoints that wait only the newest does.
+continues; of the checkpoints that wait only the newest does. Those that wait or are being copied have a second name, by hard
+links, in run.dir/.to-store, so that checkpoint.keep does not delete them first.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
-import math
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import jax
 
+from jaxllm.checkpoint import stored_run_files as run_files
 from jaxllm.checkpoint.checksums import changed
-from jaxllm.checkpoint.files import FILES, FILES_BYTES, META, STATE, damage, read_files, saved_steps, set_aside, why
+from jaxllm.checkpoint.files import (
+    FILES,
+    FILES_BYTES,
+    META,
+    STATE,
+    Meta,
+    damage,
+    read_files,
+    read_meta,
+    saved_steps,
+    set_aside,
+    why,
+)
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.checkpoint.store import LostError, Store, StoreError, StoreLock
+from jaxllm.checkpoint.store import ANSWER_S, LostError, Store, StoreError, StoreLock
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.json_lines import parse
-from jaxllm.pretrained.folder import TOKENIZER
-from jaxllm.runtime import distributed
-from jaxllm.untrusted import parse_json, shown
+from jaxllm.runtime import distributed, exit_codes
+from jaxllm.runtime.shared_errors import raise_together
+from jaxllm.untrusted import shown
 
-RUN = "run"
-CURVES = ("metrics.jsonl", "spikes.jsonl")
-COMPANIONS = ("config.yaml", "reference.npy")
 WAITS_S = (1.0, 5.0, 20.0)
 """Before each further try to copy a checkpoint."""
 
@@ -44,6 +52,15 @@ log = logging.getLogger(__name__)
 
 class GoneError(Exception):
     """The local checkpoint was deleted before it was copied."""
+
+    exit_code = exit_codes.BAD_INPUT
+
+    def __str__(self) -> str:
+        return "it was deleted here before it was copied: raise checkpoint.keep, or save less often"
+
+
+class CopyError(ConfigError):
+    """A checkpoint could not be copied to the store. The sentence names the step, the reason, and where it is safe."""
 
 
 class StoredCheckpoints:
@@ -58,28 +75,39 @@ class StoredCheckpoints:
     """
 
     def __init__(self, store: Store, lock: StoreLock, run_dir: Path, config: CheckpointConfig):
-        self._store, self._lock, self._run_dir, self._config = store, lock, run_dir, config
-        self._folder = run_dir.absolute() / "checkpoints"
+        # Its own, so that it can be closed before the lock's.
+        self._store, self._lock, self._run_dir, self._config = Store(store.address), lock, run_dir, config
+        self._folder, self._twins = run_dir.absolute() / "checkpoints", run_dir.absolute() / ".to-store"
         self.damaged: dict[int, str] = {}
         self._fetched: set[int] = set()
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         self._copying: int | None = None
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, tuple[str, int]] = {}
         self._ended = False
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------------------------- from the store
 
-    def fetch(self, newer_than: int, require: Callable[[], None] = unfenced) -> tuple[int | None, list[str]]:
+    def fetch(
+        self,
+        newer_than: int,
+        require: Callable[[], None] = unfenced,
+        accept: Callable[[str, Meta], None] = lambda address, meta: None,
+    ) -> tuple[int | None, list[str]]:
         """Copies the newest intact checkpoint that is newer than a step into run_dir/checkpoints, and what belongs to it into
         run_dir. A damaged local one of its step is moved aside.
+
+        Args:
+          require: called before anything is written into run_dir.
+          accept: called with the address and the metadata of a checkpoint before the rest of it is fetched.
 
         Returns:
           its step, or None if there is none; and sentences on it and on the damaged ones.
 
         Raises:
-          ConfigError: the store does not answer, the disk does not take it, or all there are damaged, and the local ones too.
+          ConfigError: the store does not answer, `accept` raises it, the disk does not take the checkpoint, or all there are
+            damaged, and the local ones too.
         """
         said = []
         try:
@@ -90,14 +118,17 @@ class StoredCheckpoints:
                 if step in self._fetched or step in self.damaged:
                     continue
                 require()
-                if reason := self._fetch(step, there[step]):
+                if reason := self._fetch(step, there[step], accept):
                     self.damaged[step] = reason
-                    shutil.rmtree(self._folder / f"{step}.from-store")
+                    self._remove_unfinished()
                     said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
                     continue
                 self._fetched.add(step)
                 said.append(f"took checkpoint {step} from {self._store.address}")
                 return step, said
+        except ConfigError:
+            self._remove_unfinished()
+            raise
         except (StoreError, FileNotFoundError) as error:
             raise _unusable(self._store.address, error) from None
         except OSError as error:
@@ -112,10 +143,9 @@ class StoredCheckpoints:
             )
         return None, said
 
-    def _fetch(self, step: int, there: dict[str, int]) -> str | None:
+    def _fetch(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
         """Copies a step. Returns why it is damaged."""
-        for leftover in self._folder.glob("*.from-store"):
-            shutil.rmtree(leftover)
+        self._remove_unfinished()
         aside = self._folder / f"{step}.from-store"
         aside.mkdir(parents=True)
         try:
@@ -129,30 +159,29 @@ class StoredCheckpoints:
                 return f"{FILES} names {shown(name)}"
             if there.get(name) != size:
                 return f"{shown(name)} " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
-        self._store.copy_out({f"{step}/{name}": aside / name for name in listed}, sum(listed.values()))
+        # The metadata first: it is small, and says whose the checkpoint is.
+        meta = {name: size for name, size in listed.items() if name.startswith(f"{META}/")}
+        self._copy_out(step, aside, meta)
+        if reason := damage(aside, META):
+            return reason
+        accept(self._store.address, read_meta(aside))
+        self._copy_out(step, aside, {name: size for name, size in listed.items() if name not in meta})
         if reason := damage(aside) or changed(aside):
             return reason
-        belongings = [name.removeprefix(f"{RUN}/") for name in there if name.startswith(f"{RUN}/")]
-        self._restore_run_files(step, [name for name in belongings if _belongs(PurePosixPath(name))], there)
+        wanted = run_files.wanted(self._run_dir, there)
+        self._copy_out(step, aside, {name: there[name] for name in wanted})
+        run_files.place(self._run_dir, aside, wanted)
         if (self._folder / str(step)).exists():
             set_aside(self._folder / str(step))
         aside.rename(self._folder / str(step))
         return None
 
-    def _restore_run_files(self, step: int, names: list[str], there: dict[str, int]) -> None:
-        """Local curves, which end earlier, get another name; of the other files those that are missing are taken."""
-        wanted = [name for name in names if name in CURVES or not (self._run_dir / name).exists()]
-        aside = self._folder / f"{step}.from-store" / RUN
-        files = {f"{step}/{RUN}/{name}": aside / name for name in wanted}
-        self._store.copy_out(files, sum(there[f"{RUN}/{name}"] for name in wanted))
-        for name in wanted:
-            target = self._run_dir / name
-            if target.exists():
-                free = (target.with_stem(f"{target.stem}-{n}") for n in itertools.count(1))
-                target.rename(next(path for path in free if not path.exists()))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (aside / name).rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
+    def _copy_out(self, step: int, aside: Path, sizes: dict[str, int]) -> None:
+        self._store.copy_out({f"{step}/{name}": aside / name for name in sizes}, sum(sizes.values()))
+
+    def _remove_unfinished(self) -> None:
+        for leftover in self._folder.glob("*.from-store"):
+            shutil.rmtree(leftover)
 
     # --------------------------------------------------------------------------------------------------- to the store
 
@@ -167,30 +196,53 @@ class StoredCheckpoints:
         of checkpoint.keep_every_steps.
         """
         with self._changed:
-            self._waiting = {step, *filter(self._is_kept_forever, self._waiting)}
+            if self._thread is None:
+                # Left by a run that was killed.
+                shutil.rmtree(self._twins, ignore_errors=True)
+            if step != self._copying:
+                self._link(step)
+            dropped = {one for one in self._waiting if one != step and not self._is_kept_forever(one)}
+            self._waiting = {step, *self._waiting} - dropped
+            for one in dropped - {self._copying}:
+                self._unlink(one)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-store", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait(self) -> str:
-        """Waits until what was offered is in the store. Returns a sentence if one could not be copied, or ""."""
+    def wait(self) -> CopyError | None:
+        """Waits until what was offered is in the store. Returns the error if one could not be copied."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and self._copying is None)
             if not self._failed:
-                return ""
-            step, reason = max(self._failed.items())
-        return (
+                return None
+            step, (reason, code) = max(self._failed.items())
+        error = CopyError(
             f"Checkpoint {step} could not be copied to {self._store.address} ({reason}): it is safe in {self._folder}; remove "
             f"the cause, and rerun the same command to copy it."
         )
+        error.exit_code = code
+        return error
 
     def close(self) -> None:
-        """Ends the thread after the request that is under way; what is not committed then does not exist."""
+        """Ends the copy that is under way: what is not committed then does not exist. Nothing is written to the store after
+        this."""
         with self._changed:
             self._ended = True
             self._waiting.clear()
             self._changed.notify_all()
+        self._store.close()
+        if self._thread is not None:
+            self._thread.join(ANSWER_S)
+            shutil.rmtree(self._twins, ignore_errors=True)
+
+    def _link(self, step: int) -> None:
+        """Gives a checkpoint its second name. Where the file system has no links, checkpoint.keep may delete it too early."""
+        with suppress(OSError):
+            shutil.copytree(self._folder / str(step), self._twins / str(step), copy_function=os.link)
+
+    def _unlink(self, step: int) -> None:
+        shutil.rmtree(self._twins / str(step), ignore_errors=True)
 
     def _is_kept_forever(self, step: int) -> bool:
         return self._config.keep_every_steps is not None and step % self._config.keep_every_steps == 0
@@ -203,43 +255,48 @@ class StoredCheckpoints:
                     return
                 self._copying = step = max(self._waiting)
                 self._waiting.remove(step)
-            reason = self._copy_patiently(step)
+            failure = self._copy_patiently(step)
             with self._changed:
                 self._failed.pop(step, None)
-                if reason:
-                    self._failed[step] = reason
+                if failure:
+                    self._failed[step] = failure
                 else:
                     # A newer one makes up for those that would be deleted some day.
                     self._failed = {n: why for n, why in self._failed.items() if n > step or self._is_kept_forever(n)}
+                if step not in self._waiting:
+                    self._unlink(step)
                 self._copying = None
                 self._changed.notify_all()
 
-    def _copy_patiently(self, step: int) -> str:
-        """Copies a checkpoint, in several tries. Returns the reason if that failed."""
+    def _copy_patiently(self, step: int) -> tuple[str, int] | None:
+        """Copies a checkpoint, in several tries. Returns the reason and the exit code if that failed."""
         for wait_s in (*WAITS_S, None):
             try:
                 self._copy(step)
-                return ""
-            except GoneError:
-                reason = "it was deleted here before it was copied: raise checkpoint.keep, or save less often"
+                return None
+            except (GoneError, LostError) as error:
+                failure = str(error), error.exit_code
                 break
-            except LostError as error:
-                reason = f"the store {error}"
-                break
+            except StoreError as error:
+                failure = str(error), error.exit_code
             except Exception as error:
                 # A thread that ends without a word would leave the run without copies.
-                reason = str(error) if isinstance(error, StoreError) else why(error)
+                failure = why(error), exit_codes.BAD_INPUT
             if wait_s is None or self._is_replaced_within(wait_s):
                 break
-        log.warning("Checkpoint %d is not in %s (%s): training continues.", step, self._store.address, reason)
-        return reason
+        if not self._ended:
+            log.warning("Checkpoint %d is not in %s (%s): training continues.", step, self._store.address, failure[0])
+        return failure
 
     def _is_replaced_within(self, wait_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._waiting) or self._ended, wait_s)
 
     def _copy(self, step: int) -> None:
-        folder = self._folder / str(step)
+        folder = self._twins / str(step)
+        if damage(folder):
+            # There are no links here.
+            folder = self._folder / str(step)
         if not folder.exists():
             raise GoneError
         self._lock.require()
@@ -259,7 +316,7 @@ class StoredCheckpoints:
             if damage(folder):
                 raise GoneError from None
             raise
-        self._prune(step)
+        self._prune(step, there)
 
     def _replace(self, step: int, there: dict[str, int], files: dict[str, Path]) -> None:
         """Copies the files of a step, in the place of a damaged or half-copied one. Checks the sizes."""
@@ -267,29 +324,21 @@ class StoredCheckpoints:
             log.warning("The damaged checkpoint %d in %s is replaced.", step, self._store.address)
         self._remove_step(step, there)
         self._store.copy_in({f"{step}/{name}": path for name, path in files.items()})
-        for name, content in self._run_files(step):
-            self._store.write(f"{step}/{RUN}/{name}", content)
-        found = self._store.steps().get(step, {})
+        for name, content in run_files.files_of(self._run_dir, step):
+            self._store.write(f"{step}/{name}", content)
+        found = self._store.steps(step).get(step, {})
         for name, path in files.items():
             if found.get(name) != path.stat().st_size:
-                raise StoreError(f"{name} has arrived with {found.get(name, 0)} bytes of {path.stat().st_size}")
+                arrived = f"{name} has arrived with {found.get(name, 0)} bytes of {path.stat().st_size}"
+                raise StoreError(arrived, passes=True)
 
-    def _run_files(self, step: int) -> Iterator[tuple[str, bytes]]:
-        """What belongs to a checkpoint beside it: (name in run.dir, content). Curves end at its step."""
-        for name in CURVES:
-            if (path := self._run_dir / name).exists():
-                lines = path.read_bytes().splitlines(keepends=True)
-                last = (n for n in reversed(range(len(lines))) if _step_of(lines[n]) <= step)
-                yield name, b"".join(lines[: next(last, -1) + 1])
-        others = [self._run_dir / name for name in COMPANIONS]
-        for path in (*others, *(self._run_dir / TOKENIZER).rglob("*")):
-            if path.is_file():
-                yield path.relative_to(self._run_dir).as_posix(), path.read_bytes()
+    def _prune(self, newest: int, there: dict[int, dict[str, int]]) -> None:
+        """Deletes what checkpoint.keep no longer covers and what was copied in part. Damaged ones stay and do not count.
 
-    def _prune(self, newest: int) -> None:
-        """Deletes what checkpoint.keep no longer covers and what was copied in part. Damaged ones stay and do not count."""
-        there = self._store.steps()
-        whole = [step for step, files in there.items() if FILES in files and step not in self.damaged]
+        Args:
+          there: what was there before the newest was copied.
+        """
+        whole = sorted({newest, *(step for step, files in there.items() if FILES in files and step not in self.damaged)})
         kept = {newest, *whole[-self._config.keep :], *filter(self._is_kept_forever, whole), *self.damaged}
         if there.keys() - kept:
             # What is there in part may be a copy of another run by now.
@@ -313,7 +362,7 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
     if config.store is None:
         yield None, False
         return
-    lock, stored, found = None, None, {"refusal": "", "has_one": False}
+    lock, stored, has_one, refusal = None, None, False, None
     # A process that runs alone has no number before JAX has devices, which are not needed yet.
     is_main = not jax.distributed.is_initialized() or distributed.is_main_process()
     if is_main:
@@ -321,17 +370,15 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
             store = Store(config.store)
             lock = StoreLock(store)
             lock.take()
-            found["has_one"] = any(FILES in files for files in store.steps().values())
+            has_one = any(FILES in files for files in store.steps().values())
             stored = StoredCheckpoints(store, lock, run_dir, config)
         except ConfigError as error:
-            found["refusal"] = str(error)
+            refusal = error
         except (StoreError, OSError) as error:
-            found["refusal"] = str(_unusable(config.store, error))
+            refusal = _unusable(config.store, error)
     try:
-        found = parse_json(distributed.broadcast(json.dumps(found)))
-        if found["refusal"]:
-            raise ConfigError(found["refusal"])
-        yield stored, found["has_one"]
+        raise_together(refusal)
+        yield stored, bool(distributed.broadcast("yes" if has_one else ""))
     finally:
         if stored is not None:
             stored.close()
@@ -342,14 +389,6 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
 def _unusable(address: str, error: OSError) -> ConfigError:
     # A bucket that does not exist is a FileNotFoundError.
     found = error if isinstance(error, StoreError) else StoreError("the bucket is not there")
-    return ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
-
-
-def _belongs(path: PurePosixPath) -> bool:
-    """Whether a copy writes such a file beside a checkpoint. Other names could replace any file of this machine."""
-    return str(path) in (*CURVES, *COMPANIONS) or (path.parts[:1] == (TOKENIZER,) and ".." not in path.parts)
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a line of metrics; infinity for a damaged one."""
-    return math.inf if (record := parse(line)) is None else record["step"]
+    refusal = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
+    refusal.exit_code = found.exit_code
+    return refusal

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, BinaryIO, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -289,6 +290,14 @@ def _is_busy(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
     return isinstance(error, OSError) or "Connect" in type(error).__name__ or "Timeout" in type(error).__name__
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a store that did not answer may do so later by itself. One that refuses, is not there or is full does not."""
+    error = _cause(error)
+    if (status := _status(error)) is not None:
+        return status in _BUSY or (status >= 500 and status != HTTPStatus.INSUFFICIENT_STORAGE)
+    return not isinstance(error, FileNotFoundError | PermissionError) and "Credential" not in type(error).__name__
 
 
 def _cause(error: BaseException) -> BaseException:

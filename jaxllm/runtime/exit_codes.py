@@ -16,7 +16,7 @@ RESTART = 75
 """
 
 LOST = 76
-"""A peer was lost, or a step is stuck: restart from the last checkpoint."""
+"""A peer was lost, a step is stuck, or a store does not answer: restart from the last checkpoint."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LASTING = (

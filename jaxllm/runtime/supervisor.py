@@ -102,7 +102,7 @@ def describe_exit(code: int) -> str:
     if code == exit_codes.RESTART:
         return "stopped by a signal, and saved"
     if code == exit_codes.LOST:
-        return "a process was lost, or a step was stuck"
+        return "a process was lost, a step was stuck, or a store did not answer"
     if code > 128:
         with suppress(ValueError):
             return f"ended by {signal.Signals(code - 128).name}"

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxllm.checkpoint.manager import Checkpoints
@@ -34,7 +34,7 @@ def exporting(trainer: Trainer, checkpoints: Checkpoints, folder: Path, console:
     if every is None:
         yield
         return
-    exports = Exports(folder, every, console.say)
+    exports = Exports(folder, every, console.say, trainer.config.run.phase_timeout_s)
     if distributed.is_main_process():
         checkpoints.on_saved = exports.begin
         if checkpoints.latest is not None:
@@ -54,10 +54,11 @@ class Exports:
     Args:
       every: steps that are no multiple of it are not exported.
       say: receives a line about each.
+      limit_s: seconds for each. The watchdog does not limit them: the end of a run may wait for several.
     """
 
-    def __init__(self, folder: Path, every: int, say: Callable[[str], None]):
-        self._folder, self._every, self._say = folder, every, say
+    def __init__(self, folder: Path, every: int, say: Callable[[str], None], limit_s: float):
+        self._folder, self._every, self._say, self._limit_s = folder, every, say, limit_s
         self._one_at_a_time = ThreadPoolExecutor(max_workers=1)
         self._jobs: list[Future] = []
         self._process: subprocess.Popen | None = None
@@ -93,7 +94,7 @@ class Exports:
             self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")
 
     def _convert(self, source: Path, target: Path) -> tuple[int | None, str]:
-        """Exit code and output of a process; None if there was none."""
+        """Exit code and output of a process; None, with the reason, if it did not start or took too long."""
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             with self._starting:
@@ -107,6 +108,13 @@ class Exports:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            code = self._process.wait()
+            try:
+                code = self._process.wait(self._limit_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                # One that a disk holds does not end even then.
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(LOOK_S)
+                return None, f"it took longer than run.phase_timeout_s={self._limit_s:g}"
             output.seek(0)
             return code, output.read().strip()

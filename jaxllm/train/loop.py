@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def fit(
         require = stack.enter_context(hold_run_dir(folder))
         asked, config = config, trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
-        checkpoints = stack.enter_context(closing(Checkpoints(folder, config.checkpoint, require, stored)))
+        accept = partial(require_same_run, config=config, fingerprint=trainer.data.fingerprint, place="checkpoint.store")
+        checkpoints = stack.enter_context(closing(Checkpoints(folder, config.checkpoint, require, stored, accept)))
         print_header(console, trainer)
         if missing := fewer_hosts.describe(asked, config):
             console.say(missing)
@@ -104,7 +106,7 @@ def fit(
             if trainer.step == trainer.memory_step:
                 # Nothing was trained since, and the memory is about to be emptied.
                 checkpoints.save(trainer.step, trainer.state, describe(trainer))
-            checkpoints.wait()
+            checkpoints.wait(stopped_by)
             if memory is not None:
                 memory.close(is_useless=True)
         with progress.phase("finish"):

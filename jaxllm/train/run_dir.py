@@ -78,11 +78,11 @@ def keep_reference(folder: Path, trainer: Trainer, require: Callable[[], None]) 
         trainer.reference.save(folder)
 
 
-def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str) -> None:
+def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str, place: str = "run.dir") -> None:
     """Refuses to resume a run under a config that would change its model, its text or the batch of any step.
 
     Args:
-      folder: where the checkpoint is.
+      folder: where the checkpoint is, which the key `place` of the config says.
       meta: the checkpoint's description of itself.
       fingerprint: fingerprint of the present text.
 
@@ -106,18 +106,17 @@ def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint
             old = whole_rope_scaling(old)
         if old != new:
             raise ConfigError(
-                f"{folder} holds a run with {section}.{key}={old}, not {new}: resume with that value, or choose another "
-                f"run.dir."
+                f"{folder} holds a run with {section}.{key}={old}, not {new}: resume with that value, or choose another {place}."
             )
-    require_same_batches(folder, meta, config)
+    require_same_batches(folder, meta, config, place)
     if meta["fingerprint"] != fingerprint:
         raise ConfigError(
             f"{folder} holds a run on other text: the files of data.* have changed since; restore them, or choose "
-            f"another run.dir."
+            f"another {place}."
         )
 
 
-def require_same_batches(folder: Path | str, meta: Meta, config: Config) -> None:
+def require_same_batches(folder: Path | str, meta: Meta, config: Config, place: str) -> None:
     """Refuses a train.batch_schedule or train.length_schedule that differs for the steps already done; later steps may
     change."""
     train, step = meta["config"]["train"], meta["step"]
@@ -129,12 +128,12 @@ def require_same_batches(folder: Path | str, meta: Meta, config: Config) -> None
         raise ConfigError(
             f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
             f"train.batch_schedule=[{schedule}], but the given schedule differs for them: begin it with these, or choose "
-            f"another run.dir."
+            f"another {place}."
         )
     if done_by(phases_of(first, batches, length, lengths), step) != done_by(config.phases, step):
         raise ConfigError(
             f"{folder} holds a run of {step} steps with train.length_schedule={[list(pair) for pair in lengths]}, but the "
-            f"given schedule differs for them: begin it with these, or choose another run.dir."
+            f"given schedule differs for them: begin it with these, or choose another {place}."
         )
 
 

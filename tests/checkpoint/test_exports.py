@@ -134,10 +134,10 @@ def test_a_run_exports_its_checkpoints_itself(tiny_config, tmp_path, capfd):
         assert f"exported step {step} to {folder / 'exports' / str(step)}\n" in said
 
 
-def exported(folder, step):
+def exported(folder, step, limit_s=60):
     """The lines of an export of a run directory at a step that is due."""
     lines = []
-    exports = Exports(folder, step, lines.append)
+    exports = Exports(folder, step, lines.append, limit_s)
     exports.begin(step)
     assert exports.done(60)
     exports.close()
@@ -157,9 +157,16 @@ def test_an_export_that_fails_is_one_line(tmp_path):
     assert exported(tmp_path, 7) == ["warning: checkpoint 7 was not exported (File exists)"]
 
 
+def test_an_export_that_hangs_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", "import time; time.sleep(60)"))
+    (warning,) = exported(tmp_path, 7, limit_s=0.2)
+    assert warning == "warning: checkpoint 7 was not exported (it took longer than run.phase_timeout_s=0.2)"
+
+
 def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
     (tmp_path / "exports" / "4").mkdir(parents=True)
-    exports = Exports(tmp_path, 4, pytest.fail)
+    exports = Exports(tmp_path, 4, pytest.fail, 60)
     for step in (3, 4, 5):
         exports.begin(step)
     assert exports._jobs == []
@@ -168,7 +175,7 @@ def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
 
 def test_the_end_of_a_stopped_run_waits_for_none(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", "import time; time.sleep(60)"))
-    exports = Exports(tmp_path, 1, pytest.fail)
+    exports = Exports(tmp_path, 1, pytest.fail, 60)
     exports.begin(1)
     exports.begin(2)
     exports.close()

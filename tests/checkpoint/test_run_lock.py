@@ -99,6 +99,15 @@ def test_a_living_holder_of_this_machine_refuses_at_once(launch, tmp_path):
         pass
 
 
+@pytest.mark.parametrize(("own", "code"), [("job 7", exit_codes.LOST), ("job 8", exit_codes.BAD_INPUT)])
+def test_a_part_of_a_run_that_is_cut_off_from_the_holder_is_restarted(launch, tmp_path, own, code):
+    put(tmp_path, this_process("job 7", 0))
+    launch(own)
+    with pytest.raises(ConfigError, match="is in use by") as error, hold_run_dir(tmp_path):
+        pass
+    assert error.value.exit_code == code
+
+
 HERE = this_process("job 7", 2)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints in an object store: what a new machine takes from there, and what a broken store does to a run."""
 
+import errno
 import json
 import os
 import re
@@ -25,7 +26,9 @@ from jaxllm.checkpoint.files import saved_steps
 from jaxllm.checkpoint.store import Store, StoreLock
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
+from jaxllm.runtime import exit_codes
 from jaxllm.train.loop import fit
+from jaxllm.train.signals import SignalHandler, StepActions
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -234,6 +237,25 @@ def test_a_run_without_an_intact_checkpoint_anywhere_is_refused(door, copied, ti
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
 
+@pytest.mark.parametrize("key", ["model", "text"])
+def test_another_runs_store_is_refused_before_anything_is_fetched(door, copied, tiny_config, tmp_path, key):
+    del door.seen[:]
+    if key == "model":
+        changes, sentence = (
+            ["model.rope_theta=7"],
+            rf"{copied} holds a run with model.rope_theta=.*, not 7.0: resume with that value",
+        )
+    else:
+        (tmp_path / "other.txt").write_text("other words " * 2000)
+        changes = [f"data.paths=[{tmp_path / 'other.txt'}]"]
+        sentence = f"{copied} holds a run on other text: the files of data.* have changed since; restore them"
+    with pytest.raises(ConfigError, match=f"^{sentence}, or choose another checkpoint.store.$"):
+        fit(store_config(tiny_config, copied, tmp_path / "run", *changes))
+    assert [path for method, path in door.seen if method in ("GET", "HEAD") and "/4/state" in path] == []
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    assert committed(door, copied) == [2, 4]
+
+
 def damage_array(checkpoint, kind):
     array = max((checkpoint / "state").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     content = array.read_bytes()
@@ -332,10 +354,21 @@ def held(place):
         lock.release()
 
 
-def test_one_run_holds_a_store(place, monkeypatch):
+def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
     for name, seconds in (("BEAT_S", 0.05), ("SILENT_S", 2.0)):
         monkeypatch.setattr(store, name, seconds)
     monkeypatch.setattr(run_lock, "SETTLE_S", 0.05)
+    # A part of the same launch that was cut off: a restart joins it, once it reaches the other again.
+    config = tiny_config(f"checkpoint.store={place.address}").checkpoint
+    for launch, code in (("a job", exit_codes.LOST), (None, exit_codes.BAD_INPUT)):
+        me = run_lock.this_process(launch, 0)
+        place.write("holder.json", me.to_json())
+        monkeypatch.setattr(store, "this_process", lambda *_, me=me: replace(me, token="another"))
+        with pytest.raises(ConfigError, match="is in use by") as error, stored_checkpoints.hold_store(tmp_path, config):
+            pass
+        assert error.value.exit_code == code
+    monkeypatch.setattr(store, "this_process", run_lock.this_process)
+    place.remove(["holder.json"])
     with held(place):
         in_use = rf"^checkpoint.store={place.address} is in use by pid {os.getpid()} on .*: wait for it, stop it, or choose"
         with pytest.raises(ConfigError, match=in_use), held(place):
@@ -388,7 +421,7 @@ def test_a_checkpoint_comes_back_from_each_kind_of_store(place, filled, tiny_con
         there = stored_checkpoints.StoredCheckpoints(place, lock, filled, config)
         for step in (2, 4):
             there.offer(step)
-            assert there.wait() == ""
+            assert there.wait() is None
         there.close()
         here = stored_checkpoints.StoredCheckpoints(place, lock, run, config)
         assert here.fetch(newer_than=3) == (4, [f"took checkpoint 4 from {place.address}"])
@@ -405,12 +438,14 @@ def test_a_run_that_lost_its_store_writes_nothing_more_there(door, bucket, fille
     with held(place) as lock:
         stored = stored_checkpoints.StoredCheckpoints(place, lock, filled, config)
         stored.offer(2)
-        assert stored.wait() == ""
+        assert stored.wait() is None
         place.write("holder.json", ELSEWHERE.to_json())
         before = objects(door, bucket)
         stored.offer(4)
         why = "the store was taken over by pid 1234 on h1"
-        assert stored.wait().startswith(f"Checkpoint 4 could not be copied to {bucket} ({why}): it is safe in {filled}/")
+        failure = stored.wait()
+        assert str(failure).startswith(f"Checkpoint 4 could not be copied to {bucket} ({why}): it is safe in {filled}/")
+        assert failure.exit_code == exit_codes.BAD_INPUT
         assert f"Checkpoint 4 is not in {bucket} ({why}): training continues." in caplog.text
         stored.close()
     assert objects(door, bucket) == before
@@ -443,7 +478,8 @@ def test_training_continues_without_the_store_and_says_so_at_the_end(
             fit(store_config(tiny_config, bucket, run))
     finally:
         door.behind, door.rule = behind, None
-    assert error.value.exit_code == 2
+    # A supervisor restarts what may pass: the run then has nothing to train and copies the rest.
+    assert error.value.exit_code == (exit_codes.BAD_INPUT if fault == "refused" else exit_codes.LOST)
     assert len(re.findall(rf"Checkpoint 4 is not in {bucket} \({reason}\): training continues.", caplog.text)) == 1
     assert committed(door, bucket) == [2]
     # The run has trained to its end, and the same command copies what is missing.
@@ -454,14 +490,15 @@ def test_training_continues_without_the_store_and_says_so_at_the_end(
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "fix"),
+    ("status", "reason", "fix", "code"),
     [
-        (403, "access is refused", "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."),
-        (503, "it answers 503 again and again", "remove the cause, or leave checkpoint.store out."),
+        (403, "access is refused", "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", exit_codes.BAD_INPUT),
+        (503, "it answers 503 again and again", "remove the cause, or leave checkpoint.store out.", exit_codes.LOST),
+        (507, "answer 507", "remove the cause, or leave checkpoint.store out.", exit_codes.BAD_INPUT),
     ],
 )
 def test_a_start_tells_at_once_what_the_store_refuses(
-    door, bucket, quick, tiny_config, tmp_path, monkeypatch, status, reason, fix
+    door, bucket, quick, tiny_config, tmp_path, monkeypatch, status, reason, fix, code
 ):
     # Reading is allowed.
     door.rule = lambda method, path: status if method == "PUT" else None
@@ -469,7 +506,34 @@ def test_a_start_tells_at_once_what_the_store_refuses(
     with pytest.raises(ConfigError) as error:
         fit(store_config(tiny_config, bucket, tmp_path / "run"))
     assert str(error.value) == f"checkpoint.store={bucket} cannot be used ({reason}): {fix}"
-    assert error.value.exit_code == 2
+    assert error.value.exit_code == code
+
+
+def test_a_store_that_is_away_at_a_start_is_restartable(door, bucket, quick, tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(door, "behind", 1)
+    with pytest.raises(ConfigError, match=r"cannot be used \(it does not answer, ") as error:
+        fit(store_config(tiny_config, bucket, tmp_path / "run"))
+    assert error.value.exit_code == exit_codes.LOST
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, None), (403, exit_codes.BAD_INPUT)])
+def test_a_stopped_run_ends_as_a_signal_does_unless_the_store_refuses(
+    door, bucket, quick, tiny_config, tmp_path, monkeypatch, caplog, status, code
+):
+    monkeypatch.setattr(SignalHandler, "actions_after", lambda self, step: StepActions(True, "SIGTERM"))
+    run = tmp_path / "run"
+    config = store_config(tiny_config, bucket, run, "checkpoint.every_steps=null")
+    door.rule = lambda method, path: status if method == "PUT" and "/1/" in path else None
+    sentence = f"Checkpoint 1 could not be copied to {bucket} ("
+    if code is None:
+        assert fit(config).stopped_by == "SIGTERM"
+        assert sentence in caplog.text
+    else:
+        with pytest.raises(manager.SaveError, match=re.escape(sentence)) as error:
+            fit(config)
+        assert error.value.exit_code == code
+    assert saved_steps(run / "checkpoints") == [1]
+    assert committed(door, bucket) == []
 
 
 def test_a_bucket_must_exist(door, tiny_config, tmp_path):
@@ -477,34 +541,108 @@ def test_a_bucket_must_exist(door, tiny_config, tmp_path):
         fit(store_config(tiny_config, "s3://nowhere/run", tmp_path / "run"))
 
 
+@contextmanager
+def copier(address, run_dir, config):
+    """Copies of a run's checkpoints, and the lock."""
+    place = Store(address)
+    with held(place) as lock:
+        stored = stored_checkpoints.StoredCheckpoints(place, lock, run_dir, config.checkpoint)
+        try:
+            yield stored
+        finally:
+            stored.close()
+
+
+class Hold:
+    """A rule of a server: holds requests of a method whose path has a word until `go`."""
+
+    def __init__(self, method, word):
+        self._method, self._word = method, word
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, method, path):
+        if method == self._method and self._word in path:
+            self.reached.set()
+            self.go.wait(60)
+
+
+def no_links(source, target, **_):
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
 @pytest.mark.parametrize("deleted", ["before", "inside"])
 def test_a_checkpoint_that_is_deleted_before_it_is_copied_is_given_up(
-    door, bucket, filled, tiny_config, tmp_path, caplog, deleted
+    door, bucket, filled, tiny_config, tmp_path, caplog, deleted, monkeypatch
 ):
     run = Path(shutil.copytree(filled, tmp_path / "run"))
-    place = Store(bucket)
-    reached, go = threading.Event(), threading.Event()
-
-    def rule(method, path):
-        if method == "GET" and "prefix" in path and not reached.is_set():
-            reached.set()
-            go.wait(60)
-
-    with held(place) as lock:
-        stored = stored_checkpoints.StoredCheckpoints(place, lock, run, store_config(tiny_config, bucket, run).checkpoint)
+    monkeypatch.setattr(os, "link", no_links)
+    hold = Hold("GET", "prefix")
+    with copier(bucket, run, store_config(tiny_config, bucket, run)) as stored:
         if deleted == "inside":
-            door.rule = rule
+            door.rule = hold
             stored.offer(2)
-            assert reached.wait(60)
+            assert hold.reached.wait(60)
         shutil.rmtree(run / "checkpoints/2")
-        go.set()
+        hold.go.set()
         stored.offer(2) if deleted == "before" else None
-        assert "it was deleted here before it was copied" in stored.wait()
+        failure = stored.wait()
+        assert "it was deleted here before it was copied" in str(failure)
+        assert failure.exit_code == exit_codes.BAD_INPUT
         stored.offer(4)
-        assert stored.wait() == ""
-        stored.close()
+        assert stored.wait() is None
     assert committed(door, bucket) == [4]
     assert caplog.text.count("it was deleted here before it was copied") == 1
+
+
+def test_what_waits_or_is_being_copied_outlives_checkpoint_keep(door, bucket, filled, tiny_config, tmp_path):
+    """checkpoint.keep=1 and copies that are slower than saves: the run deletes each checkpoint before its copy is done."""
+    run, source = tmp_path / "run", filled / "checkpoints/4"
+    hold = door.rule = Hold("PUT", "/1/state")
+    with copier(bucket, run, store_config(tiny_config, bucket, run, "checkpoint.keep=1")) as stored:
+        # Left by a run that was killed.
+        (run / ".to-store/7").mkdir(parents=True)
+        for step in (1, 2, 3):
+            shutil.copytree(source, run / "checkpoints" / str(step))
+            stored.offer(step)
+            assert step > 1 or hold.reached.wait(60)
+            shutil.rmtree(run / "checkpoints" / str(step))
+        # Of those that wait the newest does.
+        assert sorted(path.name for path in (run / ".to-store").iterdir()) == ["1", "3"]
+        hold.go.set()
+        assert stored.wait() is None
+        assert list((run / ".to-store").iterdir()) == []
+    assert committed(door, bucket) == [3]
+    written = {path for method, path in door.seen if method == "PUT" and bucket.removeprefix("s3:/") in path}
+    assert any("/1/files.json" in path for path in written)
+    assert not any("/2/" in path for path in written)
+    assert not (run / ".to-store").exists()
+
+
+def test_a_run_that_fails_ends_the_copy_under_way(door, bucket, filled, tiny_config):
+    hold = door.rule = Hold("PUT", "/4/state")
+    with copier(bucket, filled, store_config(tiny_config, bucket, filled)) as stored:
+        stored.offer(4)
+        assert hold.reached.wait(60)
+        stored.close()
+        # The request is given up, before the server has answered.
+        assert not hold.go.is_set()
+        assert not stored._thread.is_alive()
+        del door.seen[:]
+        hold.go.set()
+    assert {path for method, path in door.seen if method == "PUT"} == set()
+    assert committed(door, bucket) == []
+
+
+def test_a_copy_lists_the_store_twice(door, bucket, filled, tiny_config):
+    with copier(bucket, filled, store_config(tiny_config, bucket, filled)) as stored:
+        stored.offer(2)
+        assert stored.wait() is None
+        del door.seen[:]
+        stored.offer(4)
+        assert stored.wait() is None
+        listed = [path for method, path in door.seen if method == "GET" and "list-type=2" in path]
+    assert len(listed) == 2
+    assert "%2F4%2F" in listed[1]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -519,7 +657,7 @@ def test_a_checkpoint_that_is_damaged_in_the_store_is_copied_again(door, copied,
         else:
             door.client.delete_object(Bucket="runs", Key=key)
         stored.offer(4)
-        assert stored.wait() == ""
+        assert stored.wait() is None
         assert stored.damaged == {}
         stored.close()
     assert objects(door, copied) == whole
@@ -537,7 +675,7 @@ def test_keep_and_keep_every_steps_hold_in_the_store(door, bucket, filled, tiny_
         found = []
         for step in range(1, 8):
             stored.offer(step)
-            assert stored.wait() == ""
+            assert stored.wait() is None
             found.append(committed(door, bucket))
         stored.close()
     assert found == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7]]

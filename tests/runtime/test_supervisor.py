@@ -77,7 +77,7 @@ def test_no_restart_where_another_try_cannot_help(start, code):
     [
         ("exit 1", 1, "an error"),
         (f"exit {exit_codes.RESTART}", exit_codes.RESTART, "stopped by a signal, and saved"),
-        (f"exit {exit_codes.LOST}", exit_codes.LOST, "a process was lost, or a step was stuck"),
+        (f"exit {exit_codes.LOST}", exit_codes.LOST, "a process was lost, a step was stuck, or a store did not answer"),
         ("kill -KILL $$", 137, "ended by SIGKILL"),
         ("kill -ABRT $$", 134, "ended by SIGABRT"),
     ],
