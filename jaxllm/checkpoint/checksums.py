@@ -47,7 +47,7 @@ def describe_own_files(arrays: Path) -> None:
     """
     own = {path: f"{STATE}/{path.relative_to(arrays).as_posix()}" for path in _files_in(arrays)}
     own = {path: name for path, name in own.items() if _writer(name) == jax.process_index()}
-    (arrays.parent / f"{PART}{jax.process_index()}.json").write_text(json.dumps(_described(own)))
+    (arrays.parent / f"{PART}{jax.process_index()}.json").write_text(json.dumps(described(own)))
 
 
 def describe_files(folder: Path) -> None:
@@ -58,7 +58,7 @@ def describe_files(folder: Path) -> None:
     for part in (parts := list(folder.glob(f"{PART}*.json"))):
         known |= checked_map(read_json(part, FILES_BYTES), list[Whole])
     names = {path: path.relative_to(folder).as_posix() for item in (STATE, META) for path in _files_in(folder / item)}
-    known |= _described({path: name for path, name in names.items() if name not in known})
+    known |= described({path: name for path, name in names.items() if name not in known})
     (folder / FILES).write_text(json.dumps({name: known[name] for name in names.values()}))
     for part in parts:
         part.unlink()
@@ -134,7 +134,8 @@ def checksum(path: Path, ends_only: bool = False, stop: threading.Event | None =
     return value
 
 
-def _described(names: Mapping[Path, str]) -> dict[str, list[int]]:
+def described(names: Mapping[Path, str]) -> dict[str, list[int]]:
+    """{name: [bytes, CRC32]} of files with these names."""
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(checksum, names))
     return {name: [path.stat().st_size, crc] for (path, name), crc in zip(names.items(), found, strict=True)}

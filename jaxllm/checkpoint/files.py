@@ -6,21 +6,17 @@ import errno
 import itertools
 import os
 import shutil
-import time
-import uuid
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 from pydantic import Field
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import PositiveInt, Switch, Tokens
 from jaxllm.pretrained.folder import versions
-from jaxllm.runtime import distributed
 from jaxllm.runtime.error_causes import causes
 from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, read_json
 
@@ -31,10 +27,6 @@ BACKSLASH, PATTERN_CHARACTERS = "\\", "[]*?\\"
 """TensorStore takes a backslash for a slash. Orbax takes a path with one of the others for a pattern when it saves, and then
 leaves out most of the checkpoint, or takes files of another run.
 """
-SHARED_LIMIT_S = 20
-"""Seconds that a process looks for a file that process 0 wrote: NFS may need some seconds to show it."""
-
-
 FILES_BYTES = 2**30
 """Limit of files.json: 10 million files."""
 Meta = dict[str, Any]
@@ -255,33 +247,4 @@ def require_plain_path(key: str, folder: Path, refused: str = PATTERN_CHARACTERS
         raise ConfigError(
             f"{key}={folder} has {named} in its path, {folder.absolute()}, where Orbax loses checkpoints: choose a folder "
             f"without any of {' '.join(PATTERN_CHARACTERS)} in its path."
-        )
-
-
-def require_shared(run_dir: Path) -> None:
-    """Checks that all processes share the run directory. Every process must call it.
-
-    Raises:
-      ConfigError: on all processes, if one does not see the files that process 0 writes into the run directory.
-    """
-    if jax.process_count() == 1:
-        return
-    name = distributed.broadcast(f".shared-{uuid.uuid4().hex}")
-    if distributed.is_main_process():
-        (run_dir / name).touch()
-    distributed.broadcast("written")
-    deadline, missing = time.monotonic() + SHARED_LIMIT_S, ""
-    while not (run_dir / name).exists():
-        if time.monotonic() > deadline:
-            missing = str(jax.process_index())
-            break
-        # Listing the folder makes NFS refresh it.
-        os.listdir(run_dir)
-        time.sleep(0.2)
-    missing = distributed.first_nonempty(missing)
-    if distributed.is_main_process():
-        (run_dir / name).unlink()
-    if missing:
-        raise ConfigError(
-            f"run.dir={run_dir} of process {missing} is not that of process 0: put it on storage that all hosts share."
         )

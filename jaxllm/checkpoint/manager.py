@@ -16,9 +16,11 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked
@@ -38,8 +40,10 @@ from jaxllm.checkpoint.files import (
     set_aside,
     why,
 )
+from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
+from jaxllm.checkpoint.share_index import MANIFEST, write_own_index
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes, progress
@@ -51,8 +55,6 @@ State = Any
 """A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. Fields of None are not saved."""
 
 
-MANIFEST = "manifest.ocdbt"
-"""The file that Orbax writes when it joins what the processes wrote."""
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +70,7 @@ class Checkpoints:
       stored: the checkpoints in config.store, on process 0: a newer one there comes first.
       accept: called with the address of the store and the metadata of a checkpoint there before it is fetched; raises
         ConfigError if it is of another run.
+      joined: those of a run whose hosts share no disk, on each process: they alone count, and `stored` does not.
 
     Attributes:
       latest: step of the newest intact checkpoint; None if there is none.
@@ -87,20 +90,28 @@ class Checkpoints:
         require: Callable[[], None] = unfenced,
         stored: StoredCheckpoints | None = None,
         accept: Callable[[str, Meta], None] = lambda address, meta: None,
+        joined: JoinedCheckpoints | None = None,
     ):
         require_plain_path("run.dir", run_dir, BACKSLASH)
         self.folder = run_dir.absolute() / "checkpoints"
-        self._config, self._require, self._stored, self._accept = config, require, stored, accept
+        self._config, self._require, self._accept, self._joined = config, require, accept, joined
+        self._stored = stored if joined is None else joined if distributed.is_main_process() else None
+        # The folder of what this process saves.
+        self._own = self.folder if joined is None else joined.shares.folder
         self.said: list[str] = []
         self._manager: ocp.CheckpointManager | None = None
         self._errors: list[Exception] = []
         self._saving: int | None = None
-        self.newest_saved: int | None = None
+        self._newest_saved: int | None = None
         self.on_saved: Callable[[int], None] = lambda step: None
         self._refused: dict[int, str] = {}
         self.latest: int | None = None
         self._choose()
-        self.newest_saved = self.newest_name
+        self._newest_saved = self.newest_name
+
+    @property
+    def newest_saved(self) -> int | None:
+        return self._newest_saved if self._joined is None else self._joined.shares.committed
 
     @property
     def damaged(self) -> list[str]:
@@ -164,7 +175,9 @@ class Checkpoints:
         """Offers to the store what the folder has. After `restore`, which may find damage: in the store, a damaged checkpoint
         would displace an intact one.
         """
-        if self._stored is not None and self.latest is not None:
+        if self._joined is not None:
+            self._joined.begin(self.latest)
+        elif self._stored is not None and self.latest is not None:
             self._stored.offer_local(self.latest)
 
     def save(self, step: int, state: State, meta: Meta) -> None:
@@ -226,6 +239,8 @@ class Checkpoints:
                 log.warning("%s", failure)
                 failure = None
             raise_together(failure, SaveError)
+            if self._joined is not None:
+                self._joined.shares.look()
 
     def close(self) -> None:
         """Closes the manager after `wait`. Without `wait`, as after an error, a running save is abandoned."""
@@ -237,10 +252,10 @@ class Checkpoints:
         assert self._manager is not None, "open it first"
         self._manager.wait_until_finished()
         if self._saving is not None:
-            self.newest_saved, self._saving = self._saving, None
+            self._newest_saved, self._saving = self._saving, None
             if self._stored is not None:
-                self._stored.offer(self.newest_saved)
-            self.on_saved(self.newest_saved)
+                self._stored.offer(self._newest_saved)
+            self.on_saved(self._newest_saved)
 
     def _open(self) -> ocp.CheckpointManager:
         silence_orphans()
@@ -248,10 +263,23 @@ class Checkpoints:
         kept: list[Any] = [policies.LatestN(self._config.keep)]
         if self._config.keep_every_steps is not None:
             kept.append(policies.EveryNSteps(self._config.keep_every_steps))
+        options: dict[str, Any] = {"preservation_policy": policies.AnyPreservationPolicy(kept)}
+        alone: dict[str, Any] = {}
+        finish = None
+        if self._joined is not None:
+            # Orbax acts as in a run of this process alone, and HostShares deletes.
+            rank = jax.process_index()
+            finish = partial(write_own_index, process=rank)
+            alone["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+                primary_host=rank, active_processes={rank}, barrier_sync_key_prefix=f"share-{rank}"
+            )
+            options = {"create": False, **alone}
         registry = ocp.DefaultCheckpointHandlerRegistry()
-        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors, describe_own_files))
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(kept),
+        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors, describe_own_files, finish, **alone))
+        if alone:
+            registry.add(META, ocp.args.JsonSave, ocp.JsonCheckpointHandler(**alone))
+        manager_options = ocp.CheckpointManagerOptions(
+            **options,
             cleanup_tmp_directories=True,
             # Orbax calls it when every file is written and before the folder gets its name.
             async_options=ocp.AsyncOptions(
@@ -260,11 +288,11 @@ class Checkpoints:
                 create_directories_asynchronously=False,
             ),
         )
-        return ocp.CheckpointManager(self.folder, options=options, handler_registry=registry)
+        return ocp.CheckpointManager(self._own, options=manager_options, handler_registry=registry)
 
     def _list_files(self) -> None:
-        unfinished = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-        written = [folder for folder in unfinished if (folder / STATE / MANIFEST).exists()]
+        unfinished = self._own.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        written = [folder for folder in unfinished if self._joined or (folder / STATE / MANIFEST).exists()]
         if not written:
             raise OSError(f"Orbax wrote no {MANIFEST}, so that nothing could be read again")
         for folder in written:
@@ -274,6 +302,11 @@ class Checkpoints:
 
     def _choose(self) -> None:
         """Process 0 finds the newest intact checkpoint that was not refused yet, perhaps in the store, and broadcasts it."""
+        if self._joined is not None:
+            with progress.phase("restore"):
+                self.latest, said = self._joined.choose(self._require, self._accept)
+            self.said += said
+            return
         found, refusal = {"latest": None, "refused": {}}, None
         if distributed.is_main_process():
             try:
@@ -297,10 +330,10 @@ class Checkpoints:
     def _failure(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):
             return error
-        steps = saved_steps(self.folder)
+        steps = saved_steps(self.folder) if self._joined is None else [step for step in [self.newest_saved] if step is not None]
         safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
         found = SaveError(
-            f"Checkpoint {self._saving} could not be written to {self.folder} ({why(error)}): {safe}; remove the cause, and "
+            f"Checkpoint {self._saving} could not be written to {self._own} ({why(error)}): {safe}; remove the cause, and "
             f"rerun the same command to resume."
         )
         if is_of_jax(causes(error, suppressed=True)[-1]):

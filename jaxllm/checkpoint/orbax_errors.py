@@ -20,11 +20,18 @@ class WatchedHandler(ocp.PyTreeCheckpointHandler):
     Args:
       written: called in the background when this process has written its arrays, before that barrier, with their folder,
         which has another name until the save is complete.
+      finish: called in the place of Orbax's end of a save, which expects the arrays of all processes.
     """
 
-    def __init__(self, errors: list[Exception], written: Callable[[Path], None]):
-        super().__init__()
-        self._errors, self._written = errors, written
+    def __init__(
+        self,
+        errors: list[Exception],
+        written: Callable[[Path], None],
+        finish: Callable[[Path], None] | None = None,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self._errors, self._written, self._finish = errors, written, finish
 
     async def async_save(self, directory: Any, *arguments: Any, **options: Any) -> Any:
         futures = await super().async_save(directory, *arguments, **options)
@@ -34,7 +41,10 @@ class WatchedHandler(ocp.PyTreeCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         try:
-            super().finalize(directory)
+            if self._finish is None:
+                super().finalize(directory)
+            else:
+                self._finish(Path(directory))
         except Exception as error:
             self._errors.append(error)
             raise

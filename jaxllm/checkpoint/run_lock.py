@@ -295,15 +295,15 @@ class RunDirLock(HolderLock):
 
 
 @contextmanager
-def hold_run_dir(folder: Path) -> Iterator[Callable[[], None]]:
-    """Holds the run directory for this run; every process of it must call it. Yields RunDirLock.require on process 0, and a
-    function that does nothing on the others.
+def hold_run_dir(folder: Path, leads: bool = True) -> Iterator[Callable[[], None]]:
+    """Holds the run directory for this run; every process of it must call it. Yields RunDirLock.require on the process that
+    leads those with this directory (process 0, if all share it), and a function that does nothing on the others.
 
     Raises:
       ConfigError: on all processes, if another run holds it.
     """
     lock, refusal = None, None
-    if distributed.is_main_process():
+    if leads:
         try:
             lock = RunDirLock.take(folder)
         except ConfigError as error:

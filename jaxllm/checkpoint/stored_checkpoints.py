@@ -72,12 +72,15 @@ class StoredCheckpoints:
 
     Attributes:
       damaged: {step: reason} of the checkpoints there that are damaged. They stay, until the run saves the step again.
+      lock: as given.
+      safe_in: where a checkpoint is that is not in the store.
     """
 
     def __init__(self, store: Store, lock: StoreLock, run_dir: Path, config: CheckpointConfig):
         # Its own, so that it can be closed before the lock's.
-        self._store, self._lock, self._run_dir, self._config = Store(store.address), lock, run_dir, config
+        self._store, self.lock, self._run_dir, self._config = Store(store.address), lock, run_dir, config
         self._folder, self._twins = run_dir.absolute() / "checkpoints", run_dir.absolute() / ".to-store"
+        self.safe_in = str(self._folder)
         self.damaged: dict[int, str] = {}
         self._fetched: set[int] = set()
         self._changed = threading.Condition()
@@ -130,7 +133,7 @@ class StoredCheckpoints:
             self._remove_unfinished()
             raise
         except (StoreError, FileNotFoundError) as error:
-            raise _unusable(self._store.address, error) from None
+            raise unusable(self._store.address, error) from None
         except OSError as error:
             raise ConfigError(
                 f"{self._folder} does not take the checkpoint of {self._store.address} ({why(error)}): remove the cause."
@@ -168,13 +171,16 @@ class StoredCheckpoints:
         self._copy_out(step, aside, {name: size for name, size in listed.items() if name not in meta})
         if reason := damage(aside) or changed(aside):
             return reason
-        wanted = run_files.wanted(self._run_dir, there)
-        self._copy_out(step, aside, {name: there[name] for name in wanted})
-        run_files.place(self._run_dir, aside, wanted)
+        self._take_run_files(step, aside, there)
         if (self._folder / str(step)).exists():
             set_aside(self._folder / str(step))
         aside.rename(self._folder / str(step))
         return None
+
+    def _take_run_files(self, step: int, aside: Path, there: dict[str, int]) -> None:
+        wanted = run_files.wanted(self._run_dir, there)
+        self._copy_out(step, aside, {name: there[name] for name in wanted})
+        run_files.place(self._run_dir, aside, wanted)
 
     def _copy_out(self, step: int, aside: Path, sizes: dict[str, int]) -> None:
         self._store.copy_out({f"{step}/{name}": aside / name for name in sizes}, sum(sizes.values()))
@@ -218,7 +224,7 @@ class StoredCheckpoints:
                 return None
             step, (reason, code) = max(self._failed.items())
         error = CopyError(
-            f"Checkpoint {step} could not be copied to {self._store.address} ({reason}): it is safe in {self._folder}; remove "
+            f"Checkpoint {step} could not be copied to {self._store.address} ({reason}): it is safe in {self.safe_in}; remove "
             f"the cause, and rerun the same command to copy it."
         )
         error.exit_code = code
@@ -299,7 +305,7 @@ class StoredCheckpoints:
             folder = self._folder / str(step)
         if not folder.exists():
             raise GoneError
-        self._lock.require()
+        self.lock.require()
         there = self._store.steps()
         try:
             listed = read_files(folder)
@@ -309,7 +315,7 @@ class StoredCheckpoints:
             if not (is_whole and self._store.read(f"{step}/{FILES}", FILES_BYTES) == content):
                 self._replace(step, there.get(step, {}), {name: folder / name for name in listed})
                 # The checkpoint is in the store from here on, unless another run is its holder by now.
-                self._lock.require()
+                self.lock.require()
                 self._store.write(f"{step}/{FILES}", content)
             self.damaged.pop(step, None)
         except FileNotFoundError:
@@ -342,7 +348,7 @@ class StoredCheckpoints:
         kept = {newest, *whole[-self._config.keep :], *filter(self._is_kept_forever, whole), *self.damaged}
         if there.keys() - kept:
             # What is there in part may be a copy of another run by now.
-            self._lock.require()
+            self.lock.require()
         for step in there.keys() - kept:
             self._remove_step(step, there[step])
 
@@ -375,7 +381,7 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
         except ConfigError as error:
             refusal = error
         except (StoreError, OSError) as error:
-            refusal = _unusable(config.store, error)
+            refusal = unusable(config.store, error)
     try:
         raise_together(refusal)
         yield stored, bool(distributed.broadcast("yes" if has_one else ""))
@@ -386,7 +392,7 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
             lock.release()
 
 
-def _unusable(address: str, error: OSError) -> ConfigError:
+def unusable(address: str, error: OSError) -> ConfigError:
     # A bucket that does not exist is a FileNotFoundError.
     found = error if isinstance(error, StoreError) else StoreError("the bucket is not there")
     refusal = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")

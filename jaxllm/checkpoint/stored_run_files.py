@@ -40,6 +40,9 @@ def place(run_dir: Path, folder: Path, names: Iterable[str]) -> None:
     """Moves files from a checkpoint's folder into run_dir. Local curves, which end earlier, get another name."""
     for name in names:
         target = run_dir / name.removeprefix(f"{RUN}/")
+        if target.exists() and target.read_bytes().startswith((folder / name).read_bytes()):
+            # What is here goes further.
+            continue
         if target.exists():
             free = (target.with_stem(f"{target.stem}-{n}") for n in itertools.count(1))
             target.rename(next(path for path in free if not path.exists()))

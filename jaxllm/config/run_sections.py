@@ -31,7 +31,8 @@ class CheckpointConfig(Section):
     """Write while training continues: the run waits only for the copy from the devices."""
     store: Annotated[str, Field(min_length=1)] | None = None
     """Address s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: every complete checkpoint is copied there while training continues, and
-    a start takes the newest one from there if run.dir has none as new (docs/checkpoints.md). null: none."""
+    a start takes the newest one from there if run.dir has none as new. With it, hosts need not share run.dir
+    (docs/checkpoints.md). null: none."""
     memory_every_steps: PositiveInt | None = None
     """Steps between checkpoints in memory: each host keeps its part of the state and that of another host, so that a run which
     loses a process or a host resumes there (docs/checkpoints.md). null: none."""
@@ -84,7 +85,8 @@ class LaunchConfig(Section):
 
 class RunConfig(Section):
     dir: str = "runs/default"
-    """Folder for checkpoints, metrics.jsonl and the config; a second start with the same directory resumes."""
+    """Folder for checkpoints, metrics.jsonl and the config; a second start with the same directory resumes.
+    All hosts share it, or have checkpoint.store."""
     cpu_devices: Annotated[int, Field(ge=1, le=MOST_CPU_DEVICES, strict=True)] | None = None
     """Run on this many CPU devices of this machine, to try any mesh at home. With several processes, each has this many."""
     deterministic: Switch = False

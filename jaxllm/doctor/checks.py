@@ -235,16 +235,28 @@ def clocks(processes: Sequence[Facts], ahead: Sequence[tuple[float, float]]) -> 
     yield Row("clocks", FAIL if certain[worst] >= CLOCK_FAIL_S else WARN, found, "set the clocks of all hosts by NTP (chrony)")
 
 
-def folder(path: str, processes: Sequence[Facts], folders: Sequence[Folder], checkpoint_bytes: int | None) -> Iterator[Row]:
-    """Judges the run directory. `checkpoint_bytes`: size of one checkpoint of the config; None without a config."""
+def folder(
+    path: str, processes: Sequence[Facts], folders: Sequence[Folder], checkpoint_bytes: int | None, has_store: bool = False
+) -> Iterator[Row]:
+    """Judges the run directory.
+
+    Args:
+      checkpoint_bytes: size of one checkpoint of the config; None without a config.
+      has_store: hosts need not share it.
+    """
     name = f"run.dir={path}"
     errors = [rank for rank, one in enumerate(folders) if one.error]
     blind = [processes[rank] for rank, one in enumerate(folders) if not one.sees_main]
     unseen = [processes[rank] for rank in folders[0].unseen]
-    if blind or unseen:
+    if (blind or unseen) and not has_store:
         writer, reader = ("process 0", _processes(blind)) if blind else (_processes(unseen), "process 0")
         found = f"{name}: files written by {writer} are not seen by {reader}"
-        yield Row("run directory", FAIL, found, "choose a folder, by its absolute path, on storage that all hosts share")
+        yield Row(
+            "run directory",
+            FAIL,
+            found,
+            "choose a folder, by its absolute path, on storage that all hosts share, or set checkpoint.store",
+        )
         return
     if errors:
         who = _processes([processes[rank] for rank in errors])
@@ -253,6 +265,8 @@ def folder(path: str, processes: Sequence[Facts], folders: Sequence[Folder], che
         return
     free = min(one.free_bytes for one in folders)
     alone = "" if len(folders) == 1 else f", seen and written by all {len(folders)}"
+    if blind or unseen:
+        alone = " on each host for itself, for which there is checkpoint.store"
     found = f"{name} is writable{alone}; {readable(free)} free"
     if checkpoint_bytes is not None:
         found += f", a checkpoint takes {readable(checkpoint_bytes)}"

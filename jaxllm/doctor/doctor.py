@@ -142,7 +142,8 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     ]
     first_of_host = here.rank == min(rank for rank in hosts if hosts[rank] == hosts[here.rank])
     folders = probes.folder(Path(run.dir), measures=first_of_host)
-    rows += checks.folder(run.dir, processes, folders, state_bytes(config) if config else None)
+    has_store = config is not None and config.checkpoint.store is not None
+    rows += checks.folder(run.dir, processes, folders, state_bytes(config) if config else None, has_store)
     measured: list[Collective] = []
     expected_s: dict[str, float] = {}
     device = jax.local_devices()[0]

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import optax
 
-from jaxllm.checkpoint.files import Meta, describe_run, require_shared, saved_steps
+from jaxllm.checkpoint.files import Meta, describe_run, saved_steps
+from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints, joined_checkpoints
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.memory import STORED, MemoryCheckpoints, forget
 from jaxllm.checkpoint.memory_restore import LostPieces
@@ -65,16 +66,15 @@ def fit(
         folder = make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
-        stored, is_in_store = stack.enter_context(store_of(config, folder))
+        stored, resumes = stack.enter_context(store_of(config, folder))
         given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
-        trainer = advice.trainer = Trainer(config, **given, resumes=is_in_store or bool(saved_steps(folder / "checkpoints")))
+        trainer = advice.trainer = Trainer(config, **given, resumes=resumes)
         stack.callback(trainer.close)
-        require_shared(folder)
-        require = stack.enter_context(hold_run_dir(folder))
+        leads, joined = stack.enter_context(joined_checkpoints(folder, config.checkpoint, stored))
+        require = stack.enter_context(hold_run_dir(folder, leads))
         asked, config = config, trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))
-        accept = partial(require_same_run, config=config, fingerprint=trainer.data.fingerprint, place="checkpoint.store")
-        checkpoints = stack.enter_context(closing(Checkpoints(folder, config.checkpoint, require, stored, accept)))
+        checkpoints = stack.enter_context(closing(open_checkpoints(trainer, folder, require, stored, joined)))
         print_header(console, trainer)
         if missing := fewer_hosts.describe(asked, config):
             console.say(missing)
@@ -130,13 +130,31 @@ def leave_early(name: str) -> None:
 
 @contextmanager
 def store_of(config: Config, folder: Path) -> Iterator[tuple[StoredCheckpoints | None, bool]]:
-    """The run's checkpoints in its store, on process 0, and whether there are some; the store is held until the end."""
+    """The run's checkpoints in its store, on process 0, and whether there are some, or in run.dir; the store is held until the
+    end."""
     if config.checkpoint.store is not None:
         # Process 0 tells the others whether the run resumes, which the Trainer must know.
         with progress.phase("meet"):
             distributed.start(config.run, fewer_hosts.rules(config))
-    with hold_store(folder, config.checkpoint) as held:
-        yield held
+    with hold_store(folder, config.checkpoint) as (stored, has_one):
+        has_one = has_one or bool(saved_steps(folder / "checkpoints"))
+        if config.checkpoint.store is not None:
+            # Hosts may have run directories of their own.
+            has_one = bool(distributed.first_nonempty("yes" if has_one else ""))
+        yield stored, has_one
+
+
+def open_checkpoints(
+    trainer: Trainer,
+    folder: Path,
+    require: Callable[[], None],
+    stored: StoredCheckpoints | None,
+    joined: JoinedCheckpoints | None,
+) -> Checkpoints:
+    """The run's checkpoints; those of a store only if they are of the same run."""
+    config = trainer.config
+    accept = partial(require_same_run, config=config, fingerprint=trainer.data.fingerprint, place="checkpoint.store")
+    return Checkpoints(folder, config.checkpoint, require, stored, accept, joined)
 
 
 @contextmanager

@@ -106,7 +106,8 @@ def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint
             old = whole_rope_scaling(old)
         if old != new:
             raise ConfigError(
-                f"{folder} holds a run with {section}.{key}={old}, not {new}: resume with that value, or choose another {place}."
+                f"{folder} holds a run with {section}.{key}={old}, not {new}: resume with that value, or choose another "
+                f"{place}."
             )
     require_same_batches(folder, meta, config, place)
     if meta["fingerprint"] != fingerprint:

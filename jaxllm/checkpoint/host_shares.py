@@ -1,0 +1,182 @@
+"""Parts of checkpoints, for a run whose hosts share no disk: each process writes its own, and copies it into the store.
+
+    run.dir/shares/START-3/2/400/      the part of process 2 of 3, in one start of the run: no other's arrays, so no checkpoint
+    s3://bucket/first/400/state/...    its files of arrays
+    s3://bucket/first/400/parts/2/...  its index (share_index.py) and files.json, until process 0 has joined the parts
+
+Process 0 says on a board which checkpoint is copied now, and the others answer there when their parts have arrived. So what
+an earlier start left in the store, or one of more processes, is never taken for a part. A part stays until its checkpoint, or
+a newer one, is whole there: if a run ends before, the next start copies it, where all parts of it are left.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import shutil
+import socket
+import threading
+import zlib
+from pathlib import Path
+
+import jax
+
+from jaxllm.checkpoint.files import FILES, META, STATE, read_files, saved_steps, why
+from jaxllm.checkpoint.store import Store, StoreError
+from jaxllm.config import CheckpointConfig
+from jaxllm.runtime import distributed
+from jaxllm.untrusted import parse_json
+
+SHARES, PARTS = "shares", "parts"
+LOOK_S = 1.0
+"""Seconds between looks at the board."""
+JOB, COMMITTED = "job", "committed"
+
+log = logging.getLogger(__name__)
+
+
+class HostShares:
+    """The parts that this process writes, from the creation, by all processes, until `close`.
+
+    Attributes:
+      folder: of its parts, by step.
+      committed: the newest step that is whole in the store, as far as this process knows.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, store: Store):
+        self._rank = jax.process_index()
+        self.start = distributed.broadcast(f"{secrets.token_hex(8)}-{jax.process_count()}")
+        self.home = run_dir.absolute() / SHARES
+        self.folder = self.home / self.start / str(self._rank)
+        self._config, self._store = config, store
+        self.committed: int | None = None
+        self._board, self._number = distributed.Board(), 0
+        self._arrived: set[str] = set()
+        self._copying: int | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="checkpoint-shares", daemon=True)
+
+    def begin(self) -> None:
+        """Begins to answer to process 0, when all have restored the state."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def is_kept_forever(self, step: int) -> bool:
+        return self._config.keep_every_steps is not None and step % self._config.keep_every_steps == 0
+
+    # ------------------------------------------------------------------------------------------------------ on process 0
+
+    def gather(self, step: int) -> list[int]:
+        """Has all processes copy their parts of a checkpoint; on process 0. Returns the CRC32 of each part's files.json.
+
+        Raises:
+          StoreError: one could not, when all others have ended too.
+        """
+        self._number += 1
+        self._board.put(JOB, json.dumps([self._number, step]))
+        while True:
+            texts = self._board.read()
+            answers = [parse_json(texts.get(str(rank), "[0, 0, null]")) for rank in range(jax.process_count())]
+            if all(number == self._number for number, *_ in answers):
+                break
+            if self._ended.wait(LOOK_S):
+                raise StoreError("the run has ended")
+        for _, _, reason in answers:
+            if reason:
+                raise StoreError(reason)
+        return [crc for _, crc, _ in answers]
+
+    def commit(self, step: int) -> None:
+        """Tells all that a checkpoint is whole in the store; on process 0."""
+        self._board.put(COMMITTED, str(step))
+
+    # ---------------------------------------------------------------------------------------------------- on each process
+
+    def _serve(self) -> None:
+        """Answers to process 0, in a thread."""
+        answered = 0
+        while not self._ended.wait(LOOK_S):
+            try:
+                texts = self.look()
+                number, step = parse_json(texts.get(JOB, "[0, 0]"))
+                if number > answered:
+                    self._copying = step
+                    crc, reason = self._answer(step)
+                    self._copying, answered = None, number
+                    self._board.put(str(self._rank), json.dumps([number, crc, reason]))
+            except Exception as error:
+                # The run ends, and its coordinator with it; or this disk fails, which the next save says.
+                log.debug("no look at the parts of process 0: %s", error)
+
+    def look(self) -> dict[str, str]:
+        """What is on the board. Deletes what is no longer needed here."""
+        texts = self._board.read()
+        if COMMITTED in texts:
+            self.committed = int(texts[COMMITTED])
+        self._prune()
+        return texts
+
+    def _answer(self, step: int) -> tuple[int, str]:
+        """Copies this process's part: (CRC32 of its files.json, why that failed or "")."""
+        folder, who = self.folder / str(step), f"for process {self._rank} on {socket.gethostname()}"
+        # Process 0 may be the first to have its part.
+        while not folder.exists():
+            if max(saved_steps(self.folder), default=0) > step or self._ended.wait(LOOK_S / 4):
+                return 0, f"it was deleted before it was copied, {who}"
+        try:
+            return self.upload(step, folder, self._rank), ""
+        except Exception as error:
+            # Process 0 waits for an answer, whatever this is.
+            return 0, f"{error if isinstance(error, StoreError) else why(error)}, {who}"
+
+    def upload(self, step: int, folder: Path, rank: int) -> int:
+        """Copies the part of process `rank` of a checkpoint into the store. Returns the CRC32 of its files.json."""
+        content, files = (folder / FILES).read_bytes(), {}
+        for name in read_files(folder):
+            if is_of_index(name):
+                files[f"{step}/{PARTS}/{rank}/{name.removeprefix(f'{STATE}/')}"] = folder / name
+            elif is_brought_by(name, rank):
+                files[f"{step}/{name}"] = folder / name
+        if missing := {name: path for name, path in files.items() if name not in self._arrived}:
+            self._store.copy_in(missing)
+            self._arrived |= missing.keys()
+        self._store.write(f"{step}/{PARTS}/{rank}/{FILES}", content)
+        return zlib.crc32(content)
+
+    def _prune(self) -> None:
+        """Deletes what is no longer needed here: Orbax would delete a part that is still to be copied."""
+        steps = saved_steps(self.folder)
+        # Two: another process may not have its part of the newest yet, and begin with the one before.
+        needed = {*steps[-max(2, self._config.keep) :], *filter(self.is_kept_forever, steps)}
+        useless = {step for step in steps if step not in needed or (self.committed is not None and step <= self.committed)}
+        for step in useless - {self._copying}:
+            shutil.rmtree(self.folder / str(step), ignore_errors=True)
+
+
+def parts_in(home: Path) -> list[tuple[str, int, int, int]]:
+    """(start, rank, number of processes, step) of each part that an earlier start left in run.dir/shares."""
+    found = []
+    for folder in home.glob("*-*/*"):
+        start, count = folder.parent.name, folder.parent.name.rpartition("-")[2]
+        if count.isdecimal() and folder.name.isdecimal():
+            steps = [step for step in saved_steps(folder) if (folder / str(step) / FILES).is_file()]
+            found += [(start, int(folder.name), int(count), step) for step in steps]
+    return found
+
+
+def is_of_index(name: str) -> bool:
+    return re.match(rf"{STATE}/(manifest\.ocdbt$|d/)", name) is not None
+
+
+def is_brought_by(name: str, process: int) -> bool:
+    """Whether a file of a part, but for the index, is the one of this process that the whole checkpoint has. What Orbax writes
+    for all, and the metadata, are those of process 0."""
+    found = re.match(rf"{STATE}/(?:ocdbt\.process_|array_metadatas/process_)(\d+)(/|$)", name)
+    if found:
+        return int(found[1]) == process
+    return process == 0 and name.startswith((f"{STATE}/", f"{META}/"))

@@ -1,0 +1,296 @@
+"""The checkpoints of a run whose hosts share no disk: only those that are whole in the store count.
+
+A restart takes the newest intact one there. The leader of each run.dir (disk_groups.py) copies the whole checkpoint into it,
+under another name until it is verified; then each process reads what it needs, as from a disk that all share. host_shares.py
+says how the parts of a new one come into the store; process 0 joins them to what one disk would have held.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from jaxllm.checkpoint.checksums import changed, checksum, described
+from jaxllm.checkpoint.disk_groups import DiskGroups, find_disk_groups, not_shared
+from jaxllm.checkpoint.files import FILES, FILES_BYTES, STATE, Meta, damage, newest_undamaged, read_files, saved_steps
+from jaxllm.checkpoint.host_shares import PARTS, HostShares, is_brought_by, is_of_index, parts_in
+from jaxllm.checkpoint.share_index import MANIFEST, NODES, join_indexes
+from jaxllm.checkpoint.store import Store, StoreError, StoreLock
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, unusable
+from jaxllm.checkpoint.stored_run_files import CURVES, RUN, files_of
+from jaxllm.config import CheckpointConfig, ConfigError
+from jaxllm.runtime import distributed
+from jaxllm.runtime.shared_errors import raise_together
+from jaxllm.untrusted import parse_json
+
+T = TypeVar("T")
+INDEX_FILE = re.compile(rf"{PARTS}/(\d+)/({re.escape(FILES)}|{re.escape(MANIFEST)}|{NODES}/\w+)")
+
+
+class JoinedCheckpoints(StoredCheckpoints):
+    """The checkpoints of a run in its store, on each process. All create it together, and call `choose` and `begin` together.
+
+    Args:
+      store, lock: on process 0 the lock is held, on the others it is not used.
+
+    Raises:
+      ConfigError: on all processes, if one cannot use the store.
+    """
+
+    def __init__(self, store: Store, lock: StoreLock, run_dir: Path, config: CheckpointConfig, groups: DiskGroups):
+        super().__init__(store, lock, run_dir, config)
+        self.shares = HostShares(run_dir, config, self._store)
+        self._groups, self._is_first_choice, self._begun = groups, True, set[int]()
+        self.safe_in = f"{self.shares.home} of each host"
+        probe = f"{PARTS}/{self.shares.start}-{jax.process_index()}"
+        _together(lambda: (self._store.write(probe, b"{}"), self._store.remove([probe])), store)
+
+    def close(self) -> None:
+        self.shares.close()
+        super().close()
+
+    # ------------------------------------------------------------------------------------------------- from the store
+
+    def choose(self, require: Callable[[], None], accept: Callable[[str, Meta], None]) -> tuple[int | None, list[str]]:
+        """The newest intact checkpoint of the store that no earlier call returned, in each run.dir now, and sentences on it and
+        on the damaged ones; None if the store has none.
+
+        Raises:
+          ConfigError: on all processes, if a host cannot fetch or hold it, if all are damaged, or if one of a host is newer.
+        """
+        said: list[str] = []
+        while (step := self._next(require, said)) is not None:
+            reason = ""
+
+            def fetch(step: int = step) -> str:
+                found, _ = self.fetch(step - 1, require, accept) if self._groups.leads else (step, [])
+                return "" if found == step else self.damaged.get(step, "it is no longer there")
+
+            reason = distributed.first_nonempty(_together(fetch, self._store))
+            if not reason:
+                said.append(f"took checkpoint {step} from {self._store.address}")
+                self.shares.committed = step
+                return step, said
+            self.damaged[step] = reason
+            said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
+        if self.damaged:
+            listed = ", ".join(f"{step} ({reason})" for step, reason in self.damaged.items())
+            raise ConfigError(
+                f"No checkpoint in {self._store.address} is intact: {listed}; restore a copy of one there, or choose another "
+                f"checkpoint.store to start again."
+            )
+        return None, said
+
+    def _next(self, require: Callable[[], None], said: list[str]) -> int | None:
+        """The newest step of the store that was not tried yet, the same on all processes."""
+        if self._is_first_choice:
+            self._is_first_choice = False
+            newest = self._on_main(lambda: (self._remove_partial(), max(self._whole(), default=-1))[1])
+            self._require_none_newer(newest)
+            if (step := self._copy_left(newest, require)) is not None:
+                said.append(f"copied checkpoint {step}, of which the hosts had all parts, to {self._store.address}")
+
+        def untried() -> int | None:
+            return max((step for step in self._whole() if step not in self.damaged and step not in self._fetched), default=None)
+
+        return self._on_main(untried)
+
+    def _on_main(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns on process 0, on all processes; it fails on all."""
+        found = _together(lambda: ask() if distributed.is_main_process() else None, self._store)
+        return parse_json(distributed.broadcast(json.dumps(found)))
+
+    def _copy_left(self, newest: int, require: Callable[[], None]) -> int | None:
+        """Copies the newest checkpoint that the store lacks and of which these hosts have all parts, as after a run whose store
+        failed. Returns its step; None if there is none."""
+        here = parts_in(self.shares.home) if self._groups.leads else []
+        found: dict[tuple[int, str, int], dict[int, int]] = {}
+        for process, parts in enumerate(_exchange(here)):
+            for start, rank, count, step in parts:
+                found.setdefault((step, start, count), {}).setdefault(rank, process)
+        whole = (one for one, places in found.items() if one[0] > newest and len(places) == one[2])
+        if (left := max(whole, default=None)) is None:
+            return None
+        step, start, _ = left
+
+        def upload() -> list[tuple[int, int]]:
+            own = [rank for rank, process in found[left].items() if process == jax.process_index()]
+            require()
+            return [(rank, self.shares.upload(step, self.shares.home / start / str(rank) / str(step), rank)) for rank in own]
+
+        sent = sorted(tuple(pair) for pairs in _exchange(_together(upload, self._store)) for pair in pairs)
+        self._on_main(lambda: self._join(step, [crc for _, crc in sent]))
+        return step
+
+    def _whole(self) -> list[int]:
+        return [step for step, files in self._store.steps().items() if FILES in files]
+
+    def _require_none_newer(self, newest: int) -> None:
+        """A run that began on one host, or on a shared disk, may have more there than in the store."""
+        here = newest_undamaged(self._folder, {}) if self._groups.leads else -1
+        refusal = ""
+        if here > newest:
+            refusal = (
+                f"{self._folder} on {socket.gethostname()} has checkpoint {here}, and {self._store.address} none so new, while "
+                f"the hosts share no run.dir: start the run there alone, which copies it, or move that checkpoint away."
+            )
+        if refusal := distributed.first_nonempty(refusal):
+            raise ConfigError(refusal)
+
+    def _fetch(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
+        folder, aside = self._folder / str(step), self._folder / f"{step}.from-store"
+        if (folder / FILES).exists():
+            content = self._store.read(f"{step}/{FILES}", FILES_BYTES)
+            if content == (folder / FILES).read_bytes() and not (damage(folder) or changed(folder)):
+                # This host has it from an earlier start.
+                self._take_run_files(step, aside, there)
+                self._remove_unfinished()
+                return None
+        return super()._fetch(step, there, accept)
+
+    def _take_run_files(self, step: int, aside: Path, there: dict[str, int]) -> None:
+        # The curves are those of process 0, wherever it runs now.
+        left_out = () if distributed.is_main_process() else tuple(f"{RUN}/{name}" for name in CURVES)
+        super()._take_run_files(step, aside, {name: size for name, size in there.items() if name not in left_out})
+
+    def begin(self, latest: int | None) -> None:
+        """Call it when all have restored the state: removes what was left by earlier starts, and is ready for parts."""
+        if self._groups.leads:
+            for step in saved_steps(self._folder)[: -self._config.keep]:
+                if step != latest and not self.shares.is_kept_forever(step):
+                    shutil.rmtree(self._folder / str(step))
+            for start in self.shares.home.glob("*"):
+                if start.name != self.shares.start:
+                    shutil.rmtree(start)
+        self.shares.begin()
+
+    def _remove_partial(self) -> None:
+        """Removes what an earlier start copied in part."""
+        there = self._store.steps()
+        for step in [step for step, files in there.items() if FILES not in files]:
+            self.lock.require()
+            self._remove_step(step, there[step])
+
+    # ----------------------------------------------------------------------------------------- to the store, on process 0
+
+    def _copy(self, step: int) -> None:
+        self.lock.require()
+        if step not in self._begun:
+            # A damaged one, or a part of an earlier copy.
+            self._remove_step(step, self._store.steps(step).get(step, {}))
+            self._begun.add(step)
+        self._join(step, self.shares.gather(step))
+        self.damaged.pop(step, None)
+        self.shares.commit(step)
+        self._prune(step, self._store.steps())
+
+    def _join(self, step: int, crcs: Sequence[int]) -> None:
+        """Makes one checkpoint of the parts that are there, and commits it.
+
+        Args:
+          crcs: CRC32 of the files.json of each part, by rank.
+        """
+        with tempfile.TemporaryDirectory(dir=self._folder.parent, prefix=".joining-") as place:
+            home = Path(place)
+            listed = self._fetch_indexes(step, home, crcs)
+            manifests = [home / PARTS / str(rank) for rank in range(len(crcs))]
+            join_indexes(home / STATE, [folder for folder in manifests if (folder / MANIFEST).exists()])
+            index = {path: path.relative_to(home).as_posix() for path in sorted((home / STATE).rglob("*")) if path.is_file()}
+            listed |= described(index)
+            self._store.copy_in({f"{step}/{name}": path for path, name in index.items()})
+        for name, content in files_of(self._run_dir, step):
+            self._store.write(f"{step}/{name}", content)
+        found = self._store.steps(step).get(step, {})
+        for name, (size, _) in listed.items():
+            if found.get(name) != size:
+                raise StoreError(f"{name} has arrived with {found.get(name, 0)} bytes of {size}", passes=True)
+        self._store.remove(f"{step}/{name}" for name in found if name.startswith(f"{PARTS}/"))
+        self.lock.require()
+        self._store.write(f"{step}/{FILES}", json.dumps(listed).encode())
+
+    def _fetch_indexes(self, step: int, home: Path, crcs: Sequence[int]) -> dict[str, list[int]]:
+        """Copies the indexes of all parts: manifests into parts/RANK, nodes into state/d. Returns {name: [bytes, CRC32]} of the
+        files of arrays and the others that the whole checkpoint has."""
+        there = self._store.steps(step).get(step, {})
+        files: dict[str, Path] = {}
+        for name in there:
+            if found := INDEX_FILE.fullmatch(name):
+                is_node = found[2].startswith(f"{NODES}/")
+                files[name] = home / STATE / found[2] if is_node else home / PARTS / found[1] / found[2]
+        for folder in {path.parent for path in files.values()} | {home / STATE}:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._store.copy_out({f"{step}/{name}": path for name, path in files.items()}, sum(there[name] for name in files))
+        listed: dict[str, list[int]] = {}
+        for rank, crc in enumerate(crcs):
+            part = home / PARTS / str(rank)
+            if not (part / FILES).exists() or zlib.crc32((part / FILES).read_bytes()) != crc:
+                raise StoreError(f"{PARTS}/{rank}/{FILES} is not what process {rank} wrote")
+            for name, entry in read_files(part).items():
+                if is_of_index(name):
+                    path = files.get(f"{PARTS}/{rank}/{name.removeprefix(f'{STATE}/')}")
+                    if path is None or (path.stat().st_size, checksum(path)) != tuple(entry):
+                        raise StoreError(f"{name} of process {rank} has arrived damaged")
+                elif is_brought_by(name, rank):
+                    listed[name] = list(entry)
+        return listed
+
+
+@contextmanager
+def joined_checkpoints(
+    run_dir: Path, config: CheckpointConfig, stored: StoredCheckpoints | None
+) -> Iterator[tuple[bool, JoinedCheckpoints | None]]:
+    """Whether this process leads those with its run.dir; and the run's checkpoints in its store, if its hosts share no disk,
+    None if they do. Every process must call it.
+
+    Args:
+      stored: those of a run on a shared disk, on process 0.
+
+    Raises:
+      ConfigError: on all processes, if there is no store, one cannot use it, or the config needs a shared disk.
+    """
+    groups = find_disk_groups(run_dir)
+    if groups.is_one:
+        yield groups.leads, None
+        return
+    if config.store is None:
+        raise not_shared(run_dir, groups)
+    if config.export_every_steps is not None:
+        raise ConfigError(
+            "checkpoint.export_every_steps reads whole checkpoints in run.dir, and these hosts share none: put run.dir on "
+            "storage that all hosts share, or set checkpoint.export_every_steps=null and export a checkpoint of the store."
+        )
+    store = Store(config.store)
+    lock = StoreLock(store) if stored is None else stored.lock
+    joined = JoinedCheckpoints(store, lock, run_dir, config, groups)
+    try:
+        yield groups.leads, joined
+    finally:
+        joined.close()
+
+
+def _exchange(value: Any) -> list[Any]:
+    """The values of all processes, by rank."""
+    return [parse_json(text) for text in parse_json(distributed.exchange(json.dumps(value), json.dumps))]
+
+
+def _together(ask: Callable[[], T], store: Store) -> T:
+    """What `ask` returns here. Raises ConfigError on all processes if it fails on one, with that one's name."""
+    refusal, found = None, None
+    try:
+        found = ask()
+    except (ConfigError, OSError) as error:
+        cause = error if isinstance(error, ConfigError) else unusable(store.address, error)
+        refusal = ConfigError(f"Process {jax.process_index()} on {socket.gethostname()}: {cause}")
+        refusal.exit_code = cause.exit_code
+    raise_together(refusal)
+    return found  # pyright: ignore[reportReturnType]  # without a refusal it was set
