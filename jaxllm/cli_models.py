@@ -28,7 +28,9 @@ from jaxllm.config import ConfigError
 
 
 def export(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A run directory, or one of its checkpoints.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A run directory, one of its checkpoints or a model; s3://, gs:// too.")
+    ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
     to: Annotated[
         str,
@@ -160,6 +162,12 @@ def lm_eval(
     ] = None,
     include_path: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with tasks of your own.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask with the model's chat template.")] = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="Tokens of a text; default: what the model supports, a run: its sequence_length."
+        ),
+    ] = None,
     tokenizer: OtherTokenizer = None,
     adapter: Adapter = None,
     as_json: AsJson = False,
@@ -171,7 +179,7 @@ def lm_eval(
         raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
     from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table, to_json
 
-    harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), say=tell)
+    harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), max_length=max_length, say=tell)
     options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}
     found = run_tasks(harnessed, [task.strip() for task in tasks.split(",")], **options)
     show(to_json(found) if as_json else table(found))
@@ -226,7 +234,10 @@ def data_prepare(
 
 def convert_from_hf(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A folder with config.json and *.safetensors, or ORG/NAME of the Hub.")
+        str,
+        typer.Argument(
+            metavar="SRC", help="A folder with config.json and *.safetensors, ORG/NAME of the Hub, or s3://, gs://."
+        ),
     ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
     force: Force = False,
@@ -239,7 +250,9 @@ def convert_from_hf(
 
 
 def convert_to_hf(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint; s3://, gs:// too.")
+    ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
     step: SavedStep = None,
     dtype: Annotated[

@@ -97,7 +97,12 @@ Overrides = Annotated[
     ),
 ]
 ModelFolder = Annotated[
-    str, typer.Option(metavar="DIR", help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints.")
+    str,
+    typer.Option(
+        metavar="DIR|NAME|ADDRESS",
+        help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints; here, as ORG/NAME of the Hub, "
+        "or in a store: s3://, gs://.",
+    ),
 ]
 OtherTokenizer = Annotated[
     str | None,

@@ -1,11 +1,13 @@
-"""Standard error for processes that may be about to exit: one sentence, and flushing without waiting for a stuck thread."""
+"""Standard error: one sentence, or a bar; and for processes that may exit at once, flushing without waiting for a thread."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 LONGEST_WORD = 300
 """Characters: a path or a value that is longer loses its middle."""
@@ -46,3 +48,18 @@ def flush() -> None:
         flush()
     else:
         thread.join(1)
+
+
+@contextmanager
+def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
+    """A bar, if standard error is a terminal. Yields what is called with the number of bytes done since the last call."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

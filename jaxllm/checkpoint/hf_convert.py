@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +22,14 @@ from jaxllm.checkpoint.beside_weights import token_ids, write_companions
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, hugging_face_config
+from jaxllm.data.stores import is_address
 from jaxllm.pretrained.companions import companion_files, copy_companions
 from jaxllm.pretrained.folder import INDEX, TOKENIZER, Folder, HuggingFaceFolder, open_folder
 from jaxllm.pretrained.names import EMBEDDING, HEAD, Entry
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
 from jaxllm.pretrained.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream
+from jaxllm.stderr import bytes_bar
 
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
 """Name, dtype and shape of each tensor in a set of files."""
@@ -96,7 +97,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     require_new(destination, force)
     if verify:
         require_transformers()
-    folder = open_folder("SRC", source)
+    folder = _opened(source)
     if not isinstance(folder, HuggingFaceFolder):
         raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
     require_ours(folder)
@@ -176,7 +177,7 @@ def to_hf(
         # Rounding to another dtype makes another model.
         agreement = None
         if verify:
-            agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, Path(source), step, adapters)
+            agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, source, step, adapters)
     names = tuple(sorted({move.dtype.name for move in moves}))
     described = found.description
     return Conversion(described, destination, len(moves), layout.total_bytes, names, len(layout.files), (), agreement)
@@ -230,22 +231,24 @@ def require_ours(folder: Folder) -> None:
         raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
 
 
-@contextmanager
-def progress(moves: list[Move], what: str) -> Iterator[Advance]:
-    """Shows a bar if there is a terminal. Each tensor counts once when it is written and once when it is compared."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=2 * sum(move.source.size * move.source.dtype.itemsize for move in moves))
-        yield lambda count: bar.advance(task, count)
+def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:
+    """A bar. Each tensor counts once when it is written and once when it is compared."""
+    return bytes_bar(what, 2 * sum(move.source.size * move.source.dtype.itemsize for move in moves))
 
 
 # ------------------------------------------------------------------------------------------------------------- in and out
+
+
+def _opened(source: str) -> Folder:
+    """The model at a path, or at an address of a store."""
+    if not is_address(source):
+        return open_folder("SRC", source)
+    # This imports JAX.
+    from jaxllm.checkpoint.stored_models import copied
+
+    folder = open_folder("SRC", str(copied("SRC", source)[0]))
+    folder.description = source
+    return folder
 
 
 def _moves_in(folder: HuggingFaceFolder) -> Iterator[Move]:
@@ -321,7 +324,7 @@ def require_transformers() -> None:
         raise ConfigError(f"--verify needs {' and '.join(missing)}: pip install 'jaxllm[reference]', or leave it out.")
 
 
-def require_agreement(hugging_face: Path, ours: Path, step: int | None = None, adapters: Sequence[str] = ()) -> Agreement:
+def require_agreement(hugging_face: Path, ours: str | Path, step: int | None = None, adapters: Sequence[str] = ()) -> Agreement:
     """Raises ConfigError if the logits differ by more than LARGEST_DIFFERENCE."""
     found = verify(hugging_face, ours, step, adapters)
     if not found.largest_difference <= LARGEST_DIFFERENCE:
@@ -333,7 +336,7 @@ def require_agreement(hugging_face: Path, ours: Path, step: int | None = None, a
 
 def verify(
     hugging_face: Path,
-    ours: Path,
+    ours: str | Path,
     step: int | None = None,
     adapters: Sequence[str] = (),
     *,

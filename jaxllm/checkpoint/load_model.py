@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxllm.checkpoint.weights import WeightsSource, find_weights, read_weights, without_lora
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
 from jaxllm.config.hf_config import SHAPE_KEYS, VARIANTS
+from jaxllm.data.stores import is_address
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
@@ -72,7 +73,8 @@ def open_model(
     step: int | None = None,
     adapter: Adapters = (),
 ) -> LoadedModel:
-    """Opens a Hugging Face folder, a jaxllm folder, a run directory or one of its checkpoints on the local devices.
+    """Opens a Hugging Face folder, a jaxllm folder, a run directory or one of its checkpoints, here or in a store, on the local
+    devices.
 
     Without an override of parallel.*, the weights are sharded (ZeRO 3) over as many devices as divide them; with several
     processes over all. The default compute dtype is that of the training run or the stored dtype, with float32 for float16.
@@ -92,6 +94,9 @@ def open_model(
     source = find_weights(KEY, str(path), step, paths_of(adapter))
     config = config_of(source, overrides, sequence_length)
     distributed.start(config.run)
+    if is_address(str(path)):
+        # Each host has listed the store for itself.
+        distributed.require_same(source.description, f"found different checkpoints in {path}: give the address of one.")
     devices = jax.devices()
     if not any(override.strip().startswith("parallel.") for override in overrides):
         config, devices = _shared_out(config, devices)

@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
@@ -156,12 +156,8 @@ class StoredCheckpoints:
             listed = {name: size for name, (size, _) in read_files(aside).items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return why(error)
-        for name, size in listed.items():
-            path = PurePosixPath(name)
-            if path.parts[:1] not in ((STATE,), (META,)) or ".." in path.parts:
-                return f"{FILES} names {shown(name)}"
-            if there.get(name) != size:
-                return f"{shown(name)} " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
+        if reason := differs(listed, there):
+            return reason
         # The metadata first: it is small, and says whose the checkpoint is.
         meta = {name: size for name, size in listed.items() if name.startswith(f"{META}/")}
         self._copy_out(step, aside, meta)
@@ -398,3 +394,14 @@ def unusable(address: str, error: OSError) -> ConfigError:
     refusal = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
     refusal.exit_code = found.exit_code
     return refusal
+
+
+def differs(listed: Mapping[str, int], there: Mapping[str, int]) -> str | None:
+    """How the objects of a checkpoint differ from what its files.json lists, both as {name: bytes}; None if they do not."""
+    for name, size in listed.items():
+        path = PurePosixPath(name)
+        if path.parts[:1] not in ((STATE,), (META,)) or ".." in path.parts:
+            return f"{FILES} names {shown(name)}"
+        if there.get(name) != size:
+            return f"{shown(name)} " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
+    return None

@@ -23,12 +23,14 @@ from jaxllm.checkpoint.arrays import give_up, read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
+from jaxllm.checkpoint.stored_models import copied, names_same_run
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_object, stored_section
 from jaxllm.config.hub import folder_of, pin, stays
 from jaxllm.config.load import read_recipe
 from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.types import GIVEN
+from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.parallel.trained import chosen, with_part
 from jaxllm.pretrained.adapters import AdapterFolder, MergedFolder, open_adapter
@@ -124,11 +126,11 @@ def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_commits(config: Config) -> Config:
-    """The config with the commits of names of the Hub in train.init_from and data.tokenizer: those of the run in run.dir if it
-    began with the same names, else those of now.
+    """The config with the commits of names of the Hub in train.init_from and data.tokenizer, and with the step of a run in a
+    store: those of the run in run.dir if it began with the same names, else those of now.
 
     Raises:
-      ConfigError: the Hub has no such name or does not give it.
+      ConfigError: the Hub or the store has no such name or does not give it.
     """
     ran = read_recipe(path) if (path := Path(config.run.dir) / "config.yaml").is_file() else {}
     for section, key in (("train", "init_from"), ("data", "tokenizer")):
@@ -137,15 +139,22 @@ def with_commits(config: Config) -> Config:
             old = before.get(key) if isinstance(before, Mapping) else None
             named = f"{section}.{key}"
             # The name that the run stored may be of a folder that is gone, which a resumed run does not read.
-            is_kept = isinstance(old, str) and (old == text or stays(named, text, old, Path(config.run.dir)))
-            pinned = old if is_kept else pin(named, text)
+            is_kept = isinstance(old, str) and (
+                old == text or names_same_run(text, old) or stays(named, text, old, Path(config.run.dir))
+            )
+            pinned = old if is_kept else copied(named, text)[1] if _is_model_in_store(key, text) else pin(named, text)
             config = config.model_copy(update={section: values.model_copy(update={key: pinned})})
     return config
 
 
+def _is_model_in_store(key: str, text: str) -> bool:
+    return key == "init_from" and is_address(text)
+
+
 def find_weights(key: str, text: str, step: int | None = None, adapters: Sequence[str] = ()) -> WeightsSource:
     """Finds the weights at a path: a run directory (its newest complete checkpoint, or that of `step`), one of its checkpoints,
-    or a model folder, Hugging Face's or jaxllm's own. Uses no device.
+    or a model folder, Hugging Face's or jaxllm's own; or at an address of one of them in a store, or of a run's
+    checkpoint.store, which is copied into the cache. Uses no device.
 
     Args:
       key: the option or key that the user set to `text`, for error messages.
@@ -163,6 +172,14 @@ def find_weights(key: str, text: str, step: int | None = None, adapters: Sequenc
 def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     if not text:
         raise ConfigError(f"{key} is empty: give a run directory, one of its checkpoints, or a model folder.")
+    if is_address(text):
+        path, address = copied(key, text, step)
+        found = _find_weights(key, str(path), None)
+        # A run's says the step.
+        found = replace(found, description=address)
+        if found.opened is not None:
+            found.opened.description = address
+        return found
     path = folder_of(key, text, weights=True)
     if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
         raise ConfigError(

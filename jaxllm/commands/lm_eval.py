@@ -44,6 +44,13 @@ NEW_TOKENS = 256
 """New tokens at most, if the task does not say; HFLM's."""
 NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 PROMPTS_AT_ONCE = 16
+UNUSED = {
+    "repetition_penalty": (1, "penalties"),
+    "no_repeat_ngram_size": (0, "penalties"),
+    "min_p": (0, "min_p"),
+    "num_beams": (1, "beams"),
+}
+"""Options of tasks that change the answers and are not supported: their values without effect, and what is lacking."""
 
 
 class JaxLLM(TemplateLM):
@@ -190,6 +197,9 @@ class JaxLLM(TemplateLM):
                 f"A task asks for {new_tokens} new tokens, and {self._home.description} supports {self.max_length} with the "
                 f"prompt: leave out the task."
             )
+        for name, (without, what) in UNUSED.items():
+            if (value := options.get(name)) not in (None, without):
+                raise ConfigError(f"A task asks for {name}={value}, and jaxllm has no {what}: leave out the task.")
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         cut = {key: options[key] for key in ("top_p", "top_k") if options.get(key)} if temperature else {}
         sampling = Sampling(temperature=temperature, seed=seed, **cut)

@@ -158,6 +158,11 @@ def _reads_texts(data: Mapping[str, Any]) -> bool:
 
 def _published_shape(name: Any) -> dict[str, Any]:
     path = config_folder() / "models" / f"{name}.yaml"
+    if isinstance(name, str) and name.startswith(("s3://", "gs://")):
+        raise ConfigError(
+            f"model.name={name} is an address: set train.init_from to it, and model.name to a published model or to a folder "
+            f"with its config.json."
+        )
     if isinstance(name, str) and "/" in name:
         raise ConfigError(
             f"model.name={name} is not a folder with a config.json: download the model to it, or name another folder."

@@ -274,8 +274,8 @@ class TrainConfig(Section):
     seed: Seed = 0
     init_from: str | None = None
     """Start from the weights (without optimizer state) of a model folder (Hugging Face's or jaxllm's own, or ORG/NAME on the
-    Hub), a run directory, or one of its checkpoints. Default: what model.name names, if it is such a one; null: fresh
-    weights."""
+    Hub), a run directory, or one of its checkpoints; here, or at s3:// or gs:// (docs/convert.md). Default: what model.name
+    names, if it is such a one; null: fresh weights."""
     init_adapter: str | None = None
     """Start the adapters of model.lora from those of a folder in PEFT's format; null: A random, B zero."""
     freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_more)] = ()

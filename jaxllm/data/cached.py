@@ -236,7 +236,7 @@ class CachedFolder:
     def _copy_shard(self, name: str, in_background: bool) -> bool:
         """Copies a shard that is not there; in the background not one that is being copied. False: there is no room."""
         final, shard = self.folder / name, self._shards[name]
-        with self._writing(), _locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
+        with self._writing(), locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
             if not ours or final.exists():
                 return True
             if not self._cache.make_room(shard.files[name], may_remove=not in_background):
@@ -322,8 +322,8 @@ def shard_cache(data: DataConfig, default: Callable[[], Path] | None) -> ShardCa
 
 
 @contextmanager
-def _locked(file: Path, wait: bool) -> Iterator[bool]:
-    """Whether no other thread or process has the lock; with `wait` it waits, so always True."""
+def locked(file: Path, wait: bool) -> Iterator[bool]:
+    """Whether no other thread or process has the lock of a file; with `wait` it waits, so always True."""
     with open(file, "w") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

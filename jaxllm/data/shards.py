@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,6 +45,8 @@ _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
 FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
 """Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
+NAMES = ("tokens-*", TOKENIZER, MANIFEST, INPUTS)
+"""Patterns of the files and folders that are written here under temporary names."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,14 @@ def remove_shard(folder: Path, name: str) -> None:
         (folder / (name + ending)).unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path, of_other_hosts: bool = False) -> None:
-    """Deletes half-written files of dead processes on this host and, on request, half-written shards of other hosts."""
+def remove_leftovers(folder: Path, of_other_hosts: bool = False, names: Sequence[str] = NAMES) -> None:
+    """Deletes half-written files of dead processes on this host and, on request, half-written shards of other hosts.
+
+    Args:
+      names: patterns of what temporary_path was given.
+    """
     host = socket.gethostname()
-    for pattern in (".tokens-*.tmp", *(f".{name}.*.tmp" for name in (TOKENIZER, MANIFEST, INPUTS))):
+    for pattern in (f".{name}.*.tmp" for name in names):
         for path in folder.glob(pattern):
             writer, _, process = path.name.removesuffix(".tmp").rpartition("-")
             here = writer.endswith(f".{host}")

@@ -62,8 +62,8 @@ def find_in_store(pattern: str) -> list[InputFile]:
       ConfigError: nothing matches, the store does not answer or refuses, or its library is missing.
     """
     scheme = _scheme(pattern)
-    if not scheme.startswith("http") and (name := _named(pattern)) != pattern:
-        raise ConfigError(f"{shown(name)} has no user or password before it: remove them, and {_CREDENTIALS[scheme]}.")
+    if not scheme.startswith("http"):
+        _require_no_password(pattern)
     if scheme == "hf":
         return _find_on_hub(pattern)
     if scheme in ("s3", "gs") and any(mark in pattern for mark in "*?["):
@@ -77,6 +77,28 @@ def find_in_store(pattern: str) -> list[InputFile]:
     if not infos:
         raise ConfigError(f"No file matches {shown(pattern)!r}: check the bucket and the pattern.")
     return [_input(address, info) for address, info in infos]
+
+
+def files_below(address: str) -> dict[str, InputFile]:
+    """{name below the address: file} of all objects below s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; {} if there are none.
+
+    Raises:
+      ConfigError: the bucket is not there, the store does not answer or refuses, or its library is missing.
+    """
+    scheme = _scheme(address)
+    _require_no_password(address)
+    fs = filesystem(scheme)
+    root = str(fs._strip_protocol(address)).rstrip("/") + "/"
+    found = _asked(address, lambda: fs.find(root, detail=True))
+    files = {path.removeprefix(root): info for path, info in found.items() if info["type"] == "file"}
+    return {name: _input(f"{scheme}://{root}{name}", info) for name, info in files.items()}
+
+
+def _require_no_password(address: str) -> None:
+    if (name := _named(address)) != address:
+        raise ConfigError(
+            f"{shown(name)} has no user or password before it: remove them, and {_CREDENTIALS[_scheme(address)]}."
+        )
 
 
 def open_input(file: InputFile) -> BinaryIO:

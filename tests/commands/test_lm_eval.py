@@ -173,6 +173,13 @@ def test_mistakes_are_one_sentence(ours, tasks):
         run_tasks(ours, ["no_such_sums"], include_path=str(tasks))
     with pytest.raises(ConfigError, match=r"asks for 48 new tokens, and .* supports 48 with the prompt"):
         ours.generate_until(requests("generate_until", [("One", {"max_gen_toks": 48})]))
+    for name, value in {"repetition_penalty": 1.2, "min_p": 0.1, "num_beams": 4}.items():
+        with pytest.raises(
+            ConfigError, match=rf"^A task asks for {name}={value}, and jaxllm has no \w+: leave out the task\.$"
+        ):
+            ours.generate_until(requests("generate_until", [("One", {"max_gen_toks": 4, name: value})]))
+    off = {"repetition_penalty": 1.0, "min_p": 0.0, "num_beams": 1, "max_gen_toks": 4}
+    assert len(ours.generate_until(requests("generate_until", [("One", off)]))) == 1
     for ending in ("", "z" * 49):
         with pytest.raises(ConfigError, match=rf"asks for the score of {len(ending)} tokens, and .* scores 1 to 48 at once"):
             ours.loglikelihood(requests("loglikelihood", [("One", ending)]), disable_tqdm=True)

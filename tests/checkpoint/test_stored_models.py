@@ -1,0 +1,369 @@
+"""Models in stores: the folder of this host that commands read in their place."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hf_folders import HUB, random_weights, write_folder
+from store_servers import Server, gcs, s3, s3_environment, serving
+
+from jaxllm import cli
+from jaxllm.checkpoint import stored_models
+from jaxllm.checkpoint.load_model import load_model
+from jaxllm.checkpoint.weights import export, find_weights, initial_weights, with_commits
+from jaxllm.config import ConfigError
+from jaxllm.data import stores
+from jaxllm.data.byte_tokenizer import save_byte_tokenizer
+from jaxllm.data.stores import filesystem
+from jaxllm.train.loop import fit
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+# Clients of the libraries are left to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+KINDS = ("hf", "jaxllm", "run", "checkpoint")
+
+
+def forget_clients(scheme):
+    """fsspec keeps a client with the address that its server had."""
+    fsspec.get_filesystem_class(scheme).clear_instance_cache()
+    filesystem.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def door():
+    """A server in front of moto's S3, which can refuse and hold requests."""
+    import boto3
+
+    with ExitStack() as stack:
+        door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in s3_environment(door.url).items():
+            patch.setenv(name, value)
+        door.client = boto3.client("s3", endpoint_url=door.url)
+        door.client.create_bucket(Bucket="models")
+        forget_clients("s3")
+        yield door
+    forget_clients("s3")
+
+
+@pytest.fixture(scope="module")
+def run(door, tiny_config, tmp_path_factory):
+    """A run on bytes of four steps, with a checkpoint of two, in s3://models/first too."""
+    folder, store = tmp_path_factory.mktemp("runs") / "run", "checkpoint.store=s3://models/first"
+    fit(tiny_config(f"run.dir={folder}", "checkpoint.every_steps=2", "data.held_out_fraction=0.0", store))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(run, tmp_path_factory):
+    """What the addresses of KINDS hold, on this disk."""
+    parent = tmp_path_factory.mktemp("folders")
+    config = {**HUB, "vocab_size": 256, "hidden_size": 32}
+    write_folder(parent / "hf", config, random_weights(config), shards=2)
+    save_byte_tokenizer(parent / "hf")
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "onnx/model.safetensors"):
+        (parent / "hf" / name).parent.mkdir(exist_ok=True)
+        (parent / "hf" / name).write_bytes(b"not read")
+    export(str(run), str(parent / "jaxllm"))
+    return {"hf": parent / "hf", "jaxllm": parent / "jaxllm", "run": run, "checkpoint": run / "checkpoints/2"}
+
+
+@pytest.fixture
+def place(door, folders, tmp_path, monkeypatch):
+    """An address of this test alone, to which `put(kind)` copies."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(type(filesystem("s3")), "retries", 1)
+    yield lambda kind: address_of(door, folders, tmp_path.name, kind)
+    door.rule = None
+    door.failures.clear()
+
+
+def address_of(door, folders, prefix, kind):
+    if kind in ("run", "checkpoint"):
+        for page in door.client.get_paginator("list_objects_v2").paginate(
+            Bucket="models", Prefix=f"first/{'2/' * (kind == 'checkpoint')}"
+        ):
+            for key in (one["Key"] for one in page["Contents"]):
+                target = f"{prefix}/{key}"
+                door.client.copy_object(Bucket="models", Key=target, CopySource={"Bucket": "models", "Key": key})
+        return f"s3://models/{prefix}/first" + ("/2" if kind == "checkpoint" else "")
+    for path in folders[kind].rglob("*"):
+        if path.is_file():
+            key = f"{prefix}/{kind}/{path.relative_to(folders[kind]).as_posix()}"
+            door.client.put_object(Bucket="models", Key=key, Body=path.read_bytes())
+    return f"s3://models/{prefix}/{kind}"
+
+
+def key_of(address, name):
+    return f"{address.removeprefix('s3://models/')}/{name}"
+
+
+def arrays(source):
+    folder = find_weights("--model", str(source)).as_folder()
+    return {path: folder.read(path) for path in folder.entries}
+
+
+def gets(door, ending=""):
+    return [path for method, path in door.seen if method == "GET" and "list-type" not in path and path.endswith(ending)]
+
+
+def cached(tmp_path):
+    return sorted(path for path in (tmp_path / "cache/jaxllm/models").iterdir() if not path.name.endswith(".lock"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_the_values_and_companions_of_the_local_one(door, folders, place, tmp_path, kind):
+    address = place(kind)
+    np.testing.assert_equal(arrays(address), arrays(folders[kind]))
+    ours, theirs = (find_weights("--model", str(one)) for one in (address, folders[kind]))
+    assert ours.model == theirs.model
+    assert ours.trained_on_bytes == theirs.trained_on_bytes == (kind in ("run", "checkpoint"))
+    assert (ours.outline().tokenizer is None) == (theirs.outline().tokenizer is None) == (kind != "hf")
+    assert ours.description == ours.as_folder().description == address + ("/4" if kind == "run" else "")
+    (home,) = cached(tmp_path)
+    names = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
+    if kind == "hf":
+        left_out = {"consolidated.safetensors", "pytorch_model.bin", "onnx/model.safetensors"}
+        assert names == {path.relative_to(folders[kind]).as_posix() for path in folders[kind].rglob("*.*")} - left_out
+    elif kind != "jaxllm":
+        step = "4" if kind == "run" else "2"
+        assert {name.split("/")[0] for name in names} == {"checkpoints", "config.yaml"}
+        assert os.listdir(home / "checkpoints") == [step]
+        assert set(os.listdir(home / "checkpoints" / step)) == {"state", "meta", "files.json"}
+
+    # What is unchanged is not asked for again. What is changed is.
+    door.seen.clear()
+    np.testing.assert_equal(arrays(address), arrays(folders[kind]))
+    assert gets(door) == []
+    if kind in ("hf", "jaxllm"):
+        name = "config.json" if kind == "hf" else "model.json"
+        body = (folders[kind] / name).read_bytes().replace(b'"rope_theta": 20000.0', b'"rope_theta": 30000.0')
+        door.client.put_object(Bucket="models", Key=key_of(address, name), Body=body.replace(b"10000.0", b"40000.0"))
+        assert find_weights("--model", address).model["rope_theta"] == (30000 if kind == "hf" else 40000)
+        assert len(cached(tmp_path)) == 2
+        assert home in cached(tmp_path)
+
+
+def test_a_step_is_chosen(folders, place, tmp_path):
+    address = place("run")
+    np.testing.assert_equal(arrays(folders["checkpoint"]), arrays(f"{address}/2"))
+    assert find_weights("--model", address, 2).description == f"{address}/2"
+    with pytest.raises(ConfigError, match=rf"^--model={address} has no checkpoint of step 3: it has 2, 4\.$"):
+        find_weights("--model", address, 3)
+    with pytest.raises(ConfigError, match=rf"^--step=2 selects a checkpoint of a run, and {address}/2 is not a run: leave it"):
+        find_weights("--model", f"{address}/2", 2)
+
+
+def change_a_byte(door, address, step):
+    found = door.client.list_objects_v2(Bucket="models", Prefix=key_of(address, f"{step}/state/"))["Contents"]
+    key = max(found, key=lambda one: one["Size"])["Key"]
+    content = bytearray(door.client.get_object(Bucket="models", Key=key)["Body"].read())
+    content[len(content) // 2] ^= 1
+    door.client.put_object(Bucket="models", Key=key, Body=bytes(content))
+    return key
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(door, folders, place, tmp_path, caplog):
+    address = place("run")
+    name = change_a_byte(door, address, 4).partition("/4/")[2]
+    np.testing.assert_equal(arrays(address), arrays(folders["checkpoint"]))
+    assert f"The checkpoint {address}/4 is damaged ({name} has changed): it is not used." in caplog.messages
+    with pytest.raises(ConfigError, match=rf"^--model={address}/4 is damaged \({name} has changed\): give another checkpoint"):
+        find_weights("--model", f"{address}/4")
+    door.client.delete_object(Bucket="models", Key=key_of(address, "2/meta/metadata"))
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*/first is intact: 4 \(.* has changed\), 2 \(meta/metadata is m"):
+        find_weights("--model", address)
+    # One without files.json is not complete; names that lead elsewhere are not written.
+    door.client.delete_object(Bucket="models", Key=key_of(address, "4/files.json"))
+    door.client.put_object(Bucket="models", Key=key_of(address, "2/files.json"), Body=b'{"state/../../../out": [1, 1]}')
+    with pytest.raises(ConfigError, match=r"is intact: 2 \(files.json names state/../../../out\); give another\.$"):
+        find_weights("--model", address)
+    door.client.put_object(Bucket="models", Key=key_of(address, "2/run/tokenizer/../../../../out"), Body=b"{}")
+    with pytest.raises(ConfigError, match=r"holds tokenizer/../../../../out, which is no name of a file: remove it\.$"):
+        find_weights("--model", address)
+    assert list(tmp_path.rglob("out*")) == []
+
+
+def test_two_at_once_copy_once(door, folders, place, tmp_path):
+    address, begun, waits = place("hf"), threading.Event(), threading.Event()
+
+    def rule(method, path):
+        if method == "GET" and path.endswith("tokenizer.json"):
+            begun.set()
+            waits.wait(30)
+
+    door.rule = rule
+    door.seen.clear()
+    command = [sys.executable, "-c", "import sys; from jaxllm.checkpoint.weights import find_weights"]
+    command[-1] += f"; print('ready'); find_weights('--model', {address!r})"
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        assert begun.wait(60)
+        ours = threading.Thread(target=find_weights, args=("--model", address))
+        ours.start()
+        waits.set()
+        ours.join(60)
+        assert (other.wait(60), ours.is_alive()) == (0, False)
+    assert len(gets(door, "tokenizer.json")) == 1
+    np.testing.assert_equal(arrays(address), arrays(folders["hf"]))
+
+
+def test_what_did_not_arrive_whole_is_not_there(door, folders, place, tmp_path, monkeypatch):
+    address = place("hf")
+    door.rule = lambda method, path: 403 if method == "GET" and path.endswith("-00002-of-00002.safetensors") else None
+    with pytest.raises(
+        ConfigError, match=r"^s3://.*-00002-of-00002.safetensors cannot be read \(access is refused\): set AWS_"
+    ):
+        find_weights("--model", address)
+    assert cached(tmp_path) == []
+    door.rule = None
+    home = stored_models.copied("--model", address)[0]
+    # Someone deleted a file; a process of the past was killed while it copied, and another one still runs.
+    (home / "model.safetensors.index.json").unlink()
+    dead, running = (
+        home.with_name(f".{home.name}.{socket.gethostname()}-{process}.tmp") for process in (2**22 + 1, os.getppid())
+    )
+    dead.mkdir()
+    running.mkdir()
+    np.testing.assert_equal(arrays(address), arrays(folders["hf"]))
+    assert cached(tmp_path) == sorted([home, running])
+
+    def changing(file, blocks=stores.blocks):
+        yield from blocks(file)
+        if file.path.endswith("config.json"):
+            door.client.put_object(Bucket="models", Key=key_of(address, "config.json"), Body=b'{"architectures": []}')
+
+    shutil.rmtree(home)
+    monkeypatch.setattr(stored_models, "blocks", changing)
+    with pytest.raises(ConfigError, match=r"/hf/config.json has changed while it was being read: run the command again"):
+        find_weights("--model", address)
+    assert cached(tmp_path) == [running]
+
+
+def test_what_a_store_refuses_is_one_sentence(door, place, tmp_path, monkeypatch):
+    address = place("hf")
+    other = f"s3://models/{tmp_path.name}"
+    with pytest.raises(ConfigError) as caught:
+        find_weights("--model", other)
+    wanted = (
+        "there is neither config.json (Hugging Face) nor model.json (jaxllm) nor STEP/files.json (a run's checkpoint.store)"
+    )
+    assert str(caught.value) == f"--model={other} holds no model: {wanted} below it."
+    with pytest.raises(ConfigError) as caught:
+        find_weights("--model", f"{other}/none/")
+    assert str(caught.value) == f"--model={other}/none holds no model: {wanted} below it, nor anything else."
+    with pytest.raises(ConfigError, match=r"^s3://no-bucket/x is not there: check the address\.$"):
+        find_weights("--model", "s3://no-bucket/x")
+    for text in ("s3://", "s3://models/*", "https://host/model", "hf://datasets/a/b"):
+        with pytest.raises(ConfigError, match=r"is not the address of a model: write s3://BUCKET/FOLDER or gs://BUCKET/FOLDER"):
+            find_weights("--model", text)
+    with pytest.raises(
+        ConfigError, match=r"^s3://models/x has no user or password before it: remove them, and set AWS_PROFILE"
+    ):
+        find_weights("--model", "s3://me:secret@models/x")
+    door.failures[:] = [403]
+    with pytest.raises(ConfigError, match=rf"^{address} cannot be read \(access is refused\): set AWS_PROFILE, or AWS_ACCESS"):
+        find_weights("--model", address)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 1000))
+        with pytest.raises(
+            ConfigError, match=r"needs 0.00.* GB, and the disk of .*models has 1e-06 GB left: make room, or set"
+        ):
+            find_weights("--model", address)
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_models, "blocks", lambda file: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+        with pytest.raises(
+            ConfigError, match=r"cannot be stored in .*models \(No space left on device\): fix that, or set XDG_"
+        ):
+            find_weights("--model", address)
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    (tmp_path / "cache").touch()
+    with pytest.raises(ConfigError, match=r"cannot be stored in .*models \(Not a directory\): fix that, or set XDG_CACHE_HOME"):
+        find_weights("--model", address)
+
+
+def test_a_run_keeps_the_checkpoint_that_it_began_from(door, place, tiny_config, tmp_path):
+    address = place("run")
+    config = tiny_config(f"train.init_from={address}", f"run.dir={tmp_path / 'run'}")
+    pinned = with_commits(config)
+    assert pinned.train.init_from == f"{address}/4"
+    expected = arrays(f"{address}/4")
+    np.testing.assert_equal(initial_weights(pinned).as_folder().read(("embedding",)), expected[("embedding",)])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(f"train: {{init_from: {address}/2}}")
+    door.seen.clear()
+    assert with_commits(config).train.init_from == f"{address}/2"
+    assert door.seen == []
+    # An address of one checkpoint is another run's beginning.
+    (tmp_path / "run/config.yaml").write_text(f"train: {{init_from: {address}-other/2}}")
+    assert with_commits(config).train.init_from == f"{address}/4"
+
+
+def called(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr()
+    assert end.value.code == 0, said.err
+    return said.out
+
+
+def test_commands_take_addresses(folders, place, tmp_path, monkeypatch, capsys):
+    address, model = place("run"), place("hf")
+    for source, name in ((address, "remote"), (folders["run"], "local")):
+        called(monkeypatch, capsys, "export", source, tmp_path / name)
+        called(monkeypatch, capsys, "convert", "to-hf", source, tmp_path / f"{name}-hf")
+    for one in ("", "-hf"):
+        weights = "weights.safetensors" if not one else "model.safetensors"
+        assert (tmp_path / f"remote{one}" / weights).read_bytes() == (tmp_path / f"local{one}" / weights).read_bytes()
+    said = called(monkeypatch, capsys, "convert", "from-hf", model, tmp_path / "ours")
+    assert said.startswith(f"converted {model} to {tmp_path / 'ours'}: ")
+    assert json.loads((tmp_path / "ours/model.json").read_text())["source"] == model
+    prompt = ["--prompt", "def ", "--max-new-tokens", "3", "--json"]
+    answers = [called(monkeypatch, capsys, "generate", "--model", one, *prompt) for one in (model, folders["hf"])]
+    assert answers[0] == answers[1]
+
+
+def test_a_model_name_in_a_recipe_is_no_address(tiny_config):
+    with pytest.raises(
+        ConfigError, match=r"^model.name=s3://b/x is an address: set train.init_from to it, and model.name to a"
+    ):
+        tiny_config("model.name=s3://b/x", "model.num_layers=null")
+
+
+def test_google_cloud_storage(folders, tmp_path, monkeypatch):
+    pytest.importorskip("gcp_storage_emulator")
+    pytest.importorskip("gcsfs")
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud import storage
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with gcs() as port, serving(Server(behind=port)) as door:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", door.url)
+        client = storage.Client("a-project", AnonymousCredentials(), client_options={"api_endpoint": door.url})
+        bucket = client.create_bucket("models")
+        forget_clients("gs")
+        for path in (path for path in folders["hf"].iterdir() if path.is_file()):
+            bucket.blob(f"mine/{path.name}").upload_from_string(path.read_bytes())
+        np.testing.assert_equal(arrays("gs://models/mine"), arrays(folders["hf"]))
+        # The name and the size stay, and the generation does not.
+        file = folders["hf"] / "model-00001-of-00002.safetensors"
+        bucket.blob(f"mine/{file.name}").upload_from_string(file.read_bytes()[:-1] + b"\1")
+        assert len(cached(tmp_path)) == 1
+        assert arrays("gs://models/mine").keys() == arrays(folders["hf"]).keys()
+        assert len(cached(tmp_path)) == 2
+    forget_clients("gs")
+    assert load_model(Path(cached(tmp_path)[0]), compute_dtype="float32").config.vocab_size == 256
