@@ -42,6 +42,7 @@ class _Train:
     skip_spikes: Switch = False
     diloco_steps: PositiveInt | None = None
     diloco_after_steps: Whole = 0
+    diloco_bits: PositiveInt = 32
 
 
 @dataclass(frozen=True)

@@ -306,6 +306,9 @@ class TrainConfig(Section):
     """Learning rate of the outer optimizer."""
     diloco_momentum: Decay = 0.9
     """Nesterov momentum of the outer optimizer; 0: plain SGD."""
+    diloco_bits: Literal[32, 8, 4] = 32
+    """Bits of each number that replicas send in an outer step. 8 and 4: multiples of a step for each 128 numbers, and what they
+    leave out is kept and sent in the next rounds (error feedback)."""
     diloco_after_steps: Count = 0
     """Number of first steps without DiLoCo, synchronised at every step: a fifth of a run is a good start."""
     eval_every_steps: PositiveInt | None = None

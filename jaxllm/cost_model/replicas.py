@@ -1,8 +1,9 @@
 """What replicas send each other, and the network that connects them.
 
-Hybrid sharding sums the gradients of all replicas once a step, and DiLoCo their weights once a round, both in float32. Each
-rank sends its shard of its replica's master weights, so all GPUs of a replica send at the same time. Where a network of their
-own connects the replicas (parallel.replica_gbit_per_s, replica_latency_ms), each has one link, which its GPUs share.
+Hybrid sharding sums the gradients of all replicas once a step, in float32. DiLoCo sums their weights once a round, in float32,
+or as codes (train.diloco_bits), which take an all-to-all and an all-gather. Each rank sends its shard of its replica's master
+weights, so all GPUs of a replica send at the same time. Where a network of their own connects the replicas
+(parallel.replica_gbit_per_s, replica_latency_ms), each has one link, which its GPUs share.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from jaxllm.config import Config, ParallelConfig
 from jaxllm.config.model_spec import parameters
-from jaxllm.cost_model.network import Group, Links, all_reduce_s
+from jaxllm.config.rounds import OUTER_BLOCK, sends_codes, without_rounds
+from jaxllm.cost_model.network import Group, Links, all_reduce_s, ring_all_reduce_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 from jaxllm.display import readable
@@ -27,7 +29,7 @@ class Exchange:
     gpus: int
     """GPUs of a replica."""
     rank_bytes: int
-    """Bytes that each GPU has to sum with those of the other replicas."""
+    """Bytes that each GPU has to sum with those of the other replicas. Of codes, without the zeros that fill the last block."""
     steps: int
     """Steps from one exchange to the next: 1, or a round of DiLoCo."""
     reductions: int
@@ -40,18 +42,24 @@ class Exchange:
         """Bytes that leave each replica, in rings; as many arrive."""
         return 2 * (self.replicas - 1) * self.rank_bytes * self.gpus // self.replicas
 
+    codes: bool = False
+    """Whether an all-reduce is an all-to-all and an all-gather of codes."""
+
     def seconds(self, group: Group, links: Links) -> float:
         """Time on an idle network."""
-        return self.reductions * all_reduce_s(self.rank_bytes / self.reductions, group, links)
+        time_s = ring_all_reduce_s if self.codes else all_reduce_s
+        return self.reductions * time_s(self.rank_bytes / self.reductions, group, links)
 
 
 def exchange_of(config: Config) -> Exchange | None:
     """The exchange of a resolved config; None with a single replica."""
     if (replicas := config.parallel.replica) == 1:
         return None
-    rank_bytes = FLOAT32 * StepSizes(config).trained.master
+    codes = sends_codes(config)
+    each = config.train.diloco_bits / 8 + FLOAT32 / OUTER_BLOCK if codes else FLOAT32
+    rank_bytes = round(each * StepSizes(config).trained.master)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
-    return Exchange(replicas, config.devices // replicas, rank_bytes, config.train.diloco_steps or 1, matrices)
+    return Exchange(replicas, config.devices // replicas, rank_bytes, config.train.diloco_steps or 1, matrices, codes)
 
 
 def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> tuple[Group, Links]:
@@ -102,14 +110,19 @@ def exchange_lines(config: Config, step_s: float | None) -> Iterator[str]:
         return
     yield f"Between {exchange.replicas} replicas of {_gpus(exchange.gpus)} ({network_text(config.parallel)})"
     sent = readable(exchange.sent_bytes)
+    codes = f" in {config.train.diloco_bits} bits" if exchange.codes else ""
     if (steps := config.train.diloco_steps) is None:
         time = "" if step_s is None else f": {step_s:.3g} s exposed"
         yield f"  each sends {sent} of gradients every step, and receives as much{time}"
         return
     time = "" if step_s is None else f": {steps * step_s:.3g} s exposed, {step_s:.3g} s a step"
+    every = f"every {steps:,} step{'s' if steps > 1 else ''}"
     after = config.train.diloco_after_steps
-    before = f"; as much of gradients in each of the first {after:,} steps" if after else ""
-    yield f"  each sends {sent} of weights every {steps:,} step{'s' if steps > 1 else ''}, and receives as much{time}{before}"
+    together = exchange_of(without_rounds(config))
+    assert together is not None, "it has replicas"
+    much = readable(together.sent_bytes) if exchange.codes else "as much"
+    before = f"; {much} of gradients in each of the first {after:,} steps" if after else ""
+    yield f"  each sends {sent} of weights{codes} {every}, and receives as much{time}{before}"
 
 
 def _gpus(count: int) -> str:

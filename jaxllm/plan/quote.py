@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.capability import AMPERE
+from jaxllm.config.rounds import sends_codes
 from jaxllm.cost_model.error_range import ErrorRange, error_range
 from jaxllm.cost_model.flops import parameter_count, state_bytes, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
@@ -49,6 +50,8 @@ SAVE_OVERHEAD_S = 1.0
 on one machine it was 0.01 s (benchmarks/RESULTS.md, "Checkpoints"), on many it was not measured."""
 OUTER_BYTES = 8
 """Bytes more with DiLoCo: the weights after the last outer step, and their momentum."""
+RESIDUAL_BYTES = 4
+"""And for each replica with train.diloco_bits below 32."""
 LUCK = 1.645
 """Standard deviations on both sides that hold 90% of a normal distribution."""
 LEAST_GOODPUT = 0.01
@@ -341,7 +344,8 @@ def checkpoint_bytes(config: Config) -> int:
     """Bytes of a checkpoint on the disk; with DiLoCo each replica's state, and that of the outer step."""
     if config.train.diloco_steps is None:
         return state_bytes(config)
-    return state_bytes(config) * config.parallel.replica + OUTER_BYTES * parameter_count(config.model)
+    of_replica = state_bytes(config) + RESIDUAL_BYTES * sends_codes(config) * parameter_count(config.model)
+    return of_replica * config.parallel.replica + OUTER_BYTES * parameter_count(config.model)
 
 
 def predicted_speed(config: Config, gpu: Gpu, gpus_per_host: int) -> Span:

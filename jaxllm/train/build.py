@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.rounds import sends_codes
 from jaxllm.config.types import GIVEN, MASTER_ON_HOST
 from jaxllm.mesh import replicated
 from jaxllm.parallel.parallelize import parallelize
@@ -117,9 +118,10 @@ def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Traini
     measuring_step = None if every in (None, 1) else make_step(functions.value_grad_and_parts)
     state: dict[str, Any] = {"shardings": shardings, "create": create, "metrics_sharding": replicated(mesh)}
     if is_diloco:
+        codes = sends_codes(config)
         state = {
-            "shardings": diloco.state_shardings(shardings, replicas),
-            "create": lambda seed: diloco.begin(create(seed), replicas),
+            "shardings": diloco.state_shardings(shardings, replicas, codes),
+            "create": lambda seed: diloco.begin(create(seed), replicas, codes),
             "metrics_sharding": diloco.metrics_sharding(mesh),
         }
     return Training(functions=functions, step=step, measuring_step=measuring_step, **state)

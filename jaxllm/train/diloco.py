@@ -12,6 +12,7 @@ the replicas. The last step of a run always ends a round, even a shorter one.
 The loss of a replica is the mean over its own targets, and its gradients are clipped by its own norm. The inner step is the
 train step over arrays with a leading replica dim, [replica, ...]. parallelize.py returns gradients in this form; the rest is
 vmapped. Each device stores its part of t and v in addition to its replica's state: 8 bytes per parameter, sharded by ZeRO.
+With train.diloco_bits below 32 replicas send codes, and keep what these leave out in a residual of 4 more (outer_codes.py).
 Metrics and state keys call a replica an island.
 """
 
@@ -30,9 +31,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.rounds import are_codes, sends_codes
 from jaxllm.mesh import REPLICA, replicated
 from jaxllm.runtime import progress
 from jaxllm.sharding import replica_spec
+from jaxllm.train.outer_codes import coded_mean
 from jaxllm.train.state import TrainState
 
 Metrics = dict[str, Any]
@@ -54,6 +57,8 @@ class DilocoState:
     """v, float32, with the shapes of `params`."""
     islands: TrainState
     """State of each replica, [replica, ...]."""
+    residual: Any = None
+    """What each replica has not sent yet, float32, [replica, ...]; None if they send float32."""
 
     @property
     def recent(self) -> Any:
@@ -66,22 +71,22 @@ class DilocoState:
 # ------------------------------------------------------------------------------------------------------- what build.py takes
 
 
-def without(config: Config) -> Config:
-    """The config of the steps before the first round, in which replicas train synchronously."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"diloco_steps": None})})
+def begin(state: TrainState, replicas: int, codes: bool = False) -> DilocoState:
+    """The state at the start of the first round: each replica has a copy of `state`, and v is 0.
 
-
-def begin(state: TrainState, replicas: int) -> DilocoState:
-    """The state at the start of the first round: each replica has a copy of `state`, and v is 0."""
+    Args:
+      codes: whether replicas will send codes. Residuals begin at 0.
+    """
     own = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), state)
-    return DilocoState(state.step, state.params, jax.tree.map(jnp.zeros_like, state.params), own)
+    residual = jax.tree.map(jnp.zeros_like, own.params) if codes else None
+    return DilocoState(state.step, state.params, jax.tree.map(jnp.zeros_like, state.params), own, residual)
 
 
-def state_shardings(shardings: TrainState, replicas: int) -> DilocoState:
+def state_shardings(shardings: TrainState, replicas: int, codes: bool = False) -> DilocoState:
     """Shardings of a DilocoState from those of a TrainState. t and v are sharded like weights and equal in all replicas; the
     state of a replica is on its own devices only."""
     own = jax.tree.map(lambda s: NamedSharding(s.mesh, replica_spec(s.spec, replicas)), shardings)
-    return DilocoState(shardings.step, shardings.params, shardings.params, own)
+    return DilocoState(shardings.step, shardings.params, shardings.params, own, own.params if codes else None)
 
 
 def metrics_sharding(mesh: Mesh) -> dict[str, NamedSharding]:
@@ -109,18 +114,27 @@ def inner_step(
 # ------------------------------------------------------------------------------------------------------------ what a loop does
 
 
-def outer_step(state: DilocoState, rate: float, momentum: float) -> tuple[DilocoState, Metrics]:
-    """Synchronises the replicas. It is a pure function, to be jitted with the state donated. Its float32 sum over replicas is
-    the only communication of DiLoCo between replicas.
+Mean = Callable[[Any, Any], tuple[Any, Any]]
+"""(changes, residuals), each [replica, ...] -> (D, the next residuals)."""
+
+
+def mean_in_float32(changes: Any, residual: None) -> tuple[Any, None]:
+    return jax.tree.map(lambda d: d.mean(0), changes), residual
+
+
+def outer_step(state: DilocoState, rate: float, momentum: float, mean: Mean = mean_in_float32) -> tuple[DilocoState, Metrics]:
+    """Synchronises the replicas. It is a pure function, to be jitted with the state donated. Its mean over replicas is the only
+    communication of DiLoCo between replicas.
 
     Metrics: outer_grad_norm, |D|. island_drift, the distance of a replica from t, as root mean square over replicas. With
-    several replicas also island_cosine, the mean product of two replicas' changes divided by the mean square of one.
+    several replicas also island_cosine, the mean product of two replicas' changes divided by the mean square of one; where D
+    comes from codes it has their error.
     """
     own = state.islands.params
     with jax.named_scope("outer_step"):
         # Subtract before the mean: the differences are small, so their sum keeps more digits.
         changes = jax.tree.map(lambda t, own_t: t[None] - own_t, state.params, own)
-        change = jax.tree.map(lambda d: d.mean(0), changes)
+        change, residual = mean(changes, state.residual)
         velocity = jax.tree.map(lambda v, d: momentum * v + d, state.momentum, change)
         params = jax.tree.map(lambda t, d, v: t - rate * (d + momentum * v), state.params, change, velocity)
         synced = jax.tree.map(lambda t, own_t: jnp.broadcast_to(t[None], own_t.shape), params, own)
@@ -132,7 +146,7 @@ def outer_step(state: DilocoState, rate: float, momentum: float) -> tuple[Diloco
             products = (count * jnp.square(norm) - square) / (count - 1)
             metrics["island_cosine"] = products / jnp.maximum(square, jnp.finfo(jnp.float32).tiny)
     moved = dataclasses.replace(state.islands, params=synced)
-    return DilocoState(state.step, params, velocity, moved), metrics
+    return DilocoState(state.step, params, velocity, moved, residual), metrics
 
 
 class Rounds:
@@ -147,6 +161,9 @@ class Rounds:
         assert train.diloco_steps is not None, "there are no rounds"
         self._first, self._every, self._last = train.diloco_after_steps, train.diloco_steps, train.steps
         step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
+        if sends_codes(config):
+            shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.residual))
+            step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))
         self.jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
         self._compiled_step: Any = None
 
@@ -197,6 +214,13 @@ def in_rounds(meta: Mapping[str, Any]) -> bool:
     train = meta["config"]["train"]
     # Older checkpoints lack these keys. The first round begins with the next step.
     return train.get("diloco_steps") is not None and meta["step"] > train.get("diloco_after_steps", 0)
+
+
+def as_saved(state: DilocoState, meta: Mapping[str, Any]) -> DilocoState:
+    """A layout without the residuals, if the checkpoint with this metadata holds none."""
+    train, parallel = meta["config"]["train"], meta["config"]["parallel"]
+    has_residual = are_codes(train.get("diloco_bits", 32), parallel["replica"])
+    return state if has_residual else dataclasses.replace(state, residual=None)
 
 
 def require_same_replicas(meta: Mapping[str, Any], config: Config) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
+from jaxllm.config.rounds import sends_codes
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.pipeline_schedule import idle_share, microbatches_for
@@ -107,6 +108,7 @@ def diloco_line(config: Config) -> str:
     who = f"{replicas} replicas, each on 1/{replicas} of every batch" if replicas > 1 else "one replica"
     start = f" after {train.diloco_after_steps} synchronous steps" if train.diloco_after_steps else ""
     outer = f"Nesterov step of {train.diloco_lr:g}, momentum {train.diloco_momentum:g}"
+    outer += f", in {train.diloco_bits} bits" if sends_codes(config) else ""
     return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps and after the last"
 
 

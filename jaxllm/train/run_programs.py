@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import Config
+from jaxllm.config.rounds import sends_codes, without_rounds
 from jaxllm.mesh import batch_sharding, replicated
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train import diloco
@@ -45,9 +46,10 @@ def jit_layer_norms(training: Training, mesh: Mesh) -> Any:
     return jax.jit(training.functions.layer_norms, out_shardings=replicated(mesh))
 
 
-def jit_first_round(training: Training, replicas: int) -> Any:
+def jit_first_round(training: Training, config: Config) -> Any:
     """State of ordinary steps -> the state in rounds (diloco.py), which `training` is for."""
-    return jax.jit(partial(diloco.begin, replicas=replicas), out_shardings=training.shardings)
+    begin = partial(diloco.begin, replicas=config.parallel.replica, codes=sends_codes(config))
+    return jax.jit(begin, out_shardings=training.shardings)
 
 
 def batch_layout(
@@ -79,14 +81,14 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
     """The programs of a run of a resolved config, from its initial state to its last evaluation. Sampling text at the end, and
     reading a checkpoint, compile small programs of their own.
     """
-    of_first = build_trainings(diloco.without(config), mesh)
+    of_first = build_trainings(without_rounds(config), mesh)
     first = of_first[1]
     yield RunProgram(INITIAL_STATE, first.jit_create(), (config.train.seed,))
     trainings = [(of_first, 0, config.train.steps)]
     if config.train.diloco_steps is not None:
         of_rounds, begin = build_trainings(config, mesh), config.train.diloco_after_steps
         trainings, rounds = [(of_first, 0, begin), (of_rounds, begin, config.train.steps)], of_rounds[1]
-        yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config.parallel.replica), (first.layout(),))
+        yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config), (first.layout(),))
         outer: Any = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
         yield RunProgram(OUTER_STEP, outer.jitted_step, (rounds.layout(),))
     ends = [*(phase.first_step for phase in config.phases[1:]), config.train.steps]

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -29,6 +28,7 @@ from jaxllm.checkpoint.memory_restore import MemoryCheckpoint
 from jaxllm.checkpoint.weights import MUST_AGREE, initial_adapter, initial_weights, read_initial, with_commits
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
+from jaxllm.config.rounds import without_rounds
 from jaxllm.cost_model.hardware import require_device_runs
 from jaxllm.data.sources import load_data
 from jaxllm.model.llama import Llama
@@ -37,7 +37,7 @@ from jaxllm.parallel.parameters import merge_model
 from jaxllm.parallel.types import Loss
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
-from jaxllm.train import diloco, evaluation, fewer_hosts, run_programs
+from jaxllm.train import diloco, evaluation, fewer_hosts, restored, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_trainings
@@ -152,7 +152,7 @@ class Trainer:
         """Switches to the programs of steps in rounds (diloco.py), or of ordinary steps. Each is compiled when it is needed.
         The caller converts the state.
         """
-        config = self.config if in_rounds else diloco.without(self.config)
+        config = self.config if in_rounds else without_rounds(self.config)
         trainings = build_trainings(config, self.mesh, self._given)
         self._training = training = trainings[1]
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ class Trainer:
         if train.diloco_steps is not None and self.rounds is None and self.step >= train.diloco_after_steps:
             with defer_sigint():
                 training = self._use(in_rounds=True)
-                share_out = jit_first_round(training, self.config.parallel.replica)
+                share_out = jit_first_round(training, self.config)
                 with jax.set_mesh(self.mesh), progress.phase("compile"):
                     self.state = self.saved.wrap(run_programs.FIRST_ROUND, share_out)(self.state)
         if self.programs.current is None:
@@ -336,15 +336,10 @@ class Trainer:
             if in_rounds not in layouts:
                 with jax.set_mesh(self.mesh):
                     layouts[in_rounds] = self._training.layout()
-            has_recent = meta["config"]["train"].get("skip_spikes", False)
-            return layouts[in_rounds] if has_recent else layouts[in_rounds].with_recent(None)
+            return restored.layout_in(meta, layouts[in_rounds])
 
-        self.state = checkpoints.restore(like, self.parallelized.table)
-        recent = layouts[self.rounds is not None].recent
-        if self.state.recent is None and recent is not None:
-            # The checkpoint has no recent values, so the usual level is learnt again.
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), recent)
-            self.state = self.state.with_recent(zeros)
+        found = checkpoints.restore(like, self.parallelized.table)
+        self.state = restored.completed(found, layouts[self.rounds is not None])
         self.step = int(self.state.step)
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
         self.noise = NoiseScale()

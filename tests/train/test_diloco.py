@@ -144,11 +144,12 @@ def test_bytes_between_replicas_fall_by_the_length_of_a_round(tiny_config, mesh)
 @pytest.mark.slow
 def test_on_gpus_a_replicas_step_is_that_of_a_run_of_its_own(tiny_config):
     """Compiled for two hosts of four H100s with a replica each, and for one host with half the batch: the transfers are the
-    same, all within a replica, and memory grows by t and v, which pass through unchanged."""
+    same, all within a replica, and memory grows by t, v and the residual, which pass through unchanged."""
     shared = ("model.hidden_size=256", "model.intermediate_size=512", "model.vocab_size=2048", "model.compute_dtype=bfloat16")
     shared = (*shared, "parallel.data=2", "parallel.tensor=2", "parallel.zero=1", "train.microbatch_sequences=1")
     alone = tiny_config(*shared, "train.global_batch_sequences=8", "train.sequence_length=256")
     islands = ("parallel.replica=2", "train.global_batch_sequences=16", "train.sequence_length=256", "train.diloco_steps=5")
+    islands = (*islands, "train.diloco_bits=4")
     both = tiny_config(*shared, *islands)
     sent, memory = [], []
     for hosts, config in ((1, alone), (2, both)):

@@ -1,0 +1,23 @@
+"""What a config says about DiLoCo's rounds (train/diloco.py), for the trainer and the cost model."""
+
+from __future__ import annotations
+
+from jaxllm.config import Config
+
+OUTER_BLOCK = 128
+"""Numbers that share a step, where replicas send codes (train/outer_codes.py)."""
+
+
+def are_codes(bits: int, replicas: int) -> bool:
+    """Whether so many replicas with this train.diloco_bits send codes; a single one sends nothing."""
+    return bits < 32 and replicas > 1
+
+
+def sends_codes(config: Config) -> bool:
+    """Whether replicas send codes in outer steps, and keep residuals."""
+    return config.train.diloco_steps is not None and are_codes(config.train.diloco_bits, config.parallel.replica)
+
+
+def without_rounds(config: Config) -> Config:
+    """The config of the steps before the first round, in which replicas train synchronously."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"diloco_steps": None})})
