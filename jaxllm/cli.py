@@ -20,7 +20,7 @@ import typer
 from jaxllm import BEGAN_S, __version__
 from jaxllm.cli_errors import ending_in_one_sentence, open_standard_streams
 from jaxllm.cli_estimates import estimate, inspect
-from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_prepare, evaluate, export, generate, lm_eval
+from jaxllm.cli_models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
 from jaxllm.cli_options import (
     AsJson,
     CacheDir,
@@ -370,6 +370,7 @@ def rehearse(
 
 
 data_app.command("prepare", **example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))(data_prepare)
+data_app.command("fill", **example("data fill quickstart train.sequence_length=8192"))(data_fill)
 convert_app.command("from-hf", **example("convert from-hf smollm2 models/smollm2"))(convert_from_hf)
 convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))(convert_to_hf)
 

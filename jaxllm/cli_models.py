@@ -17,9 +17,11 @@ from jaxllm.cli_options import (
     ModelFolder,
     OtherTokenizer,
     Overrides,
+    Recipe,
     SavedStep,
     Verify,
     fitted,
+    load,
     show,
     show_at_once,
     tell,
@@ -230,6 +232,15 @@ def data_prepare(
         print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
         raise typer.Exit(130) from None
     print(json.dumps(summary.to_json()) if as_json else fitted(summary.lines()))
+
+
+def data_fill(recipe: Recipe, as_json: AsJson = False) -> None:
+    """Counts how much of a step's positions the text uses. Padded, and packed as the run packs it."""
+    loaded = load(recipe)
+    from jaxllm.data.fill import fill
+
+    report = fill(loaded)
+    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
 
 
 def convert_from_hf(

@@ -12,10 +12,11 @@ from jaxllm.compile.aot import can_compile_for_gpus
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 LORA = "05_fine_tune_with_lora"
-NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works", LORA)
+MANY = "06_why_many_gpus"
+NOTEBOOKS = ("01_train_on_one_host", "02_plan_a_cluster", "03_bring_a_model", "04_how_it_works", LORA, MANY)
 COMPILES = "02_plan_a_cluster"
-NIGHTLY = (COMPILES, "03_bring_a_model", LORA)
-"""Notebooks whose content the tests of plans, of conversion and of adapters cover."""
+NIGHTLY = (COMPILES, "03_bring_a_model", LORA, MANY)
+"""Notebooks whose content the tests of plans, of conversion, of adapters and of noise scales cover, in less time."""
 LARGEST_BYTES = 400_000
 
 

@@ -9,7 +9,7 @@ import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,7 +18,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import PositiveInt, Switch, Tokens
 from jaxllm.pretrained.folder import versions
 from jaxllm.runtime.error_causes import causes
-from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, read_json
+from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, read_json, shown
 
 FORMAT = 2
 """In format 1, a checksum covers only the ends of a large file (checksums.py)."""
@@ -192,6 +192,17 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
       OSError, ValueError: the list is missing or torn.
     """
     return checked_map(read_json(folder / FILES, FILES_BYTES), tuple[Whole, Whole])
+
+
+def differs(listed: Mapping[str, int], there: Mapping[str, int]) -> str | None:
+    """How the objects of a checkpoint differ from what its files.json lists, both as {name: bytes}; None if they do not."""
+    for name, size in listed.items():
+        path = PurePosixPath(name)
+        if path.parts[:1] not in ((STATE,), (META,)) or ".." in path.parts:
+            return f"{FILES} names {shown(name)}"
+        if there.get(name) != size:
+            return f"{shown(name)} " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
+    return None
 
 
 NOT_DAMAGE = (

@@ -16,9 +16,9 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import jax
 
@@ -28,9 +28,9 @@ from jaxllm.checkpoint.files import (
     FILES,
     FILES_BYTES,
     META,
-    STATE,
     Meta,
     damage,
+    differs,
     read_files,
     read_meta,
     saved_steps,
@@ -42,7 +42,6 @@ from jaxllm.checkpoint.store import ANSWER_S, LostError, Store, StoreError, Stor
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes
 from jaxllm.runtime.shared_errors import raise_together
-from jaxllm.untrusted import shown
 
 WAITS_S = (1.0, 5.0, 20.0)
 """Before each further try to copy a checkpoint."""
@@ -394,14 +393,3 @@ def unusable(address: str, error: OSError) -> ConfigError:
     refusal = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
     refusal.exit_code = found.exit_code
     return refusal
-
-
-def differs(listed: Mapping[str, int], there: Mapping[str, int]) -> str | None:
-    """How the objects of a checkpoint differ from what its files.json lists, both as {name: bytes}; None if they do not."""
-    for name, size in listed.items():
-        path = PurePosixPath(name)
-        if path.parts[:1] not in ((STATE,), (META,)) or ".." in path.parts:
-            return f"{FILES} names {shown(name)}"
-        if there.get(name) != size:
-            return f"{shown(name)} " + (f"has {there[name]} bytes of {size}" if name in there else "is missing")
-    return None

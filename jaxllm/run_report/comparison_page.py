@@ -40,10 +40,6 @@ table.runs td, table.runs th { border-bottom: 1px solid color-mix(in srgb, curre
 table.runs td, thead th { text-align: right; max-width: 12rem; padding: .2rem 0 .2rem .8rem; }
 table.runs td.long { overflow-wrap: anywhere; min-width: 6rem; }
 tbody th { font-weight: normal; position: sticky; left: 0; background: Canvas; }
-@media print {
-  :root { color-scheme: light; } body { font-size: 9pt; margin: 0; padding: 0; } .wide { overflow: visible; }
-  .grid { grid-template-columns: 1fr 1fr; gap: .5rem; } .grid > div, tr, p { break-inside: avoid; }
-}
 """
 LONG, LONG_CLASS = 16, ' class="long"'
 """Characters of a value, such as a path, from which on it may be broken anywhere."""

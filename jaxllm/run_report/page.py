@@ -68,7 +68,11 @@ svg { width: 100%; height: auto; } svg text { font-family: inherit; }
 table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top; }
 table.numbers td, table.numbers th { text-align: right; font-variant-numeric: tabular-nums; }
 .own { font-weight: 600; } .no { opacity: .5; } .small { font-size: .9em; opacity: .8; }
-STYLE</style>
+STYLE@media print {
+  :root { color-scheme: light; } body { font-size: 9pt; margin: 0; padding: 0; } .wide { overflow: visible; }
+  .grid { grid-template-columns: 1fr 1fr; gap: .5rem; } .grid > div, tr, p { break-inside: avoid; }
+}
+</style>
 </head>
 <body>
 """
@@ -102,7 +106,7 @@ def page(report: RunReport) -> str:
     name, times_s = escape(report.history.folder.resolve().name), report.history.times_s
     parts = [
         f"<h1>{name}</h1>",
-        _table([], report.facts()),
+        f'<div class="wide">{_table([], report.facts())}</div>',
         *paragraphs(report.notes()),
         grid([*training_charts(report.history), memory_chart(report)]),
     ]

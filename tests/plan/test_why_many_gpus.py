@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import jaxllm
 from jaxllm.cli import app
 from jaxllm.cost_model.hardware import GPUS
+from jaxllm.data.fill import fill
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.sweep import sweep_gpus, sweep_of
 
@@ -70,6 +71,18 @@ def test_attention(row):
     assert xla["peak_bytes"] / GIB == pytest.approx(plain, rel=0.01)
     assert cudnn["peak_bytes"] / GIB == pytest.approx(fused, rel=0.02)
     assert cudnn["terms_s"]["attention"] / cudnn["step_s"] == pytest.approx(share / 100, abs=0.006)
+
+
+@pytest.mark.parametrize("row", rows("positions of a sequence"), ids=lambda row: row[0])
+def test_fill(row):
+    """Other versions of Python have another library."""
+    S, padded, packed, padded_tokens, packed_tokens, times = (numbers(cell)[0] for cell in row)
+    config = jaxllm.load_config("quickstart", [f"train.sequence_length={S:.0f}"])
+    found = fill(config).rows
+    assert [100 * one.target_share for one in found] == pytest.approx([padded, packed], abs=4)
+    assert [one.targets_a_step for one in found] == pytest.approx([padded_tokens, packed_tokens], rel=0.1)
+    assert found[0].sequences / found[1].sequences == pytest.approx(times, rel=0.1)
+    assert [100 * tokens / (8 * S) for tokens in (padded_tokens, packed_tokens)] == pytest.approx([padded, packed], abs=0.06)
 
 
 @pytest.mark.slow
