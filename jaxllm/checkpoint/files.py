@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -74,20 +74,23 @@ class StoredMeta:
     fingerprint: Text
     config: _Sections
     skipped_steps: Whole = 0
+    noise_scale: tuple[()] | tuple[Whole, float, float, float, float, float, float, float] = ()
 
 
-def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0) -> Meta:
+def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0, noise: Sequence[float] = ()) -> Meta:
     """Metadata for a checkpoint of `step`.
 
     Args:
       fingerprint: fingerprint of the text that the run reads.
       skipped_steps: number of steps so far that were skipped.
+      noise: state of the averages of the gradient noise scale (train/noise_scale.py).
     """
     return {
         "format": FORMAT,
         "step": step,
         "samples": config.sequences_before(step),
         "skipped_steps": skipped_steps,
+        "noise_scale": list(noise),
         "fingerprint": fingerprint,
         "vocab_size": config.model.vocab_size,
         "config": config.model_dump(mode="json"),

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 
 from jaxllm.checkpoint.checksums import changed
 from jaxllm.checkpoint.files import FILES, META, STATE, damage, differs, read_files, why
-from jaxllm.checkpoint.stored_checkpoints import RUN
+from jaxllm.checkpoint.stored_run_files import RUN
 from jaxllm.config import ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL
 from jaxllm.data.cached import locked

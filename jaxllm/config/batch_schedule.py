@@ -69,6 +69,11 @@ def sequences_before(phases: Sequence[Phase], step: int) -> int:
     return phase.first_sequence + (step - phase.first_step) * phase.sequences
 
 
+def doublings(batch: int, most: int) -> tuple[int, ...]:
+    """`batch` doubled again and again, up to `most`."""
+    return () if 2 * batch > most else (2 * batch, *doublings(2 * batch, most))
+
+
 def done_by(phases: Sequence[Phase], step: int) -> tuple[Phase, ...]:
     """The phases in which the first `step` steps ran. A run that has done these steps can no longer change them."""
     return tuple(phase for phase in phases if phase.first_step < step)

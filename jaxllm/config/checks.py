@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
+from jaxllm.config.batch_schedule import doublings
 from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.model_spec import LAYERS, parameters
@@ -227,7 +228,8 @@ def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
 
 def check_tokens(train: TrainConfig) -> None:
     """Raises if a step, or the run, has more tokens than arrays and counters hold."""
-    largest = max((train.global_batch_sequences, *(sequences for _, sequences in train.batch_schedule)))
+    batches = (train.global_batch_sequences, *(sequences for _, sequences in train.batch_schedule))
+    largest = max((*batches, *doublings(batches[-1], train.batch_grows_to or 0)))
     if (tokens := largest * train.sequence_length) > MOST_STEP_TOKENS:
         raise refuse(
             f"train.global_batch_sequences={largest} x sequence_length={train.sequence_length} are {tokens:.1e} tokens a step, "
@@ -250,10 +252,26 @@ def check_batch_schedule(train: TrainConfig) -> None:
                 f"train.length_schedule has a length of {length}, which does not divide train.sequence_length="
                 f"{train.sequence_length}: use one of {list(divisors(train.sequence_length))}."
             )
-    if train.batch_lr != "none" and not train.batch_schedule:
+    if train.batch_lr != "none" and not train.batch_schedule and train.batch_grows_to is None:
         raise refuse(
             f"train.batch_lr={train.batch_lr} needs train.batch_schedule, and there is none: set one, or set batch_lr=none."
         )
+
+
+def check_batch_growth(train: TrainConfig, data: DataConfig, log: LogConfig) -> None:
+    """Raises if train.batch_grows_to cannot be followed."""
+    if train.batch_grows_to is None:
+        return
+    of = f"train.batch_grows_to={train.batch_grows_to}"
+    if log.noise_scale_every is None:
+        raise refuse(f"{of} follows the gradient noise scale, which is not measured: set log.noise_scale_every=1.")
+    if train.diloco_steps is not None:
+        raise refuse(f"{of} does not go with train.diloco_steps={train.diloco_steps}: leave one of them out.")
+    if data.source == GIVEN:
+        raise refuse(f"{of} does not go with batches that the caller gives: leave it out.")
+    last = train.batch_schedule[-1][1] if train.batch_schedule else train.global_batch_sequences
+    if train.batch_grows_to < last:
+        raise refuse(f"{of} is below the batch of {last} sequences: make it {2 * last} or more, or leave it out.")
 
 
 def check_log(data: DataConfig, train: TrainConfig, log: LogConfig, of_bytes: bool) -> None:

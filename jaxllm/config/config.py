@@ -17,9 +17,10 @@ import yaml
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from jaxllm.config.batch_schedule import Phase, phase_at, phases_of, sequences_before
+from jaxllm.config.batch_schedule import Phase, doublings, phase_at, phases_of, sequences_before
 from jaxllm.config.checks import (
     check_all_on_host,
+    check_batch_growth,
     check_batch_schedule,
     check_diloco,
     check_frozen,
@@ -90,6 +91,7 @@ class Config(Section):
         if parallel.data != AUTO:
             _check_microbatches(self)
         check_batch_schedule(train)
+        check_batch_growth(train, self.data, self.log)
         unit = sequence_unit(parallel.context, parallel.tensor)
         for _, length in train.length_schedule:
             if length % unit:
@@ -135,7 +137,7 @@ class Config(Section):
 
     @property
     def has_phases(self) -> bool:
-        return bool(self.train.batch_schedule or self.train.length_schedule)
+        return bool(self.train.batch_schedule or self.train.length_schedule or self.train.batch_grows_to)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -163,6 +165,7 @@ class Config(Section):
             "global_batch_sequences": train.global_batch_sequences * parts,
             "microbatch_sequences": self.microbatch_sequences * parts,
             "batch_schedule": tuple((tokens, sequences * parts) for tokens, sequences in train.batch_schedule),
+            "batch_grows_to": train.batch_grows_to and train.batch_grows_to * parts,
             "length_schedule": (),
         }
         return self.model_copy(update={"train": train.model_copy(update=update)})
@@ -175,7 +178,7 @@ class Config(Section):
         """This config with the batch size and the length of `phase` for all steps; needs a concrete parallel.data."""
         cut = self.cut(phase.parts)
         batch = {"global_batch_sequences": phase.sequences * phase.parts, "batch_schedule": (), "batch_lr": "none"}
-        return cut.model_copy(update={"train": cut.train.model_copy(update=batch)})
+        return cut.model_copy(update={"train": cut.train.model_copy(update=batch | {"batch_grows_to": None})})
 
     @property
     def at_largest_batch(self) -> Config:
@@ -184,8 +187,11 @@ class Config(Section):
 
     @property
     def largest_phase(self) -> Phase:
-        """The phase with the largest batch that the run reaches, and of these with the longest sequences."""
+        """The phase with the largest batch that the run reaches, or may grow to, and of these with the longest sequences."""
         reached = [phase for phase in self.phases if phase.first_step < self.train.steps]
+        if self.train.batch_grows_to is not None:
+            last = reached[-1]
+            reached += [last._replace(sequences=n) for n in doublings(last.sequences, self.train.batch_grows_to)]
         return max(reached, key=lambda phase: (phase.sequences, -phase.parts))
 
     @property

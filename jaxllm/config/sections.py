@@ -262,13 +262,16 @@ class TrainConfig(Section):
     """[[from_tokens, global_batch_sequences], ...]: the batch size after from_tokens consumed tokens, such as
     [[1_000_000_000, 2048], [4_000_000_000, 4096]]. The microbatch size stays the same, and a step has more microbatches.
     train.steps counts steps of any batch size."""
+    batch_grows_to: PositiveInt | None = None
+    """Double the global batch, up to this many sequences, whenever the measured gradient noise scale is surely twice the batch
+    (docs/batch.md); needs log.noise_scale_every. The run reads the tokens that train.steps have without it, in fewer steps."""
     length_schedule: LengthSchedule = ()
     """[[until_tokens, length], ...]: until so many tokens are consumed, sequences are cut into parts of `length`, such as
     [[1_000_000_000, 512], [4_000_000_000, 1024]]; then sequence_length. A step has the same tokens and microbatches, in more
     rows, and each length is compiled once."""
     batch_lr: Literal["none", "sqrt", "linear"] = "none"
     """Scales the learning rate by batch / last batch of batch_schedule (linear), by the square root of that (sqrt, usual for
-    Adam) or not at all (none). optimizer.learning_rate is the rate of the last batch."""
+    Adam) or not at all (none). optimizer.learning_rate is the rate of the last batch; with batch_grows_to, of that batch."""
     microbatch_sequences: PositiveInt | None = None
     """Sequences that a data rank computes at once; default: its share of global_batch_sequences, one microbatch per step."""
     seed: Seed = 0

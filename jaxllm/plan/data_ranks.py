@@ -177,7 +177,7 @@ def with_ranks(config: Config, ranks: int, microbatches: int) -> Config:
     microbatch = config.microbatch_sequences
     batch: dict[str, Any] = {"global_batch_sequences": ranks * microbatches * microbatch, "microbatch_sequences": microbatch}
     # The same batch size in all steps, and a single optimizer.
-    batch |= {"batch_schedule": (), "length_schedule": (), "batch_lr": "none", "diloco_steps": None}
+    batch |= {"batch_schedule": (), "batch_grows_to": None, "length_schedule": (), "batch_lr": "none", "diloco_steps": None}
     parallel = config.parallel.model_copy(update={"data": ranks // config.parallel.replica})
     return config.model_copy(update={"parallel": parallel, "train": config.train.model_copy(update=batch)})
 

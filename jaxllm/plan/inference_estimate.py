@@ -239,6 +239,7 @@ def _with_batch(config: Config, use: Use) -> Config:
     p, length = config.parallel, use.sequence_length
     rows = evaluation_rows(length) if use.purpose == "eval" else 1
     train = {"sequence_length": length, "microbatch_sequences": rows, "batch_schedule": (), "length_schedule": ()}
+    train |= {"batch_grows_to": None, "batch_lr": "none"}
     train["global_batch_sequences"] = rows * int(p.data) * p.replica * p.pipe
     # FP8 is for training: the commands do without it.
     others = {"data.mask_documents": False} | ({"model.matmul_dtype": "compute_dtype"} if config.model.multiplies_fp8 else {})

@@ -181,6 +181,7 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
             "eval_every_steps": None,
             "eval_batches": None,
             "length_schedule": (),
+            "batch_grows_to": None,
         },
     }
     if train.batch_schedule:

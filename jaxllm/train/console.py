@@ -59,6 +59,14 @@ class Console:
         if self._line is not None:
             self._line.flush()
 
+    def resize(self, total_steps: int) -> None:
+        """Changes the number of the last step."""
+        self._total = total_steps
+        if self._bar is not None:
+            self._bar.update(self._task, total=total_steps)
+        if self._line is not None:
+            self._line.total = total_steps
+
     def say(self, line: str) -> None:
         if not self._main:
             return
@@ -100,14 +108,14 @@ class NotebookLine:
     """One output of a cell that is updated in place: a bar and the newest step's line. The last one is saved with the cell."""
 
     def __init__(self, total: int):
-        self._total = total
+        self.total = total
         self._handle: Any = None
         self._shown_s = 0.0
         self._newest: tuple[int, str] | None = None
 
     def show(self, step: int, line: str) -> None:
         self._newest = step, line
-        if time.monotonic() - self._shown_s >= NOTEBOOK_REFRESH_S or step >= self._total:
+        if time.monotonic() - self._shown_s >= NOTEBOOK_REFRESH_S or step >= self.total:
             self.flush()
 
     def flush(self) -> None:
@@ -117,7 +125,7 @@ class NotebookLine:
         from IPython.display import display  # type: ignore[import-not-found]
 
         (step, line), self._newest = self._newest, None
-        bar = f'<progress value="{step}" max="{self._total}"></progress>'
+        bar = f'<progress value="{step}" max="{self.total}"></progress>'
         content = {"text/plain": line, "text/html": f"{bar} <code>{escaped(line)}</code>"}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)

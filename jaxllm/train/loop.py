@@ -25,6 +25,7 @@ from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.parallel.types import Loss
 from jaxllm.runtime import distributed, exit_codes, progress, watchdog
 from jaxllm.train import fewer_hosts, trackers
+from jaxllm.train.batch_growth import resumed
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
 from jaxllm.train.exports import exporting
@@ -80,20 +81,19 @@ def fit(
             console.say(missing)
         memory = stack.enter_context(memory_of(trainer, folder))
         resume(trainer, checkpoints, memory, folder, console)
+        config = trainer.config
         keep_reference(folder, trainer, require)
         stack.enter_context(exporting(trainer, checkpoints, folder, console))
-        first = trainer.step
-        if first >= config.train.steps:
+        if (first := trainer.step) >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
         sinks = open_sinks(config, first, require) if distributed.is_main_process() else []
         if distributed.is_main_process():
             for sink in sinks:
                 stack.callback(sink.close)
             trainer.watch.recall(folder / "metrics.jsonl")
-            trainer.noise.recall(folder / "metrics.jsonl", first)
-            require()
-            write_config(folder, config)
             keep_companions(folder, trainer)
+        keep_config = partial(store_config, folder, trainer, require)
+        keep_config()
         if not launch.restarts:
             # Before this point a signal has its default effect.
             stack.enter_context(signals)
@@ -101,7 +101,7 @@ def fit(
         if launch.restarts:
             room = stack.enter_context(distributed.waiting_room(lambda hosts: signals.ask(f"the return of {hosts}")))
         with progress.phase("step"):
-            stopped_by = train(trainer, checkpoints, memory, signals, console, sinks, timer)
+            stopped_by = train(trainer, checkpoints, memory, signals, console, sinks, timer, keep_config)
         with progress.phase("save"):
             if trainer.step == trainer.memory_step:
                 # Nothing was trained since, and the memory is about to be emptied.
@@ -119,6 +119,12 @@ def fit(
             room.ended = not stopped_by
         console.say(f"run directory {folder}")
     return trainer
+
+
+def store_config(folder: Path, trainer: Trainer, require: Callable[[], None]) -> None:
+    if distributed.is_main_process():
+        require()
+        write_config(folder, trainer.config)
 
 
 def leave_early(name: str) -> None:
@@ -189,7 +195,7 @@ def resume(
         with progress.phase("restore"):
             found = memory.find(stored, checkpoints.newest_name)
     if found is not None:
-        require_same_run(found.folder, found.meta(), trainer.config, trainer.data.fingerprint)
+        require_same_run(found.folder, found.meta(), resumed(trainer.asked, found.meta()), trainer.data.fingerprint)
         try:
             with progress.phase("restore"):
                 trainer.restore(found)
@@ -204,7 +210,8 @@ def resume(
             console.say(str(error))
             found = None
     if found is None and stored is not None:
-        require_same_run(folder, checkpoints.meta(), trainer.config, trainer.data.fingerprint)
+        meta = checkpoints.meta()
+        require_same_run(folder, meta, resumed(trainer.asked, meta), trainer.data.fingerprint)
         with progress.phase("restore"):
             trainer.restore(checkpoints)
         say_damaged(checkpoints, folder, console)
@@ -222,9 +229,10 @@ def train(
     console: Console,
     sinks: list[Sink],
     timer: RunTimer,
+    keep_config: Callable[[], None],
 ) -> str | None:
-    """The training loop. Metrics arrive one step late; evaluation, saving and profiling wait for the running step. Returns the
-    signal that stopped it, or None at the last step.
+    """The training loop. Metrics arrive one step late; evaluation, saving and profiling wait for the running step. It calls
+    keep_config when the batch has grown. Returns the signal that stopped it, or None at the last step.
     """
     config, first = trainer.config, trainer.step
     peak_flops = peak_flops_of(trainer)
@@ -255,10 +263,10 @@ def train(
     stopped_by = signals.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()
-        if trainer.step > 0 and (phase := config.phase_at(trainer.step)).first_step == trainer.step:
-            console.say(f"{describe_phase(config, phase)} from here on")
+        announce_phase(trainer, console)
         with profile(config, trainer.step + 1, first + 1):
             publish(trainer.advance())
+            config = announce_growth(trainer, config, console, keep_config)
             step, last = trainer.step, trainer.step == config.train.steps
             actions = signals.actions_after(step)
             stopped_by = None if last else actions.stopped_by
@@ -292,9 +300,26 @@ def train(
     return stopped_by
 
 
+def announce_phase(trainer: Trainer, console: Console) -> None:
+    """Says that the next step begins a phase of train.batch_schedule or train.length_schedule."""
+    if trainer.step > 0 and (phase := trainer.config.phase_at(trainer.step)).first_step == trainer.step:
+        console.say(f"{describe_phase(trainer.config, phase)} from here on")
+
+
+def announce_growth(trainer: Trainer, before: Config, console: Console, keep_config: Callable[[], None]) -> Config:
+    """Says that the step that has just begun has a larger batch, by train.batch_grows_to. Returns the present config."""
+    config = trainer.config
+    if config is not before:
+        console.resize(config.train.steps)
+        console.say(f"{describe_phase(config, config.phases[-1])} from step {trainer.step} to {config.train.steps}")
+        keep_config()
+    return config
+
+
 def describe(trainer: Trainer) -> Meta:
     """Metadata for a checkpoint now."""
-    return describe_run(trainer.config, trainer.step, trainer.data.fingerprint, trainer.watch.skipped_steps)
+    noise = trainer.noise.state() if trainer.noise.found else ()
+    return describe_run(trainer.config, trainer.step, trainer.data.fingerprint, trainer.watch.skipped_steps, noise)
 
 
 def compile_step(trainer: Trainer, console: Console) -> None:

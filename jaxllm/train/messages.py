@@ -59,6 +59,11 @@ def batch_notes(config: Config) -> Iterator[str]:
     if not config.has_phases:
         return
     first, *later = config.phases
+    if (most := config.train.batch_grows_to) is not None:
+        yield (
+            f"the batch doubles, up to {most} sequences, when the gradient noise scale is surely twice the batch; the run ends "
+            f"after {config.total_tokens:,} tokens"
+        )
     if first.parts > 1:
         yield f"at first a {describe_phase(config, first)}"
     for phase in later:
@@ -67,7 +72,7 @@ def batch_notes(config: Config) -> Iterator[str]:
             yield f"after step {phase.first_step} ({tokens:,} tokens) {describe_phase(config, phase)}, compiled then"
     if config.train.batch_lr != "none":
         rule = {"sqrt": "the square root of the batch", "linear": "the batch"}[config.train.batch_lr]
-        last = config.phases[-1].sequences
+        last = config.train.batch_grows_to or config.phases[-1].sequences
         yield f"learning rate proportional to {rule}; optimizer.learning_rate is that of {last} sequences"
     if later and later[-1].first_step >= config.train.steps:
         yield f"note: the run ends before its schedule reaches a {describe_phase(config, later[-1])}"

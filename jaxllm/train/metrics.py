@@ -16,6 +16,7 @@ from typing import IO
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
+from jaxllm.data.loader import SampleStream
 from jaxllm.json_lines import parse
 from jaxllm.train.step_watch import spike_line
 from jaxllm.train.tracker_kinds import Record, Sink
@@ -23,6 +24,19 @@ from jaxllm.train.trackers import Trackers, trackers_of
 from jaxllm.untrusted import GIB, RefusedInput, read_bytes
 
 log = logging.getLogger(__name__)
+
+
+def data_keys(config: Config, stream: SampleStream, step: int) -> Record:
+    """What a step read: batch and length where a schedule changes them, and the epochs of each of several sources."""
+    phase, found = config.phase_at(step - 1), {}
+    if config.train.batch_schedule or config.train.batch_grows_to:
+        found["batch_sequences"] = phase.sequences
+    if (length := config.length_of(phase)) is not None:
+        found["sequence_length"] = length
+    if len(stream.sources) > 1:
+        epochs = stream.epochs(config.sequences_before(step))
+        found |= {f"epochs/{name}": count for name, count in epochs.items()}
+    return found
 
 
 class JsonLines:

@@ -14,18 +14,16 @@ the division. The interval is Fieller's for a ratio of two means. If |g|^2 canno
 Interpretation. If steps and tokens to a loss are S_min (1 + b/B) and E_min (1 + B/b), with b the noise scale, then a fraction
 w = B / (B + b) of a step's tokens is wasted, and a doubled batch needs (1 - w) / 2 fewer steps and w more tokens. This is a
 model: measured critical batches can be far larger (Merrill et al., 2025, arXiv 2505.23971). Nothing in this module changes a
-run.
+run; batch_growth.py does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxllm.json_lines import numbers, read_lines
 from jaxllm.plan.noise_scale_text import NoiseEstimate
 from jaxllm.train.step_noise import G2, S
 
@@ -74,12 +72,18 @@ class NoiseScale:
             self.add(values[G2], values[S])
         return {} if self.found is None else dict(zip((SCALE, LOW, HIGH), self.found, strict=True))
 
-    def recall(self, metrics: Path, last_step: int) -> None:
-        """Restores a run's estimates up to a step from its metrics.jsonl."""
-        for _, record in read_lines(metrics, containing=G2):
-            values = numbers(record, G2, S)
-            if values is not None and record["step"] <= last_step and not record.get("skipped"):
-                self.add(*values)
+    def state(self) -> list[float]:
+        """The averages as numbers, which a checkpoint stores."""
+        return [self._count, self._squares, *map(float, self._mean_2), *map(float, self._covariance_22.flat)]
+
+    @staticmethod
+    def of(state: Sequence[float]) -> NoiseScale:
+        """The averages that have this state; none for (), of a checkpoint that has no measurement."""
+        scale = NoiseScale()
+        if state:
+            scale._count, scale._squares = int(state[0]), state[1]
+            scale._mean_2, scale._covariance_22 = np.array(state[2:4]), np.array(state[4:8]).reshape(2, 2)
+        return scale
 
     @property
     def found(self) -> NoiseEstimate | None:

@@ -76,7 +76,7 @@ def make_learning_rate(config: Config) -> LearningRate:
 
     Warm-up is linear from 0. Let p be the fraction of the tokens after warm-up: cosine is f + (1-f)(1+cos(pi p))/2, linear is
     1-(1-f)p, wsd is constant and then linear to f over decay_tokens, with f = final_learning_rate_fraction. The result is
-    multiplied by (batch / last batch of train.batch_schedule) to the power that train.batch_lr names.
+    multiplied by (batch / last batch of train.batch_schedule, or train.batch_grows_to) to the power that train.batch_lr names.
     """
     o = config.optimizer
     if o.name == GIVEN:
@@ -90,7 +90,8 @@ def make_learning_rate(config: Config) -> LearningRate:
     first_step = np.array([min(phase.first_step, 2**31 - 1) for phase in phases], np.int32)
     first_token = np.array([config.tokens_before(phase.first_step) for phase in phases], np.float32)
     step_tokens = np.array([phase.sequences * config.train.sequence_length for phase in phases], np.float32)
-    factor = np.array([(phase.sequences / phases[-1].sequences) ** power for phase in phases], np.float32)
+    last = config.train.batch_grows_to or phases[-1].sequences
+    factor = np.array([(phase.sequences / last) ** power for phase in phases], np.float32)
 
     def learning_rate(step: jax.Array) -> jax.Array:
         phase = (step >= first_step).sum() - 1

@@ -66,10 +66,12 @@ def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] 
     """
     if not (record.get("skipped") or record.get("loss_spike")):
         return None
-    done = int(record["step"]) - 1
     names = ("step", "skipped", "loss_spike", "loss", "grad_norm", "learning_rate")
     line = {name: record[name] for name in names if name in record}
-    return line | {"first_sequence": config.sequences_before(done), "sequences": config.phase_at(done).sequences}
+    # By the record: the config may be of a time when the batch had not grown (batch_growth.py).
+    sequences = int(record.get("batch_sequences", config.train.global_batch_sequences))
+    first_sequence = int(record["tokens"]) // config.train.sequence_length - sequences
+    return line | {"first_sequence": first_sequence, "sequences": sequences}
 
 
 def by_layer(record: Mapping[str, Any]) -> dict[str, float]:

@@ -37,7 +37,7 @@ from jaxllm.parallel.parameters import merge_model
 from jaxllm.parallel.types import Loss
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
-from jaxllm.train import diloco, evaluation, fewer_hosts, restored, run_programs
+from jaxllm.train import batch_growth, diloco, evaluation, fewer_hosts, restored, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_trainings
@@ -46,7 +46,7 @@ from jaxllm.train.console import Console
 from jaxllm.train.given import Batches, Given, GivenBatches, adopted, require_same_optimizer
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM
 from jaxllm.train.memory_check import check_memory
-from jaxllm.train.metrics import Record
+from jaxllm.train.metrics import Record, data_keys
 from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.run_programs import jit_evaluation, jit_first_round, jit_layer_norms, jit_token_losses, layer_norms_name
 from jaxllm.train.saved_programs import SavedPrograms
@@ -73,7 +73,7 @@ class Trainer:
       ConfigError: the config does not fit the devices, their memory or the data.
 
     Attributes:
-      config: the config with parallel.data filled in.
+      config: the config with parallel.data filled in; with train.batch_grows_to, `asked` with the batches so far.
       data: the sources and their held-out documents.
       stream: the training samples.
       mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; with several replicas `replica` comes first.
@@ -123,10 +123,11 @@ class Trainer:
             self.config = config = with_room_for_documents(config, jax.local_devices()[0], most_documents)
         self._own_batches = None if batches is None else GivenBatches(config, batches, jax.local_devices()[0])
         self.mesh = mesh_on_hosts(config.parallel)
+        self.batches = BatchQueue(self.train_batch)
         self.saved = SavedPrograms(config, self.mesh)
-        self.programs = CompiledSteps(config, self.mesh, self.saved)
+        self.asked = config
         # Rounds begin later, at the first step at the earliest.
-        training = self._use(in_rounds=False)
+        training = self.adopt(config)
         require_right_attention(config, self.parallelized.attention, self.mesh)
         with progress.phase("initialize"):
             with jax.set_mesh(self.mesh):
@@ -141,12 +142,17 @@ class Trainer:
         self.stopped_by: str | None = None
         self.watch = Watch(config)
         self.noise = NoiseScale()
-        self.batches = BatchQueue(self.train_batch)
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._last_finish_s: float | None = None
 
     def __repr__(self) -> str:
         return f"<Trainer at step {self.step} of {self.config.train.steps}, on {self.mesh.size} devices>"
+
+    def adopt(self, config: Config) -> Training:
+        """Switches to a config with another train.batch_schedule (batch_growth.py)."""
+        self.config, self.programs = config, CompiledSteps(config, self.mesh, self.saved)
+        self.batches.close()
+        return self._use(in_rounds=False)
 
     def _use(self, in_rounds: bool) -> Training:
         """Switches to the programs of steps in rounds (diloco.py), or of ordinary steps. Each is compiled when it is needed.
@@ -218,12 +224,13 @@ class Trainer:
           ConfigError: train.max_skips_in_a_row steps in a row were skipped.
         """
         self.watch.require_progress()
+        finished = batch_growth.grow(self)
         self.prepare()
         batch = self.batches.take(self.step)
         if self.config.phase_at(self.step).first_step == self.step:
             # A larger batch takes longer, so the watchdog must not compare it with earlier steps.
             progress.forget_steps()
-        finished = self._take_program(batch)
+        finished = self._take_program(batch) or finished
         norms = self._layer_norms_if_due(batch)
         with jax.set_mesh(self.mesh), progress.phase("step"):
             previous = self._start_step(batch, norms)
@@ -301,15 +308,7 @@ class Trainer:
         self._last_finish_s = now
         record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values), "tokens_per_s_per_device": rate}
         record |= self.noise.see(values)
-        phase = self.config.phase_at(step - 1)
-        if self.config.train.batch_schedule:
-            record["batch_sequences"] = phase.sequences
-        if (length := self.config.length_of(phase)) is not None:
-            record["sequence_length"] = length
-        if len(self.stream.sources) > 1:
-            epochs = self.stream.epochs(self.config.sequences_before(step))
-            record |= {f"epochs/{name}": count for name, count in epochs.items()}
-        return record
+        return record | data_keys(self.config, self.stream, step)
 
     def restore(self, checkpoints: Checkpoints | MemoryCheckpoint) -> None:
         """Restores the newest saved state. The data resumes at its step."""
@@ -331,6 +330,8 @@ class Trainer:
         def like(meta: Meta) -> State:
             """State with the structure of a checkpoint, which may be an older one from before the first round."""
             in_rounds = diloco.in_rounds(meta)
+            if (config := batch_growth.resumed(self.asked, meta)) != self.config:
+                self.adopt(config)
             if in_rounds != (self.rounds is not None):
                 self._use(in_rounds)
             if in_rounds not in layouts:
@@ -342,7 +343,7 @@ class Trainer:
         self.state = restored.completed(found, layouts[self.rounds is not None])
         self.step = int(self.state.step)
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
-        self.noise = NoiseScale()
+        self.noise = NoiseScale.of(checkpoints.meta().get("noise_scale", ()))
 
     # ---------------------------------------------------------------------------------------------------------------- data
 

@@ -378,6 +378,9 @@ def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
         place.write("holder.json", ended.to_json())
         with held(place):
             assert json.loads(place.read("holder.json", 2**16))["pid"] == os.getpid()
+    # Bytes that could be taken for an end of a line.
+    place.write("ends", b"1\r")
+    assert place.read("ends", 9) == b"1\r"
     # Of two starts that both see no holder one creates it.
     place.write("holder.json", b"{}", over=False)
     with pytest.raises(FileExistsError):

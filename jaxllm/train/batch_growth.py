@@ -1,0 +1,68 @@
+"""train.batch_grows_to: the global batch doubles when the gradient noise scale says that this wastes little.
+
+Let B be the tokens of a step and b the noise scale (noise_scale.py). A step wastes B / (B + b) of its tokens. After every
+EVERY-th step, B doubles if the lower end of the 95% interval of b is at least 2 B: then a doubled step wastes at most half.
+It never exceeds the bound, and never shrinks.
+
+The decisions become entries of the config's train.batch_schedule. Checkpoints store that config and the state of the averages,
+so a resumed run has the batches, and makes the decisions, of one that never stopped. train.steps of the config that was asked
+for gives the tokens of the run: a grown batch reads them in fewer steps, and the learning rate's schedule stays the same
+function of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.checkpoint.files import Meta
+from jaxllm.config import Config
+from jaxllm.plan.noise_scale_text import NoiseEstimate
+from jaxllm.train.metrics import Record
+
+EVERY = 20
+"""Steps between decisions. At each, the loop waits for the running step."""
+
+Schedule = Sequence[Sequence[int]]
+"""As train.batch_schedule."""
+
+
+def doubles(batch_tokens: int, found: NoiseEstimate | None) -> bool:
+    """The rule above, without the bound."""
+    return found is not None and found.low >= 2 * batch_tokens
+
+
+def with_schedule(asked: Config, schedule: Schedule) -> Config:
+    """`asked` with this train.batch_schedule, and the fewest steps that read at least its tokens."""
+    config = asked.model_copy(update={"train": asked.train.model_copy(update={"batch_schedule": tuple(map(tuple, schedule))})})
+    # Doubled batches need no more steps.
+    below, enough = 0, asked.train.steps
+    while below + 1 < enough:
+        middle = (below + enough) // 2
+        below, enough = (below, middle) if config.tokens_before(middle) >= asked.total_tokens else (middle, enough)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": enough})})
+
+
+def resumed(asked: Config, meta: Meta) -> Config:
+    """`asked` with the schedule that the checkpoint's run had come to, if that begins with the schedule of `asked`."""
+    if asked.train.batch_grows_to is None:
+        return asked
+    before = [tuple(pair) for pair in meta["config"]["train"].get("batch_schedule", ())]
+    given = list(asked.train.batch_schedule)
+    return with_schedule(asked, before if before[: len(given)] == given else given)
+
+
+def grow(trainer: Any) -> Record | None:
+    """Doubles the batch of a Trainer from the next step on, if it is time to decide and the rule says so. Returns the metrics
+    of the running step if it had to wait for them."""
+    config, step = trainer.config, trainer.step
+    if config.train.batch_grows_to is None or step == 0 or step % EVERY:
+        return None
+    phase, tokens = config.phases[-1], config.tokens_before(step)
+    # Changes that the config gives come first.
+    if phase.first_step > step or 2 * phase.sequences > config.train.batch_grows_to:
+        return None
+    record = trainer.finish()
+    if doubles(phase.sequences * config.train.sequence_length, trainer.noise.found):
+        trainer.adopt(with_schedule(trainer.asked, (*config.train.batch_schedule, (tokens, 2 * phase.sequences))))
+    return record
