@@ -26,7 +26,7 @@ import jax
 from jaxllm.checkpoint.files import FILES, META, STATE, read_files, saved_steps, why
 from jaxllm.checkpoint.store import Store, StoreError
 from jaxllm.config import CheckpointConfig
-from jaxllm.runtime import distributed
+from jaxllm.runtime import distributed, exit_codes
 from jaxllm.untrusted import parse_json
 
 SHARES, PARTS = "shares", "parts"
@@ -43,6 +43,7 @@ class HostShares:
     Attributes:
       folder: of its parts, by step.
       committed: the newest step that is whole in the store, as far as this process knows.
+      done: the steps that this start has made whole there.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, store: Store):
@@ -52,6 +53,7 @@ class HostShares:
         self.folder = self.home / self.start / str(self._rank)
         self._config, self._store = config, store
         self.committed: int | None = None
+        self.done: set[int] = set()
         self._board, self._number = distributed.Board(), 0
         self._arrived: set[str] = set()
         self._copying: int | None = None
@@ -60,6 +62,8 @@ class HostShares:
 
     def begin(self) -> None:
         """Begins to answer to process 0, when all have restored the state."""
+        # What was sent for an earlier start's checkpoint may be replaced.
+        self._arrived.clear()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._thread.start()
 
@@ -81,19 +85,19 @@ class HostShares:
         self._board.put(JOB, json.dumps([self._number, step]))
         while True:
             texts = self._board.read()
-            answers = [parse_json(texts.get(str(rank), "[0, 0, null]")) for rank in range(jax.process_count())]
+            answers = [parse_json(texts.get(str(rank), "[0, 0, null, false]")) for rank in range(jax.process_count())]
             if all(number == self._number for number, *_ in answers):
                 break
             if self._ended.wait(LOOK_S):
                 raise StoreError("the run has ended")
-        for _, _, reason in answers:
-            if reason:
-                raise StoreError(reason)
-        return [crc for _, crc, _ in answers]
+        if failed := [(reason, passes) for _, _, reason, passes in answers if reason]:
+            raise StoreError(failed[0][0], passes=all(passes for _, passes in failed))
+        return [crc for _, crc, _, _ in answers]
 
     def commit(self, step: int) -> None:
         """Tells all that a checkpoint is whole in the store; on process 0."""
-        self._board.put(COMMITTED, str(step))
+        self.done.add(step)
+        self._board.put(COMMITTED, json.dumps(sorted(self.done)))
 
     # ---------------------------------------------------------------------------------------------------- on each process
 
@@ -106,9 +110,10 @@ class HostShares:
                 number, step = parse_json(texts.get(JOB, "[0, 0]"))
                 if number > answered:
                     self._copying = step
-                    crc, reason = self._answer(step)
-                    self._copying, answered = None, number
-                    self._board.put(str(self._rank), json.dumps([number, crc, reason]))
+                    answer = self._answer(step)
+                    self._copying = None
+                    self._board.put(str(self._rank), json.dumps([number, *answer]))
+                    answered = number
             except Exception as error:
                 # The run ends, and its coordinator with it; or this disk fails, which the next save says.
                 log.debug("no look at the parts of process 0: %s", error)
@@ -117,22 +122,24 @@ class HostShares:
         """What is on the board. Deletes what is no longer needed here."""
         texts = self._board.read()
         if COMMITTED in texts:
-            self.committed = int(texts[COMMITTED])
+            self.done |= set(parse_json(texts[COMMITTED]))
+            self.committed = max(*self.done, self.committed or 0)
         self._prune()
         return texts
 
-    def _answer(self, step: int) -> tuple[int, str]:
-        """Copies this process's part: (CRC32 of its files.json, why that failed or "")."""
+    def _answer(self, step: int) -> tuple[int, str, bool]:
+        """Copies this process's part: (CRC32 of its files.json, why that failed or "", whether that may pass by itself)."""
         folder, who = self.folder / str(step), f"for process {self._rank} on {socket.gethostname()}"
         # Process 0 may be the first to have its part.
         while not folder.exists():
             if max(saved_steps(self.folder), default=0) > step or self._ended.wait(LOOK_S / 4):
-                return 0, f"it was deleted before it was copied, {who}"
+                return 0, f"it was deleted before it was copied, {who}", False
         try:
-            return self.upload(step, folder, self._rank), ""
+            return self.upload(step, folder, self._rank), "", False
         except Exception as error:
             # Process 0 waits for an answer, whatever this is.
-            return 0, f"{error if isinstance(error, StoreError) else why(error)}, {who}"
+            passes = isinstance(error, StoreError) and error.exit_code == exit_codes.LOST
+            return 0, f"{error if isinstance(error, StoreError) else why(error)}, {who}", passes
 
     def upload(self, step: int, folder: Path, rank: int) -> int:
         """Copies the part of process `rank` of a checkpoint into the store. Returns the CRC32 of its files.json."""
@@ -144,7 +151,8 @@ class HostShares:
                 files[f"{step}/{name}"] = folder / name
         if missing := {name: path for name, path in files.items() if name not in self._arrived}:
             self._store.copy_in(missing)
-            self._arrived |= missing.keys()
+            # Indexes are removed when the parts are joined, which may have to be done again.
+            self._arrived |= {name for name in missing if f"/{PARTS}/" not in name}
         self._store.write(f"{step}/{PARTS}/{rank}/{FILES}", content)
         return zlib.crc32(content)
 
@@ -153,9 +161,12 @@ class HostShares:
         steps = saved_steps(self.folder)
         # Two: another process may not have its part of the newest yet, and begin with the one before.
         needed = {*steps[-max(2, self._config.keep) :], *filter(self.is_kept_forever, steps)}
-        useless = {step for step in steps if step not in needed or (self.committed is not None and step <= self.committed)}
+        useless = {step for step in steps if step in self.done or not (self.is_kept_forever(step) or self._waits(step, needed))}
         for step in useless - {self._copying}:
             shutil.rmtree(self.folder / str(step), ignore_errors=True)
+
+    def _waits(self, step: int, needed: set[int]) -> bool:
+        return step in needed and (self.committed is None or step > self.committed)
 
 
 def parts_in(home: Path) -> list[tuple[str, int, int, int]]:
@@ -164,9 +175,18 @@ def parts_in(home: Path) -> list[tuple[str, int, int, int]]:
     for folder in home.glob("*-*/*"):
         start, count = folder.parent.name, folder.parent.name.rpartition("-")[2]
         if count.isdecimal() and folder.name.isdecimal():
-            steps = [step for step in saved_steps(folder) if (folder / str(step) / FILES).is_file()]
+            steps = [step for step in saved_steps(folder) if not _is_torn(folder / str(step))]
             found += [(start, int(folder.name), int(count), step) for step in steps]
     return found
+
+
+def _is_torn(folder: Path) -> bool:
+    """Whether a part lacks something, as after a power cut."""
+    try:
+        listed = read_files(folder)
+        return any((folder / name).stat().st_size != size for name, (size, _) in listed.items())
+    except (OSError, ValueError):
+        return True
 
 
 def is_of_index(name: str) -> bool:

@@ -25,8 +25,8 @@ from jaxllm.checkpoint.disk_groups import DiskGroups, find_disk_groups, not_shar
 from jaxllm.checkpoint.files import FILES, FILES_BYTES, STATE, Meta, damage, newest_undamaged, read_files, saved_steps
 from jaxllm.checkpoint.host_shares import PARTS, HostShares, is_brought_by, is_of_index, parts_in
 from jaxllm.checkpoint.share_index import MANIFEST, NODES, join_indexes
-from jaxllm.checkpoint.store import Store, StoreError, StoreLock
-from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, unusable
+from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.checkpoint.stored_run_files import CURVES, RUN, files_of
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed
@@ -113,7 +113,7 @@ class JoinedCheckpoints(StoredCheckpoints):
     def _copy_left(self, newest: int, require: Callable[[], None]) -> int | None:
         """Copies the newest checkpoint that the store lacks and of which these hosts have all parts, as after a run whose store
         failed. Returns its step; None if there is none."""
-        here = parts_in(self.shares.home) if self._groups.leads else []
+        here = _together(lambda: parts_in(self.shares.home) if self._groups.leads else [], self._store)
         found: dict[tuple[int, str, int], dict[int, int]] = {}
         for process, parts in enumerate(_exchange(here)):
             for start, rank, count, step in parts:
@@ -185,13 +185,15 @@ class JoinedCheckpoints(StoredCheckpoints):
 
     def _copy(self, step: int) -> None:
         self.lock.require()
-        if step not in self._begun:
-            # A damaged one, or a part of an earlier copy.
-            self._remove_step(step, self._store.steps(step).get(step, {}))
-            self._begun.add(step)
-        self._join(step, self.shares.gather(step))
-        self.damaged.pop(step, None)
-        self.shares.commit(step)
+        # The try before may have failed after the commit, when the parts are deleted.
+        if step not in self.shares.done:
+            if step not in self._begun:
+                # A damaged one, or a part of an earlier copy.
+                self._remove_step(step, self._store.steps(step).get(step, {}))
+                self._begun.add(step)
+            self._join(step, self.shares.gather(step))
+            self.damaged.pop(step, None)
+            self.shares.commit(step)
         self._prune(step, self._store.steps())
 
     def _join(self, step: int, crcs: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.run_lock import HOLDER_BYTES, Holder, HolderLock, this_process
+from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem, may_pass, refusal
 from jaxllm.runtime import distributed, exit_codes
 from jaxllm.untrusted import MIB, RefusedInput
@@ -41,6 +42,14 @@ class StoreError(OSError):
 
 class LostError(StoreError):
     """Another run holds the store."""
+
+
+def unusable(address: str, error: OSError) -> ConfigError:
+    # A bucket that does not exist is a FileNotFoundError.
+    found = error if isinstance(error, StoreError) else StoreError("the bucket is not there")
+    refused = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
+    refused.exit_code = found.exit_code
+    return refused
 
 
 class Store:
@@ -83,6 +92,11 @@ class Store:
             raise
         except CancelledError:
             raise StoreError("the run has ended") from None
+        except OSError as error:
+            if error.errno in exit_codes.FULL and error.__cause__ is None:
+                # The disk of this host.
+                raise
+            raise StoreError(*refusal(self.address, error), passes=may_pass(error)) from error
         except Exception as error:
             # The libraries raise many types.
             raise StoreError(*refusal(self.address, error), passes=may_pass(error)) from error

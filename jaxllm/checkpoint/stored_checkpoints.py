@@ -38,7 +38,7 @@ from jaxllm.checkpoint.files import (
     why,
 )
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.checkpoint.store import ANSWER_S, LostError, Store, StoreError, StoreLock
+from jaxllm.checkpoint.store import ANSWER_S, LostError, Store, StoreError, StoreLock, unusable
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes
 from jaxllm.runtime.shared_errors import raise_together
@@ -116,6 +116,11 @@ class StoredCheckpoints:
             there = self._store.steps()
             for step in sorted((one for one, files in there.items() if FILES in files), reverse=True):
                 if step <= newer_than:
+                    if not (self._fetched or self.damaged):
+                        # Copies of this run would displace what another one has there.
+                        require()
+                        self._fetch_meta(step, there[step], accept)
+                        self._remove_unfinished()
                     break
                 if step in self._fetched or step in self.damaged:
                     continue
@@ -134,6 +139,7 @@ class StoredCheckpoints:
         except (StoreError, FileNotFoundError) as error:
             raise unusable(self._store.address, error) from None
         except OSError as error:
+            self._remove_unfinished()
             raise ConfigError(
                 f"{self._folder} does not take the checkpoint of {self._store.address} ({why(error)}): remove the cause."
             ) from None
@@ -147,6 +153,20 @@ class StoredCheckpoints:
 
     def _fetch(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
         """Copies a step. Returns why it is damaged."""
+        aside = self._folder / f"{step}.from-store"
+        if reason := self._fetch_meta(step, there, accept):
+            return reason
+        self._copy_out(step, aside, {name: n for name, (n, _) in read_files(aside).items() if not name.startswith(f"{META}/")})
+        if reason := damage(aside) or changed(aside):
+            return reason
+        self._take_run_files(step, aside, there)
+        if (self._folder / str(step)).exists():
+            set_aside(self._folder / str(step))
+        aside.rename(self._folder / str(step))
+        return None
+
+    def _fetch_meta(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
+        """Copies a step's list of files and its metadata, which is small and says whose it is. Returns why it is damaged."""
         self._remove_unfinished()
         aside = self._folder / f"{step}.from-store"
         aside.mkdir(parents=True)
@@ -157,19 +177,10 @@ class StoredCheckpoints:
             return why(error)
         if reason := differs(listed, there):
             return reason
-        # The metadata first: it is small, and says whose the checkpoint is.
-        meta = {name: size for name, size in listed.items() if name.startswith(f"{META}/")}
-        self._copy_out(step, aside, meta)
+        self._copy_out(step, aside, {name: size for name, size in listed.items() if name.startswith(f"{META}/")})
         if reason := damage(aside, META):
             return reason
         accept(self._store.address, read_meta(aside))
-        self._copy_out(step, aside, {name: size for name, size in listed.items() if name not in meta})
-        if reason := damage(aside) or changed(aside):
-            return reason
-        self._take_run_files(step, aside, there)
-        if (self._folder / str(step)).exists():
-            set_aside(self._folder / str(step))
-        aside.rename(self._folder / str(step))
         return None
 
     def _take_run_files(self, step: int, aside: Path, there: dict[str, int]) -> None:
@@ -385,11 +396,3 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
             stored.close()
         if lock is not None:
             lock.release()
-
-
-def unusable(address: str, error: OSError) -> ConfigError:
-    # A bucket that does not exist is a FileNotFoundError.
-    found = error if isinstance(error, StoreError) else StoreError("the bucket is not there")
-    refusal = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
-    refusal.exit_code = found.exit_code
-    return refusal

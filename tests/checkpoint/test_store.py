@@ -256,6 +256,16 @@ def test_another_runs_store_is_refused_before_anything_is_fetched(door, copied, 
     assert committed(door, copied) == [2, 4]
 
 
+def test_a_run_that_is_further_than_another_does_not_displace_its_checkpoints(door, copied, tiny_config, tmp_path):
+    further = ["model.rope_theta=7", "train.steps=6", "checkpoint.keep=1"]
+    fit(store_config(tiny_config, copied, tmp_path / "run", *further, "checkpoint.store=null"))
+    before = objects(door, copied)
+    with pytest.raises(ConfigError, match=f"^{copied} holds a run with model.rope_theta=.* choose another checkpoint.store.$"):
+        fit(store_config(tiny_config, copied, tmp_path / "run", *further))
+    assert objects(door, copied) == before
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["6"]
+
+
 def damage_array(checkpoint, kind):
     array = max((checkpoint / "state").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     content = array.read_bytes()
