@@ -270,8 +270,11 @@ def check_batch_growth(train: TrainConfig, data: DataConfig, log: LogConfig) -> 
     if data.source == GIVEN:
         raise refuse(f"{of} does not go with batches that the caller gives: leave it out.")
     last = train.batch_schedule[-1][1] if train.batch_schedule else train.global_batch_sequences
-    if train.batch_grows_to < last:
-        raise refuse(f"{of} is below the batch of {last} sequences: make it {2 * last} or more, or leave it out.")
+    if train.batch_grows_to not in (reached := (last, *doublings(last, train.batch_grows_to))):
+        raise refuse(f"{of} is not {last} doubled: use {' or '.join(str(n) for n in (*reached[1:], 2 * reached[-1])[-2:])}.")
+    fewest = train.steps * last // train.batch_grows_to
+    if log.profile_steps and log.profile_steps[1] > fewest:
+        raise refuse(f"log.profile_steps={list(log.profile_steps)} may come after the last step, as {of} may leave {fewest}.")
 
 
 def check_log(data: DataConfig, train: TrainConfig, log: LogConfig, of_bytes: bool) -> None:

@@ -103,7 +103,7 @@ def heading_lines(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"  {plan.config.largest_phase.sequences:,} sequences of {train.sequence_length:,} tokens a step"
-        f"{', the largest batch' if train.batch_schedule else ''}; a step may take {readable(plan.capacity_bytes)}, its "
+        f"{', the largest batch' if plan.config.has_phases else ''}; a step may take {readable(plan.capacity_bytes)}, its "
         f"estimate {FIT_SHARE:.0%} of that"
     )
     if (replicas := plan.config.parallel.replica) > 1:

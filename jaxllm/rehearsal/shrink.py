@@ -184,6 +184,8 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
             "batch_grows_to": None,
         },
     }
+    if not train.batch_schedule:
+        values["batch_lr"] = "none"
     if train.batch_schedule:
         # As many batch sizes, each for as many steps.
         stage = max(1, steps // (len(train.batch_schedule) + 1))

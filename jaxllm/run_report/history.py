@@ -280,6 +280,8 @@ def _config_of(written: Mapping[str, Any], by_step: Mapping[int, Mapping[str, An
     kept = {key: data[key] for key in ("packing", "mask_documents", "held_out_fraction") if key in data}
     # A placeholder: the tokenizer `bytes` would require a vocabulary of 256.
     values = {name: section for name, section in written.items() if name != "log"} | {"data": {"tokenizer": "not read", **kept}}
+    # What was to come does not matter, and would need log settings.
+    values["train"] = {**(written.get("train") or {}), "batch_grows_to": None}
     config = load_config(values)
     if config.parallel.data == AUTO:
         logged = [line["devices"] for line in by_step.values() if "devices" in line]

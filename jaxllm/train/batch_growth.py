@@ -1,13 +1,13 @@
 """train.batch_grows_to: the global batch doubles when the gradient noise scale says that this wastes little.
 
-Let B be the tokens of a step and b the noise scale (noise_scale.py). A step wastes B / (B + b) of its tokens. After every
-EVERY-th step, B doubles if the lower end of the 95% interval of b is at least 2 B: then a doubled step wastes at most half.
-It never exceeds the bound, and never shrinks.
+Let B be the tokens of a step and b the noise scale (noise_scale.py). A step wastes B / (B + b) of its tokens. Once
+train.batch_schedule and train.length_schedule have made their last change, after every EVERY-th step B doubles if the lower end
+of the 95% interval of b is at least 2 B: then a doubled step wastes at most half. It never exceeds the bound and never shrinks.
 
 The decisions become entries of the config's train.batch_schedule. Checkpoints store that config and the state of the averages,
 so a resumed run has the batches, and makes the decisions, of one that never stopped. train.steps of the config that was asked
-for gives the tokens of the run: a grown batch reads them in fewer steps, and the learning rate's schedule stays the same
-function of tokens.
+for gives the tokens of the run: grown batches read at least these, in the fewest steps. The learning rate's schedule is a
+function of tokens that ends with the last of those steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.checkpoint.files import Meta
-from jaxllm.config import Config
+from jaxllm.config import Config, ConfigError
+from jaxllm.config.batch_schedule import phases_of, sequences_before
 from jaxllm.plan.noise_scale_text import NoiseEstimate
+from jaxllm.runtime import distributed
 from jaxllm.train.metrics import Record
 
 EVERY = 20
@@ -44,12 +46,25 @@ def with_schedule(asked: Config, schedule: Schedule) -> Config:
 
 
 def resumed(asked: Config, meta: Meta) -> Config:
-    """`asked` with the schedule that the checkpoint's run had come to, if that begins with the schedule of `asked`."""
-    if asked.train.batch_grows_to is None:
+    """`asked` with the batches that the checkpoint's run had come to, if they begin as the schedule of `asked` does.
+
+    Raises:
+      ConfigError: the batch has grown beyond train.batch_grows_to.
+    """
+    if (most := asked.train.batch_grows_to) is None:
         return asked
-    before = [tuple(pair) for pair in meta["config"]["train"].get("batch_schedule", ())]
-    given = list(asked.train.batch_schedule)
-    return with_schedule(asked, before if before[: len(given)] == given else given)
+    train, given = meta["config"]["train"], asked.train.batch_schedule
+    before = tuple(map(tuple, train.get("batch_schedule", ())))
+    phases = phases_of(train["global_batch_sequences"], before, train["sequence_length"])
+    done = sequences_before(phases, meta["step"]) * train["sequence_length"]
+    # A change that was to come may be another one now. Growths come after all changes that are given.
+    before = tuple(pair for pair in before if pair[0] < done)
+    config = with_schedule(asked, before if before[: len(given)] == given else given)
+    if (batch := config.batches[-1]) > most:
+        raise ConfigError(
+            f"The batch of this run has grown to {batch} sequences, beyond train.batch_grows_to={most}: set {batch} or more."
+        )
+    return config
 
 
 def grow(trainer: Any) -> Record | None:
@@ -63,6 +78,8 @@ def grow(trainer: Any) -> Record | None:
     if phase.first_step > step or 2 * phase.sequences > config.train.batch_grows_to:
         return None
     record = trainer.finish()
-    if doubles(phase.sequences * config.train.sequence_length, trainer.noise.found):
+    grows = doubles(phase.sequences * config.train.sequence_length, trainer.noise.found)
+    # Their processors may round an average differently.
+    if distributed.broadcast("yes" if grows else ""):
         trainer.adopt(with_schedule(trainer.asked, (*config.train.batch_schedule, (tokens, 2 * phase.sequences))))
     return record

@@ -82,6 +82,7 @@ def fit(
         memory = stack.enter_context(memory_of(trainer, folder))
         resume(trainer, checkpoints, memory, folder, console)
         config = trainer.config
+        console.resize(config.train.steps)
         keep_reference(folder, trainer, require)
         stack.enter_context(exporting(trainer, checkpoints, folder, console))
         if (first := trainer.step) >= config.train.steps:
@@ -158,9 +159,11 @@ def open_checkpoints(
     joined: JoinedCheckpoints | None,
 ) -> Checkpoints:
     """The run's checkpoints; those of a store only if they are of the same run."""
-    config = trainer.config
-    accept = partial(require_same_run, config=config, fingerprint=trainer.data.fingerprint, place="checkpoint.store")
-    return Checkpoints(folder, config.checkpoint, require, stored, accept, joined)
+
+    def accept(address: str, meta: Meta) -> None:
+        require_same_run(address, meta, resumed(trainer.asked, meta), trainer.data.fingerprint, "checkpoint.store")
+
+    return Checkpoints(folder, trainer.config.checkpoint, require, stored, accept, joined)
 
 
 @contextmanager

@@ -37,8 +37,8 @@ def encode(x: jax.Array, bits: int) -> jax.Array:
     """Blocks [..., BLOCK], float32 -> records [..., BLOCK * bits / 8 + 4], uint8."""
     most = 2 ** (bits - 1) - 1
     step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / most
-    # Of a smaller step XLA makes 0 on some devices. Such a block is all residual.
-    usable = step >= jnp.finfo(jnp.float32).tiny
+    # Of a smaller step XLA makes 0 on some devices. Such a block is all residual. NaN stays NaN on all replicas.
+    usable = ~(step < jnp.finfo(jnp.float32).tiny)
     codes = jnp.clip(jnp.round(x / jnp.where(usable, step, jnp.inf)), -most, most).astype(jnp.int8)
     codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
     if bits == 4:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.config import Config, ConfigError
+from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.config.checks import without_passwords
 from jaxllm.json_lines import parse
 from jaxllm.train.tracker_kinds import (
@@ -127,7 +127,7 @@ class Tracker(threading.Thread):
                 kind = self._send_new()
                 if closing:
                     self.complete = True
-                    sent, last_step = self._progress.sent, self._config.train.steps
+                    sent, last_step = self._progress.sent, self._last_step()
                     kind.close(rewound(self.metrics, sent, last_step) < sent, self._report)
             except Exception as error:
                 pause_s = RETRY_S
@@ -140,6 +140,13 @@ class Tracker(threading.Thread):
             if closing:
                 return
             self.closing.wait(pause_s)
+
+    def _last_step(self) -> int:
+        """train.steps; with a batch that has grown as run.dir/config.yaml says now."""
+        train = self._config.train
+        with suppress(ConfigError):
+            train = load_config(self.metrics.with_name("config.yaml")).train if train.batch_grows_to else train
+        return train.steps
 
     def _send_new(self) -> Kind:
         if self._kind is None:

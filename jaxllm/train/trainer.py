@@ -343,7 +343,8 @@ class Trainer:
         self.state = restored.completed(found, layouts[self.rounds is not None])
         self.step = int(self.state.step)
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
-        self.noise = NoiseScale.of(checkpoints.meta().get("noise_scale", ()))
+        measured = self.config.log.noise_scale_every is not None
+        self.noise = NoiseScale.of(checkpoints.meta().get("noise_scale", ()) if measured else ())
 
     # ---------------------------------------------------------------------------------------------------------------- data
 

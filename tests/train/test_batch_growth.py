@@ -12,8 +12,9 @@ from run_files import steps_of
 from jaxllm.checkpoint.files import read_meta
 from jaxllm.config import ConfigError, load_config
 from jaxllm.plan.noise_scale_text import NoiseEstimate
+from jaxllm.run_report.history import read_run
 from jaxllm.train import loop
-from jaxllm.train.batch_growth import EVERY, doubles, with_schedule
+from jaxllm.train.batch_growth import EVERY, doubles, resumed, with_schedule
 from jaxllm.train.noise_scale import NoiseScale
 from jaxllm.train.step_watch import spike_line
 
@@ -44,7 +45,7 @@ def test_a_grown_run_reads_the_tokens_that_were_asked_for_in_as_few_steps_as_tha
 
 
 def test_memory_and_checks_are_of_the_largest_batch_it_may_grow_to(tiny_config):
-    config = tiny_config(*GROWS, "train.batch_grows_to=100", "parallel.data=2")
+    config = tiny_config(*GROWS, "train.batch_grows_to=64", "parallel.data=2")
     assert config.at_largest_batch.train.global_batch_sequences == 64
     assert config.at_largest_batch.train.batch_grows_to is None
 
@@ -58,7 +59,12 @@ def test_memory_and_checks_are_of_the_largest_batch_it_may_grow_to(tiny_config):
         ),
         (
             [*GROWS, "train.batch_grows_to=4"],
-            "train.batch_grows_to=4 is below the batch of 8 sequences: make it 16 or more, or leave it out.",
+            "train.batch_grows_to=4 is not 8 doubled: use 16.",
+        ),
+        ([*GROWS, "train.batch_grows_to=100"], "train.batch_grows_to=100 is not 8 doubled: use 64 or 128."),
+        (
+            [*GROWS, "train.steps=100", "log.profile_steps=[40, 60]"],
+            "log.profile_steps=[40, 60] may come after the last step, as train.batch_grows_to=16 may leave 50.",
         ),
         (
             [*GROWS, "train.diloco_steps=2"],
@@ -140,6 +146,20 @@ def test_it_is_the_run_of_the_schedule_that_came_of_it(grown, tiny_config, tmp_p
     kept = load_config(folder / "config.yaml")
     assert (kept.train.batch_schedule, kept.train.steps) == (((first * 16, 8),), trainer.config.train.steps)
     assert loop.fit(kept).step == trainer.step
+    assert read_run(folder).config.phases == kept.phases
+
+
+def test_a_bound_below_the_batch_it_has_and_a_change_that_was_to_come(tiny_config):
+    began = tiny_config(*GROWS, "train.batch_schedule=[[512, 16]]", "train.steps=40")
+    grown = with_schedule(began, ((512, 16), (2048, 32)))
+    meta = {"step": 30, "config": grown.model_dump(mode="json")}
+    with pytest.raises(ConfigError, match=r"has grown to 32 sequences, beyond train.batch_grows_to=16: set 32 or more"):
+        resumed(began, meta)
+    # At step 2 neither the change nor the growth has come.
+    other = tiny_config(*GROWS, "train.steps=40")
+    assert resumed(other, meta | {"step": 2}).train.batch_schedule == ()
+    wider = tiny_config(*GROWS, "train.batch_grows_to=32", "train.batch_schedule=[[512, 16]]", "train.steps=40")
+    assert resumed(wider, meta).train.batch_schedule == ((512, 16), (2048, 32))
 
 
 def test_stopped_before_at_and_after_the_growth_it_continues_alike(grown, tiny_config, tmp_path):
