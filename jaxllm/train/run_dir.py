@@ -117,7 +117,7 @@ def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint
         )
 
 
-def require_same_batches(folder: Path | str, meta: Meta, config: Config, place: str) -> None:
+def require_same_batches(folder: Path | str, meta: Meta, config: Config, place: str = "run.dir") -> None:
     """Refuses a train.batch_schedule or train.length_schedule that differs for the steps already done; later steps may
     change."""
     train, step = meta["config"]["train"], meta["step"]
