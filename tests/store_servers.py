@@ -11,6 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
+from jaxllm.data.stores import filesystem
+
 
 class Server(ThreadingHTTPServer):
     """Serves `files` (path -> bytes) with ranges and ETags.
@@ -218,6 +222,30 @@ def s3_environment(url: str) -> dict[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_MAX_ATTEMPTS": "1",
     }
+
+
+def forget_clients(scheme):
+    """fsspec keeps a client with the address that its server had."""
+    import fsspec
+
+    fsspec.get_filesystem_class(scheme).clear_instance_cache()
+    filesystem.cache_clear()
+
+
+@contextmanager
+def s3_door(bucket):
+    """A server in front of moto's S3, which can refuse and hold requests, with a bucket; `client` is boto3's. The variables of
+    this process name it."""
+    import boto3
+
+    with s3() as port, serving(Server(behind=port)) as door, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environment(door.url).items():
+            patch.setenv(name, value)
+        door.client = boto3.client("s3", endpoint_url=door.url)
+        door.client.create_bucket(Bucket=bucket)
+        forget_clients("s3")
+        yield door
+    forget_clients("s3")
 
 
 @contextmanager

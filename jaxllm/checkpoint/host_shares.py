@@ -70,9 +70,6 @@ class HostShares:
     def close(self) -> None:
         self._ended.set()
 
-    def is_kept_forever(self, step: int) -> bool:
-        return self._config.keep_every_steps is not None and step % self._config.keep_every_steps == 0
-
     # ------------------------------------------------------------------------------------------------------ on process 0
 
     def gather(self, step: int) -> list[int]:
@@ -160,13 +157,10 @@ class HostShares:
         """Deletes what is no longer needed here: Orbax would delete a part that is still to be copied."""
         steps = saved_steps(self.folder)
         # Two: another process may not have its part of the newest yet, and begin with the one before.
-        needed = {*steps[-max(2, self._config.keep) :], *filter(self.is_kept_forever, steps)}
-        useless = {step for step in steps if step in self.done or not (self.is_kept_forever(step) or self._waits(step, needed))}
-        for step in useless - {self._copying}:
+        waiting = {step for step in steps[-max(2, self._config.keep) :] if self.committed is None or step > self.committed}
+        needed = {*waiting, *filter(self._config.keeps_forever, steps)} - self.done
+        for step in {*steps} - needed - {self._copying}:
             shutil.rmtree(self.folder / str(step), ignore_errors=True)
-
-    def _waits(self, step: int, needed: set[int]) -> bool:
-        return step in needed and (self.committed is None or step > self.committed)
 
 
 def parts_in(home: Path) -> list[tuple[str, int, int, int]]:

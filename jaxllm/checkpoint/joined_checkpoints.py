@@ -167,7 +167,7 @@ class JoinedCheckpoints(StoredCheckpoints):
         """Call it when all have restored the state: removes what was left by earlier starts, and is ready for parts."""
         if self._groups.leads:
             for step in saved_steps(self._folder)[: -self._config.keep]:
-                if step != latest and not self.shares.is_kept_forever(step):
+                if step != latest and not self._config.keeps_forever(step):
                     shutil.rmtree(self._folder / str(step))
             for start in self.shares.home.glob("*"):
                 if start.name != self.shares.start:

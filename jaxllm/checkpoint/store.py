@@ -92,12 +92,10 @@ class Store:
             raise
         except CancelledError:
             raise StoreError("the run has ended") from None
-        except OSError as error:
-            if error.errno in exit_codes.FULL and error.__cause__ is None:
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in exit_codes.FULL and error.__cause__ is None:
                 # The disk of this host.
                 raise
-            raise StoreError(*refusal(self.address, error), passes=may_pass(error)) from error
-        except Exception as error:
             # The libraries raise many types.
             raise StoreError(*refusal(self.address, error), passes=may_pass(error)) from error
         finally:

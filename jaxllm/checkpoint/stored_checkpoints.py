@@ -200,7 +200,7 @@ class StoredCheckpoints:
     def offer_local(self, latest: int) -> None:
         """Offers what a run has at its start: a copy may be missing because the store failed, or the run was killed."""
         for step in saved_steps(self._folder):
-            if step == latest or (step < latest and self._is_kept_forever(step)):
+            if step == latest or (step < latest and self._config.keeps_forever(step)):
                 self.offer(step)
 
     def offer(self, step: int) -> None:
@@ -213,7 +213,7 @@ class StoredCheckpoints:
                 shutil.rmtree(self._twins, ignore_errors=True)
             if step != self._copying:
                 self._link(step)
-            dropped = {one for one in self._waiting if one != step and not self._is_kept_forever(one)}
+            dropped = {one for one in self._waiting if one != step and not self._config.keeps_forever(one)}
             self._waiting = {step, *self._waiting} - dropped
             for one in dropped - {self._copying}:
                 self._unlink(one)
@@ -256,9 +256,6 @@ class StoredCheckpoints:
     def _unlink(self, step: int) -> None:
         shutil.rmtree(self._twins / str(step), ignore_errors=True)
 
-    def _is_kept_forever(self, step: int) -> bool:
-        return self._config.keep_every_steps is not None and step % self._config.keep_every_steps == 0
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -274,7 +271,7 @@ class StoredCheckpoints:
                     self._failed[step] = failure
                 else:
                     # A newer one makes up for those that would be deleted some day.
-                    self._failed = {n: why for n, why in self._failed.items() if n > step or self._is_kept_forever(n)}
+                    self._failed = {n: why for n, why in self._failed.items() if n > step or self._config.keeps_forever(n)}
                 if step not in self._waiting:
                     self._unlink(step)
                 self._copying = None
@@ -351,7 +348,7 @@ class StoredCheckpoints:
           there: what was there before the newest was copied.
         """
         whole = sorted({newest, *(step for step, files in there.items() if FILES in files and step not in self.damaged)})
-        kept = {newest, *whole[-self._config.keep :], *filter(self._is_kept_forever, whole), *self.damaged}
+        kept = {newest, *whole[-self._config.keep :], *filter(self._config.keeps_forever, whole), *self.damaged}
         if there.keys() - kept:
             # What is there in part may be a copy of another run by now.
             self.lock.require()

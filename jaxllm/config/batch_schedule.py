@@ -69,6 +69,11 @@ def sequences_before(phases: Sequence[Phase], step: int) -> int:
     return phase.first_sequence + (step - phase.first_step) * phase.sequences
 
 
+def batches_of(first_batch: int, schedule: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """All sequences per step, in order."""
+    return (first_batch, *(sequences for _, sequences in schedule))
+
+
 def doublings(batch: int, most: int) -> tuple[int, ...]:
     """`batch` doubled again and again, up to `most`."""
     return () if 2 * batch > most else (2 * batch, *doublings(2 * batch, most))

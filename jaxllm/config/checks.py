@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
-from jaxllm.config.batch_schedule import doublings
+from jaxllm.config.batch_schedule import batches_of, doublings
 from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.model_spec import LAYERS, parameters
@@ -228,7 +228,7 @@ def _fewer_chunks(layers: int, parallel: ParallelConfig) -> str:
 
 def check_tokens(train: TrainConfig) -> None:
     """Raises if a step, or the run, has more tokens than arrays and counters hold."""
-    batches = (train.global_batch_sequences, *(sequences for _, sequences in train.batch_schedule))
+    batches = batches_of(train.global_batch_sequences, train.batch_schedule)
     largest = max((*batches, *doublings(batches[-1], train.batch_grows_to or 0)))
     if (tokens := largest * train.sequence_length) > MOST_STEP_TOKENS:
         raise refuse(
@@ -269,7 +269,7 @@ def check_batch_growth(train: TrainConfig, data: DataConfig, log: LogConfig) -> 
         raise refuse(f"{of} does not go with train.diloco_steps={train.diloco_steps}: leave one of them out.")
     if data.source == GIVEN:
         raise refuse(f"{of} does not go with batches that the caller gives: leave it out.")
-    last = train.batch_schedule[-1][1] if train.batch_schedule else train.global_batch_sequences
+    last = batches_of(train.global_batch_sequences, train.batch_schedule)[-1]
     if train.batch_grows_to not in (reached := (last, *doublings(last, train.batch_grows_to))):
         raise refuse(f"{of} is not {last} doubled: use {' or '.join(str(n) for n in (*reached[1:], 2 * reached[-1])[-2:])}.")
     fewest = train.steps * last // train.batch_grows_to

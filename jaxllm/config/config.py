@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from jaxllm.config.batch_schedule import Phase, doublings, phase_at, phases_of, sequences_before
+from jaxllm.config.batch_schedule import Phase, batches_of, doublings, phase_at, phases_of, sequences_before
 from jaxllm.config.checks import (
     check_all_on_host,
     check_batch_growth,
@@ -142,7 +142,7 @@ class Config(Section):
     @property
     def batches(self) -> tuple[int, ...]:
         """All global batch sizes in the config, in sequences."""
-        return (self.train.global_batch_sequences, *(sequences for _, sequences in self.train.batch_schedule))
+        return batches_of(self.train.global_batch_sequences, self.train.batch_schedule)
 
     def phase_at(self, step: int) -> Phase:
         """The phase of the step that follows `step` steps."""

@@ -39,6 +39,9 @@ class CheckpointConfig(Section):
     memory_dir: Annotated[str, Field(min_length=1)] = "/dev/shm"
     """Folder of each host for them, in its memory or on a disk of its own."""
 
+    def keeps_forever(self, step: int) -> bool:
+        return self.keep_every_steps is not None and step % self.keep_every_steps == 0
+
 
 class LogConfig(Section):
     every_steps: PositiveInt = 10

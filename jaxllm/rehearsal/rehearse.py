@@ -250,7 +250,7 @@ class _Watched:
         steps = sorted(self._committed)
         wanted = {
             *steps[-kept.keep :],
-            *(step for step in steps if kept.keep_every_steps and step % kept.keep_every_steps == 0),
+            *(step for step in steps if kept.keeps_forever(step)),
         }
         folders = [str(self._run_dir / "checkpoints" / str(step)) for step in sorted(wanted)]
         result = subprocess.run([sys.executable, "-c", EXAMINE, *folders], capture_output=True, text=True, check=True)

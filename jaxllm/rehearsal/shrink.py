@@ -184,8 +184,6 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
             "batch_grows_to": None,
         },
     }
-    if not train.batch_schedule:
-        values["batch_lr"] = "none"
     if train.batch_schedule:
         # As many batch sizes, each for as many steps.
         stage = max(1, steps // (len(train.batch_schedule) + 1))
@@ -195,6 +193,8 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
             current = batch * min(4, max(1, round(sequences / train.global_batch_sequences)))
             schedule.append([tokens, current])
         values["batch_schedule"] = schedule
+    else:
+        values["batch_lr"] = "none"
     if train.diloco_steps is not None:
         values |= {"diloco_steps": min(train.diloco_steps, 4), "diloco_after_steps": min(train.diloco_after_steps, 4)}
     return values

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -16,14 +15,13 @@ import pytest
 import yaml
 from outside import free_port, wait_until
 from run_files import saved_state, steps_of
-from store_servers import Server, s3, s3_environment, serving
+from store_servers import s3_door
 from tiny import TINY
 
 from jaxllm.cli import app
-from jaxllm.data.stores import filesystem
 from jaxllm.train.loop import fit
 
-fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -39,21 +37,8 @@ disk_groups.SHARED_LIMIT_S, host_shares.LOOK_S, stored_checkpoints.WAITS_S = 1.0
 
 @pytest.fixture(scope="module")
 def door():
-    """A server in front of moto's S3, which can refuse and hold requests."""
-    import boto3
-
-    with ExitStack() as stack:
-        door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in s3_environment(door.url).items():
-            patch.setenv(name, value)
-        door.client = boto3.client("s3", endpoint_url=door.url)
-        door.client.create_bucket(Bucket="runs")
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        filesystem.cache_clear()
+    with s3_door("runs") as door:
         yield door
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    filesystem.cache_clear()
 
 
 @pytest.fixture(scope="module")

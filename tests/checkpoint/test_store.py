@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pytest
 import yaml
 from outside import wait_until
 from run_files import saved_state, steps_of
-from store_servers import Server, gcs, s3, s3_environment, serving
+from store_servers import Server, forget_clients, gcs, s3_door, serving
 
 from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
 from jaxllm.checkpoint.files import saved_steps
@@ -30,7 +30,7 @@ from jaxllm.runtime import exit_codes
 from jaxllm.train.loop import fit
 from jaxllm.train.signals import SignalHandler, StepActions
 
-fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 # Clients of the libraries are left to the garbage collector.
@@ -41,28 +41,10 @@ MESH = ("run.cpu_devices=8", "parallel.data=8", "parallel.zero=3", *COMMON)
 OTHER_MESH = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", *COMMON)
 
 
-def forget_clients(scheme):
-    """fsspec keeps a client with the address that its server had."""
-    fsspec.get_filesystem_class(scheme).clear_instance_cache()
-    filesystem.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def door():
-    """A server in front of moto's S3, which can refuse and hold requests."""
-    import boto3
-
-    with ExitStack() as stack:
-        door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
-        variables = s3_environment(door.url)
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        door.client = boto3.client("s3", endpoint_url=door.url)
-        door.client.create_bucket(Bucket="runs")
-        forget_clients("s3")
+    with s3_door("runs") as door:
         yield door
-    forget_clients("s3")
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hf_folders import HUB, random_weights, write_folder
-from store_servers import Server, gcs, s3, s3_environment, serving
+from store_servers import Server, forget_clients, gcs, s3_door, serving
 
 from jaxllm import cli
 from jaxllm.checkpoint import stored_models
@@ -25,7 +24,7 @@ from jaxllm.data.byte_tokenizer import save_byte_tokenizer
 from jaxllm.data.stores import filesystem
 from jaxllm.train.loop import fit
 
-fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 # Clients of the libraries are left to the garbage collector.
@@ -33,27 +32,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
 KINDS = ("hf", "jaxllm", "run", "checkpoint")
 
 
-def forget_clients(scheme):
-    """fsspec keeps a client with the address that its server had."""
-    fsspec.get_filesystem_class(scheme).clear_instance_cache()
-    filesystem.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def door():
-    """A server in front of moto's S3, which can refuse and hold requests."""
-    import boto3
-
-    with ExitStack() as stack:
-        door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in s3_environment(door.url).items():
-            patch.setenv(name, value)
-        door.client = boto3.client("s3", endpoint_url=door.url)
-        door.client.create_bucket(Bucket="models")
-        forget_clients("s3")
+    with s3_door("models") as door:
         yield door
-    forget_clients("s3")
 
 
 @pytest.fixture(scope="module")
