@@ -23,7 +23,7 @@ from store_servers import Server, forget_clients, gcs, s3_door, serving
 
 from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
 from jaxllm.checkpoint.files import saved_steps
-from jaxllm.checkpoint.store import Store, StoreLock
+from jaxllm.checkpoint.store import FILES_AT_ONCE, Store, StoreLock
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
 from jaxllm.runtime import exit_codes
@@ -549,15 +549,16 @@ def copier(address, run_dir, config):
 
 
 class Hold:
-    """A rule of a server: holds requests of a method whose path has a word until `go`."""
+    """A rule of a server: holds requests of a method whose path has a word until `go`. `reached`: it holds `count`."""
 
-    def __init__(self, method, word):
-        self._method, self._word = method, word
+    def __init__(self, method, word, count=1):
+        self._method, self._word, self._missing = method, word, threading.Semaphore(count - 1)
         self.reached, self.go = threading.Event(), threading.Event()
 
     def __call__(self, method, path):
         if method == self._method and self._word in path:
-            self.reached.set()
+            if not self._missing.acquire(blocking=False):
+                self.reached.set()
             self.go.wait(60)
 
 
@@ -614,7 +615,8 @@ def test_what_waits_or_is_being_copied_outlives_checkpoint_keep(door, bucket, fi
 
 
 def test_a_run_that_fails_ends_the_copy_under_way(door, bucket, filled, tiny_config):
-    hold = door.rule = Hold("PUT", "/4/state")
+    # All that are under way: one that the server takes after the end would look like a new one.
+    hold = door.rule = Hold("PUT", "/4/state", FILES_AT_ONCE)
     with copier(bucket, filled, store_config(tiny_config, bucket, filled)) as stored:
         stored.offer(4)
         assert hold.reached.wait(60)

@@ -215,6 +215,7 @@ def draws(monkeypatch):
     sys.modules.pop("random_plans")
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_slower(monkeypatch):
     """A bounded search finds the fastest of a search of all, and each of its best, or the same with less on the host."""
     bounded = search(TINY, TINY_GPU, 4, options=SearchOptions(best=5))
@@ -277,6 +278,7 @@ def test_8b_on_one_gpu_is_planned_with_its_state_on_the_host():
     assert not kept.candidates
 
 
+@pytest.mark.slow
 def test_the_best_without_the_host_is_beside_one_that_uses_it():
     config = load_config(EIGHT_B, ["train.global_batch_sequences=1024"])
     plan = search(config, H100, 8)
