@@ -18,12 +18,15 @@ case "${1:-}" in
     shift
     all=true
     markers="not gpu and not nightly"
+    # A slow or busy machine is no reason to refuse a change. Without an option the limit is 30 s (tests/durations.py).
+    export JAXLLM_TEST_TIME_LIMIT="${JAXLLM_TEST_TIME_LIMIT:-120}"
     ;;
   --nightly)
     shift
     all=true
     limit=180m
     markers="not gpu"
+    export JAXLLM_TEST_TIME_LIMIT="${JAXLLM_TEST_TIME_LIMIT:-120}"
     export JAX_ENABLE_COMPILATION_CACHE=0
     ;;
 esac

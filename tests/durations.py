@@ -16,7 +16,8 @@ import pytest
 FILE = Path(__file__).with_suffix(".json")
 LIMIT = "JAXLLM_TEST_TIME_LIMIT"
 LIMIT_S = 30.0
-"""Limit in CPU seconds, which do not depend on other work of the machine: 15 s of both cores of a small machine."""
+"""Limit in CPU seconds: 15 s of both cores of a small machine. Other work of the machine changes them by up to a factor of two
+(shared caches and cores), so launch/test.sh --all, by which a change lands, allows four times as many."""
 LONGER = ("slow", "gpu", "launcher", "notebook", "nightly")
 UNKNOWN_S = 30.0
 

@@ -367,6 +367,7 @@ def test_a_killed_run_goes_on_without_compiling(recipe, tmp_path):
     assert first["programs_found"] >= 2
 
 
+@pytest.mark.slow
 def test_two_processes_each_find_their_programs(recipe, tmp_path):
     ends = []
     for name in ("first", "second"):
