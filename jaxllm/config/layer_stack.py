@@ -61,11 +61,9 @@ def sends_once(config: Config, microbatches: int, capability: Capability = HOPPE
     - in a step that measures the noise scale, of which this function does not know.
     """
     parallel = config.parallel
-    if parallel.pipe > 1 and (parallel.virtual_stages > 1 or config.model.multiplies_fp8):
+    if parallel.zero > 1 or parallel.pipe > 1 or int(parallel.data) * parallel.context == 1 or config.frozen:
         return False
-    if parallel.zero > 1 or int(parallel.data) * parallel.context == 1 or config.frozen:
-        return False
-    if microbatches == 1 or parallel.pipe > 1:
+    if microbatches == 1:
         return True
     unrolls_blocks = _documents_in_blocks(config, capability) and has_own_layers(config, capability)
     return not config.model.multiplies_fp8 and not unrolls_blocks

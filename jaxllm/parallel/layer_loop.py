@@ -270,9 +270,7 @@ class LayerLoop:
             elif adds:
                 with jax.named_scope("gradient_sums"):
                     before = _row(sums, first + number)
-                    gradients = jax.tree.map(
-                        lambda total, g: total + jnp.where(valid, g, 0).astype(total.dtype), before, gradients
-                    )
+                    gradients = jax.tree.map(lambda total, g: total + g.astype(total.dtype), before, gradients)
             return BackwardCarry(dh_BSD, ahead, kept_ahead, gradients if self._adds_behind else None, sums, squares)
 
         return turn

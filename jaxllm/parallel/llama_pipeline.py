@@ -6,7 +6,6 @@ the vocabulary, of the embedding and of the head.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -28,10 +27,8 @@ from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
 from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.own_loss import gather_over_stages, stage_gradients
-from jaxllm.parallel.ordering import scalar_token, weights_token
-from jaxllm.parallel.pipeline_executor import Ends, Microbatch, Unit, run_schedule, sum_over_stages
+from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
-from jaxllm.parallel.zero import Phase
 from jaxllm.pipeline_schedule import forward_only, make_schedule
 from jaxllm.pipeline_table import Schedule
 
@@ -47,9 +44,7 @@ class StageSums(NamedTuple):
 
 def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) -> GradientRegion:
     """Gradients by a pipeline schedule."""
-    parallel, stack_dims, zero = ctx.config.parallel, ctx.stack_dims, ctx.zero
-    once = zero is not None and zero.once
-    scatter = None if once else ctx.access.scatter
+    parallel, stack_dims, scatter = ctx.config.parallel, ctx.stack_dims, ctx.access.scatter
 
     def finalize(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
         if name == "layers":
@@ -59,31 +54,14 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
     def region(weights: Params, batch: Batch):
         scale = ctx.loss_scale(batch)
         flat = flatten_layers(weights, stack_dims)
-        if once:
-            batch = zero.in_turn(batch, lambda: scalar_token(scale))
-            rest = {name: w for name, w in flat.items() if name != "layers"}
-            if zero.level == 1:
-                rest, batch = zero.gather_rest(rest, batch)
-            flat = {**rest, "layers": flat["layers"]}
         zeros = {name: new_sums(tree, WeightAccess()) for name, tree in ctx.trained(flat).items() if name != "layers"}
-        if once:
-            layer = jax.eval_shape(zero.gather_layer, jax.tree.map(lambda w: w[0], flat["layers"]))
-            rows = jax.tree.leaves(flat["layers"])[0].shape[0]
-            zeros["layers"] = jax.tree.map(lambda w: jnp.zeros((rows, *w.shape), jnp.float32), layer)
-        else:
-            zeros["layers"] = new_sums(flat["layers"], ctx.access, ctx.trained_layer)
+        zeros["layers"] = new_sums(flat["layers"], ctx.access, ctx.trained_layer)
         M, B, S = batch["tokens"].shape
         schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
         stage_tap = StageTap(tap, ctx.ops, schedule, ctx.config.model.tie_embeddings) if tap else None
         squares = stage_tap.new((B, S, ctx.config.model.hidden_size)) if stage_tap else None
         stage = LlamaStage(ctx, flat, scale, tap, stage_tap)
         loss, sums = _run(ctx, schedule, stage, batch, StageSums(zeros, squares))
-        if once:
-            layers = sums.gradients.pop("layers")
-            loss = zero.in_turn(loss, lambda: weights_token(layers, ctx.layouts["layers"]))
-            rest = zero.in_turn(sums.gradients, lambda: weights_token(layers, ctx.layouts["layers"]))
-            layers = jax.tree.map(lambda g, w: jax.lax.slice(g, [0] * w.ndim, w.shape), layers, flat["layers"])
-            return jax.lax.psum(loss, ctx.loss_axes), {**zero.reduce_rest(rest), "layers": layers}, None
         own = ctx.trained(weights)
         gradients = {name: jax.tree.map(partial(finalize, name), sums.gradients[name], own[name]) for name in own}
         parts = tap.parts(sums.squares.by_microbatch, batch["mask"], ctx.loss_axes) if tap else None
@@ -155,9 +133,7 @@ class LlamaStage:
         self._norm_graph = nnx.split(network.final_norm)[0]
         block, policy = ctx.block(nnx.split(network.layers)[0]), policy_of(parallel.remat, model)
         more = {"trained": ctx.trained_layer, "unroll": unrolling(model)}
-        self._zero = ctx.zero if ctx.zero and ctx.zero.once else None
-        self._loop_of = lambda access: LayerLoop(block, ctx.stacking.chunk, policy, access, tap, **more)
-        self._loop, self._adds = self._loop_of(WeightAccess() if self._zero else ctx.access), False
+        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, **more)
         part = VocabularySlice(
             first=lambda rows: jax.lax.axis_index(PIPE) * rows,
             total=lambda x: jax.lax.psum(x, PIPE),
@@ -166,26 +142,6 @@ class LlamaStage:
         self._bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
         self._loss, self.sums_shape = ctx.loss, ctx.sums_shape
         self._whole_head: Any = None if ctx.loss is None else gather_over_stages(weights[self._head])
-
-    def ends(self) -> Ends:
-        if self._zero is None:
-            return Ends()
-
-        def entered(layers: Tree) -> LlamaStage:
-            return self._changed(_weights={**self._weights, "layers": layers})
-
-        def last(layers: Tree | None) -> LlamaStage:
-            stage = self if layers is None else entered(layers)
-            return stage._changed(_loop=self._loop_of(self._zero.access(Phase(reduces=True))), _adds=True)
-
-        if self._zero.level == 0:
-            return Ends(last=last)
-        return Ends(self._changed(_loop=self._loop_of(self._zero.access(Phase(gathers=True)))), entered, last)
-
-    def _changed(self, **attributes: Any) -> LlamaStage:
-        changed = copy.copy(self)
-        changed.__dict__.update(attributes)
-        return changed
 
     @jax.named_scope("embedding")
     def look_up(self, microbatch: Microbatch) -> jax.Array:
@@ -214,7 +170,7 @@ class LlamaStage:
     @jax.named_scope("stage_backward")
     def backward(self, unit: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, handed_over: Tree, valid: jax.Array):
         layers, back = self._weights["layers"], self._pass(unit, dh_BSD)
-        found = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid, self._adds)
+        found = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid)
         return self._accumulate(found, unit.microbatch, sums)
 
     @jax.named_scope("stage_forward_and_backward")
@@ -261,9 +217,7 @@ class LlamaStage:
         return sums_and_gradients(normed_BSD, head_VD, rows["targets"], weights_BS, z_loss_weight=0.0, **self._bounds)[0][1]
 
     def new_ring(self, slots: int, h_BSD: jax.Array, microbatch: Microbatch) -> Ring:
-        access = self._zero.access(Phase(gathers=self._zero.level == 1)) if self._zero else None
-        loop = self._loop_of(access) if access else self._loop
-        return loop.new_ring(slots, self._weights["layers"], h_BSD, self._block_context(microbatch.rows))
+        return self._loop.new_ring(slots, self._weights["layers"], h_BSD, self._block_context(microbatch.rows))
 
     def _norm(self, scale: Tree, h_BSD: jax.Array) -> jax.Array:
         return self._ops.constrain(nnx.merge(self._norm_graph, scale)(h_BSD), FULL_SEQUENCE)

@@ -57,8 +57,7 @@ def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Paralle
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         if (once := ctx.sending_once(len(batch["tokens"]))) is not None:
-            region = pipeline_gradient_region(once) if is_pipeline else once_gradient_region(once)
-            return GradientReduction(once).run(region, params, batch)[:2]
+            return GradientReduction(once).run(once_gradient_region(once), params, batch)[:2]
         return reduction.run(plain, params, batch)[:2]
 
     def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:

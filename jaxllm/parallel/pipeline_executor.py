@@ -28,7 +28,7 @@ messages are sent at the top of the next tick, behind the head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -59,17 +59,6 @@ class Unit(NamedTuple):
     """Slot of the ring that holds its residuals."""
 
 
-class Ends(NamedTuple):
-    """Work of a step's first and last tick that hides transfers over data ranks behind their passes."""
-
-    first: Stage | None = None
-    """It gathers the weights in the first tick's forward pass, and hands them over; None: that tick is as the others."""
-    entered: Callable[[Tree], Stage] | None = None
-    """What `first` hands over -> the stage of the ticks that follow."""
-    last: Callable[[Tree], Stage] | None = None
-    """The same -> the stage of the last tick, which reduces the gradients in its backward pass."""
-
-
 class Stage(Protocol):
     """A rank's work in a tick. Methods are called where `pipe` is manual. Hidden states are [B, S, D]. `sums` is a tree of
     float32 gradients: methods add to it and return it. `ring` holds the residuals of several passes."""
@@ -78,10 +67,6 @@ class Stage(Protocol):
     """Shape of what `head` returns as the loss."""
     overlaps_passes: bool
     """A tick's forward and backward pass are computed by `both`, a layer of each in turn; else one after the other."""
-
-    def ends(self) -> Ends:
-        """What the first and the last tick do beside their passes."""
-        ...
 
     def look_up(self, microbatch: Microbatch) -> jax.Array:
         """The embeddings of a microbatch, on every rank."""
@@ -158,7 +143,7 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
         dh_BSD = jnp.where(is_first & entry["valid"], returning, 0)
         return stage.look_up_backward(dh_BSD, microbatch_of(entry["microbatch"]), sums)
 
-    def tick(stage: Stage, run: Run, carry: Carry, row: dict[str, Any]) -> tuple[Carry, Tree]:
+    def tick(run: Run, carry: Carry, row: dict[str, Any]) -> tuple[Carry, None]:
         h_BSD, dh_BSD, finished, ring, sums, loss = carry
         ahead, back = (jax.tree.map(lambda column: column[rank], row[way]) for way in ("forward", "backward"))
         if run.forward and stage.overlaps_passes:
@@ -181,7 +166,7 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
             x_BSD = stage.look_up(microbatch_of(row["embed_mb"]["microbatch"]))
             h_BSD = jnp.where(is_first & (ahead["chunk"] == 0), x_BSD, h_BSD)
         if run.forward and run.backward and stage.overlaps_passes:
-            handed_over, passes = None, (unit_of(ahead), h_BSD, unit_of(back), dh_BSD)
+            passes = (unit_of(ahead), h_BSD, unit_of(back), dh_BSD)
             (h_BSD, ring), (dh_BSD, sums) = stage.both(*passes, ring, sums, back["valid"])
         else:
             handed_over = None
@@ -193,25 +178,15 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
         if run.forward:
             finished = jax.lax.dynamic_update_index_in_dim(finished, h_BSD, row["finished"], 0)
             h_BSD = h_BSD if stage.overlaps_passes else send(h_BSD, 1, P)
-        return Carry(h_BSD, dh_BSD, finished, ring, sums, loss), handed_over
+        return Carry(h_BSD, dh_BSD, finished, ring, sums, loss), None
 
     trains = sums is not None
     ring = stage.new_ring(schedule.slots, h_BSD, microbatch_of(0)) if trains else None
     finished = jnp.zeros((schedule.finished_slots, *h_BSD.shape), h_BSD.dtype)
     carry = Carry(h_BSD, h_BSD if trains else None, finished, ring, sums, jnp.zeros(stage.sums_shape, jnp.float32))
-    rows, ends = table_rows(schedule), stage.ends() if trains else Ends()
-    groups, at = list(schedule.runs), lambda number: jax.tree.map(lambda column: jnp.asarray(column[number]), rows)
-    handed_over, last = None, schedule.ticks - 1
-    if ends.first:
-        carry, handed_over = tick(ends.first, groups[0].runs[0], carry, at(0))
-        stage = ends.entered(handed_over)
-        groups = _without_tick(groups, 0)
-    if ends.last:
-        final, groups = groups[-1].runs[-1], _without_tick(groups, last)
-    for group in groups:
-        carry = _scan_group(partial(tick, stage), group, rows, carry)
-    if ends.last:
-        carry, _ = tick(ends.last(handed_over), final, carry, at(last))
+    rows = table_rows(schedule)
+    for group in schedule.runs:
+        carry = _scan_group(tick, group, rows, carry)
     if not trains:
         return carry.loss, None
     return carry.loss, embed_backward(carry.dh_BSD, jax.tree.map(lambda x: x[-1], rows["embed_backward_mb"]), carry.sums)
@@ -243,7 +218,7 @@ def _scan_group(tick: Callable, group: Group, rows: dict[str, Any], carry: Carry
 
     def once(carry, parts):
         for run, part in zip(group.runs, parts, strict=True):
-            carry, _ = jax.lax.scan(lambda carry, row, run=run: (tick(run, carry, row)[0], None), carry, part)
+            carry, _ = jax.lax.scan(partial(tick, run), carry, part)
         return carry, None
 
     def part_of(run: Run) -> dict[str, Any]:
@@ -254,18 +229,6 @@ def _scan_group(tick: Callable, group: Group, rows: dict[str, Any], carry: Carry
     if group.repeat == 1:
         return once(carry, jax.tree.map(lambda x: x[0], parts))[0]
     return jax.lax.scan(once, carry, parts)[0]
-
-
-def _without_tick(groups: list[Group], tick: int) -> list[Group]:
-    """`groups` without the first or the last tick of all."""
-    number = 0 if tick == 0 else -1
-    group = groups[number]
-    assert group.repeat == 1 and len(group.runs) == 1, "one virtual stage"
-    run = group.runs[0]
-    rest = replace(run, start=run.start + (tick == 0), length=run.length - 1)
-    groups = list(groups)
-    groups[number : number + 1 or None] = [Group(1, (rest,))] if rest.length else []
-    return groups
 
 
 def table_rows(schedule: Schedule) -> dict[str, Any]:

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.mesh import PIPE, ZERO_AXES
+from jaxllm.mesh import ZERO_AXES
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.ordering import after, weights_token
 from jaxllm.parallel.trained import trained
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
-from jaxllm.sharding import Layout, in_row_major, manual_spec, tensor_shard_map, tensor_specs, unstack_layout
+from jaxllm.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
 
 
 class Phase(NamedTuple):
@@ -78,16 +78,6 @@ class Zero:
         for the weights."""
         full = self._rest_gather(shards)
         return full, self.in_turn(rows, lambda: weights_token(full, self._rest))
-
-    def reduce_rest(self, sums: Tree) -> Tree:
-        """The rank's shards of the reduced gradients of the entries outside the layer stack. In a pipeline each stage has a part
-        of them, or of their sum."""
-
-        def over_stages(g, layout):
-            return g if PIPE in manual_spec(layout, share=False) else jax.lax.psum(g, PIPE)
-
-        sums = {name: jax.tree.map(over_stages, g, self._rest[name]) for name, g in sums.items()}
-        return _scatter({name: self._rest[name] for name in sums})(sums)
 
     def _rest_gather(self, shards: Tree) -> Tree:
         layouts = {name: self._rest[name] for name in shards}
