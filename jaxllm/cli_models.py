@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -33,15 +34,18 @@ def export(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="A run directory, one of its checkpoints or a model; s3://, gs:// too.")
     ],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder; --to gguf: a new file.")],
     to: Annotated[
         str,
-        typer.Option(metavar="jaxllm|hf", help="jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ..."),
+        typer.Option(
+            metavar="jaxllm|hf|gguf",
+            help="jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ...; gguf: for llama.cpp, Ollama.",
+        ),
     ] = "jaxllm",
     step: SavedStep = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: float32; --to hf: as stored."),
+        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: float32; --to hf and gguf: as stored."),
     ] = None,
     max_shard_size: MaxShardSize = None,
     max_position: MaxPosition = None,
@@ -49,14 +53,25 @@ def export(
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf` by another name."""
+    """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf` by another name. --to gguf
+    writes one file, which `llama-quantize` makes smaller."""
     if to == "hf":
         convert_to_hf(source, destination, step, dtype, max_shard_size, max_position, adapter, False, force, verify)
         return
-    if to != "jaxllm":
-        raise ConfigError(f"--to={to} is not one of the choices: use jaxllm or hf.")
-    if verify or max_shard_size is not None or max_position is not None:
-        raise ConfigError("--verify, --max-shard-size and --max-position are for Hugging Face folders: add --to hf.")
+    if to not in ("jaxllm", "gguf"):
+        raise ConfigError(f"--to={to} is not one of the choices: use jaxllm, hf or gguf.")
+    if verify or max_shard_size is not None:
+        raise ConfigError("--verify and --max-shard-size are for Hugging Face folders: add --to hf.")
+    if to == "gguf":
+        if find_spec("gguf") is None:
+            raise ConfigError("`jaxllm export --to gguf` needs the library gguf: pip install 'jaxllm[gguf]'.")
+        from jaxllm.checkpoint.gguf_convert import to_gguf
+
+        options = {"step": step, "dtype": dtype, "max_position": max_position, "force": force, "adapters": adapter or ()}
+        print("\n".join(to_gguf(source, destination, **options).lines()))
+        return
+    if max_position is not None:
+        raise ConfigError("--max-position is for other programs: add --to hf or --to gguf.")
     from jaxllm.checkpoint.weights import export as export_weights
 
     dtype = dtype or "float32"
@@ -175,8 +190,6 @@ def lm_eval(
     as_json: AsJson = False,
 ) -> None:
     """Scores a model by the tasks of lm-evaluation-harness. EleutherAI's own code, on any mesh (extra lm-eval)."""
-    from importlib.util import find_spec
-
     if find_spec("lm_eval") is None:
         raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
     from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table, to_json

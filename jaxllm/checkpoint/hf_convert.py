@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -163,7 +164,7 @@ def to_hf(
         raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
     folder = found.as_folder()
     companion_files(folder.companions)
-    config = _config_json(folder, wanted, max_position)
+    config = config_json(folder, wanted, max_position)
     moves, tensors = _moves_out(folder, wanted)
     layout = in_files(_in_their_order(folder, tensors), "model", largest_file, {"format": "pt"})
     with new_folder(destination, layout.total_bytes, force) as aside:
@@ -295,7 +296,16 @@ def _in_their_order(folder: Folder, tensors: Tensors) -> Tensors:
     return {name: tensors[name] for name in (*first, *layered, *last)}
 
 
-def _config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, object]:
+def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+      wanted: dtype of the weights; None: as stored.
+      max_position: as in to_hf.
+
+    Raises:
+      ConfigError: transformers has no such network, or the number of positions is not known.
+    """
     original, length = folder.original_config, folder.sequence_length
     if max_position is None and length is not None:
         # Training on longer sequences extends the supported positions.

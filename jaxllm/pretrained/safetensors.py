@@ -53,7 +53,7 @@ class Tensor:
     code: str
     """Name of the dtype in the header. It may be missing in DTYPES."""
     shape: tuple[int, ...]
-    file: TensorFile
+    file: ValuesFile
     begin: int
     """Position of its first byte in the file."""
     end: int
@@ -89,12 +89,11 @@ class Tensor:
         return out
 
 
-class TensorFile:
-    """An open safetensors file. Opening checks the header: each tensor is within the file, has as many bytes as its shape and
-    dtype need, and follows the previous one without a gap.
+class ValuesFile:
+    """An open file that is read in pieces.
 
     Raises:
-      ConfigError: the file cannot be read or is damaged. The message names file and reason.
+      ConfigError: the file cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -104,7 +103,6 @@ class TensorFile:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): get the file again.") from None
         self.size = os.fstat(self._descriptor).st_size
-        self.tensors = {tensor.name: tensor for tensor in self._header()}
 
     def read_into(self, row: np.ndarray, offset: int) -> None:
         """Fills a byte array from the file.
@@ -128,6 +126,19 @@ class TensorFile:
 
     def _damaged(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.path} is damaged ({reason}): get the file again.")
+
+
+class TensorFile(ValuesFile):
+    """An open safetensors file. Opening checks the header: each tensor is within the file, has as many bytes as its shape and
+    dtype need, and follows the previous one without a gap.
+
+    Raises:
+      ConfigError: the file cannot be read or is damaged. The message names file and reason.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.tensors = {tensor.name: tensor for tensor in self._header()}
 
     def _header(self) -> Iterator[Tensor]:
         if self.size < 8:
@@ -160,44 +171,25 @@ class TensorFile:
             raise self._damaged(f"it has {self.size:,} bytes, and its tensors end at {reached:,}")
 
 
-class TensorWriter:
-    """Writes a safetensors file whose layout is fixed at the start. `write` puts values at any position, in any order. Larger
-    dtypes come first, so each tensor is aligned to its item size.
+class ValuesWriter:
+    """Puts values at any position of tensors, in any order, into a file that has its full length already.
 
     Args:
-      tensors: name -> (dtype, shape) of all tensors of the file.
-      metadata: strings for the header. transformers requires {"format": "pt"}.
+      begin: name -> position of its first byte in the file.
+      descriptor: of the open file, which `close` closes.
 
     Raises:
       OSError: the file cannot be written (any method).
     """
 
-    def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-    ):
-        self.path = path
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._begin: dict[str, int] = {}
-        end = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-            self._begin[name] = begin
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            self._write_all(memoryview(len(text).to_bytes(8, "little") + text), 0)
-            os.ftruncate(self._descriptor, self._start + end)
-        except OSError:
-            self.close(sync=False)
-            raise
+    def __init__(self, begin: Mapping[str, int], descriptor: int):
+        self._begin = begin
+        self._descriptor: int | None = descriptor
 
     def write(self, name: str, values: np.ndarray, first: int = 0) -> None:
         """Writes `values` from element `first` of a tensor on, in C order."""
         view = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        self._write_all(view, self._start + self._begin[name] + first * values.dtype.itemsize)
+        self._write_all(view, self._begin[name] + first * values.dtype.itemsize)
 
     def close(self, sync: bool = True) -> None:
         """Closes the file when all of it is on the disk. Some file systems report a full disk only at this point."""
@@ -214,3 +206,38 @@ class TensorWriter:
         done = 0
         while done < len(view):
             done += os.pwrite(self._descriptor, view[done:], offset + done)
+
+
+class TensorWriter(ValuesWriter):
+    """Writes a safetensors file whose layout is fixed at the start. Larger dtypes come first, so each tensor is aligned to its
+    item size.
+
+    Args:
+      tensors: name -> (dtype, shape) of all tensors of the file.
+      metadata: strings for the header. transformers requires {"format": "pt"}.
+
+    Raises:
+      OSError: the file cannot be written (any method).
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    ):
+        self.path = path
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        begins, end = {}, 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+            begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        positions = {name: start + begin for name, begin in begins.items()}
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        super().__init__(positions, descriptor)
+        try:
+            self._write_all(memoryview(len(text).to_bytes(8, "little") + text), 0)
+            os.ftruncate(descriptor, start + end)
+        except OSError:
+            self.close(sync=False)
+            raise

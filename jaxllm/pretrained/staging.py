@@ -1,4 +1,4 @@
-"""Atomic creation of a folder: it is written under a temporary name and renamed at the end."""
+"""Atomic creation of a folder or a file: it is written under a temporary name and renamed at the end."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from pathlib import Path
 from jaxllm.config.errors import ConfigError
 
 
-def require_new(destination: str, force: bool = False) -> Path:
+def require_new(destination: str, force: bool = False, is_file: bool = False) -> Path:
     """Returns the destination as an absolute path.
 
     Args:
-      force: accept an existing folder. `new_folder` will move it aside.
+      force: accept an existing folder, or a file if `is_file` is set. `new_folder` will move it aside.
 
     Raises:
       ConfigError: the destination exists.
     """
     target = Path(destination).absolute()
-    if force and target.exists() and not target.is_dir():
-        raise ConfigError(f"{destination} exists already and is not a folder: choose another.")
+    kind = "file" if is_file else "folder"
+    if force and target.exists() and not (target.is_file() if is_file else target.is_dir()):
+        raise ConfigError(f"{destination} exists already and is not a {kind}: choose another.")
     if not force and os.path.lexists(target):
         raise ConfigError(
-            f"{destination} exists already, and nothing is overwritten: choose another folder, or use --force, which moves the "
+            f"{destination} exists already, and nothing is overwritten: choose another {kind}, or use --force, which moves the "
             f"old one aside."
         )
     return target
 
 
 @contextmanager
-def new_folder(destination: str, size_bytes: int, force: bool = False) -> Iterator[Path]:
+def new_folder(destination: str, size_bytes: int, force: bool = False, only: str | None = None) -> Iterator[Path]:
     """Yields a folder to write into. It becomes `destination` at the end of the block. If the block fails, it is deleted.
 
     Args:
       size_bytes: approximate size. Refused at once if the disk has less space.
-      force: an existing folder is moved to DESTINATION.before-1, -2 ..., not deleted.
+      force: what exists there is moved to DESTINATION.before-1, -2 ..., not deleted.
+      only: the file of the folder that becomes `destination`. The rest is deleted.
 
     Raises:
       ConfigError: the destination exists or cannot be written.
     """
-    target = require_new(destination, force)
+    target = require_new(destination, force, only is not None)
     aside = target.with_name(f".{target.name}.being-written")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -55,9 +57,9 @@ def new_folder(destination: str, size_bytes: int, force: bool = False) -> Iterat
             )
         yield aside
         if os.path.lexists(target):
-            require_new(destination, force)
+            require_new(destination, force, only is not None)
             target.rename(_before(target))
-        aside.rename(target)
+        (aside if only is None else aside / only).rename(target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{destination} could not be written ({reason}): remove the cause, or choose another.") from error

@@ -20,7 +20,7 @@ import numpy as np
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import BLOCK_BYTES
 from jaxllm.pretrained.folder import FORMAT, Slab, versions
-from jaxllm.pretrained.safetensors import DTYPES, TensorFile, TensorWriter
+from jaxllm.pretrained.safetensors import DTYPES, Tensor, TensorFile, TensorWriter, ValuesWriter
 
 TILE = 64
 LARGEST_FILE = 5 * 10**9
@@ -30,6 +30,8 @@ EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80),
 
 Advance = Callable[[int], Any]
 """Called with the number of bytes processed since the last call."""
+Described = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file."""
 
 
 class Elements(Protocol):
@@ -100,7 +102,31 @@ def in_files(
     return Layout(dict(zip(names, groups, strict=True)), metadata)
 
 
-def stream(moves: Iterable[Move], layout: Layout, folder: Path, advance: Advance = lambda count: None) -> None:
+class FileFormat(Protocol):
+    """A format of files with tensors."""
+
+    def writer(self, path: Path, tensors: Described, metadata: Mapping[str, str]) -> ValuesWriter: ...
+
+    def reader(self, path: Path) -> Mapping[str, Tensor]:
+        """The tensors of a file that `writer` has made."""
+        ...
+
+
+class Safetensors:
+    def writer(self, path: Path, tensors: Described, metadata: Mapping[str, str]) -> ValuesWriter:
+        return TensorWriter(path, tensors, metadata)
+
+    def reader(self, path: Path) -> Mapping[str, Tensor]:
+        return TensorFile(path).tensors
+
+
+def stream(
+    moves: Iterable[Move],
+    layout: Layout,
+    folder: Path,
+    advance: Advance = lambda count: None,
+    file_format: FileFormat = Safetensors(),
+) -> None:
     """Writes the files of `layout` into `folder`, reads them again and compares.
 
     Args:
@@ -112,10 +138,10 @@ def stream(moves: Iterable[Move], layout: Layout, folder: Path, advance: Advance
       OSError: the files cannot be written.
     """
     moves = list(moves)
-    sums = _write(moves, layout, folder, advance)
-    files = {name: TensorFile(folder / name) for name in layout.files}
+    sums = _write(moves, layout, folder, advance, file_format)
+    files = {name: file_format.reader(folder / name) for name in layout.files}
     for move, expected in zip(moves, sums, strict=True):
-        tensor = files[layout.home[move.target]].tensors[move.target]
+        tensor = files[layout.home[move.target]][move.target]
         matrix = None if move.matrix is None else (move.matrix[1], move.matrix[0])
         found = checksum(Slab(tensor, move.first, move.source.size), matrix, move.dtype)
         if found != expected:
@@ -123,12 +149,12 @@ def stream(moves: Iterable[Move], layout: Layout, folder: Path, advance: Advance
         advance(move.source.size * move.source.dtype.itemsize)
 
 
-def _write(moves: list[Move], layout: Layout, folder: Path, advance: Advance) -> list[int]:
-    home, sums = layout.home, []
+def _write(moves: list[Move], layout: Layout, folder: Path, advance: Advance, file_format: FileFormat) -> list[int]:
+    home, sums, writers = layout.home, [], {}
     with ExitStack() as stack:
-        writers = {name: TensorWriter(folder / name, tensors, layout.metadata) for name, tensors in layout.files.items()}
-        for writer in writers.values():
-            stack.callback(writer.close, sync=False)
+        for name, tensors in layout.files.items():
+            writers[name] = file_format.writer(folder / name, tensors, layout.metadata)
+            stack.callback(writers[name].close, sync=False)
         for move in moves:
             file = home[move.target]
             sums.append(_move(move, writers[file], layout.files[file][move.target][0]))
@@ -138,7 +164,7 @@ def _write(moves: list[Move], layout: Layout, folder: Path, advance: Advance) ->
     return sums
 
 
-def _move(move: Move, writer: TensorWriter, dtype: np.dtype) -> int:
+def _move(move: Move, writer: ValuesWriter, dtype: np.dtype) -> int:
     """Writes one tensor and returns the checksum of its values in the source's order."""
     crc, whole = 0, _whole(move.source, move.matrix)
     for begin, values in _blocks(move.source, whole):

@@ -1,0 +1,163 @@
+"""A tokenizer.json as the vocabulary of a GGUF file.
+
+llama.cpp has two kinds of BPE: on bytes, whose rule for cutting a text has a name there ("gpt2"), and sentencepiece's, which
+merges by scores instead of a list ("llama"). A tokenizer that would give a text other ids there is refused. Its own converter
+knows tokenizers by a list of hashes; here the rule itself is read, so that one you trained is known too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, SpecialVocab, TokenType
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.data.byte_tokenizer import byte_characters
+from jaxllm.data.tokenizer import DOCUMENT_END, Tokenizer, load_tokenizer
+from jaxllm.untrusted import read_json
+
+_WORDS, _DIGITS, _THREE_DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|", r"\p{N}", r"\p{N}{1,3}"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2, _DIGITS_THEN_GPT2, _UNCUT = "GPT-2's", "digits, then GPT-2's", "uncut"
+CUTS = {
+    (_GPT2, False): "gpt-2",
+    (_DIGITS_THEN_GPT2, False): "smollm",
+    (_WORDS + _THREE_DIGITS + _REST, True): "llama-bpe",
+    (_WORDS + _THREE_DIGITS + _REST, False): "dbrx",
+    (_WORDS + _DIGITS + _REST, False): "qwen2",
+    (_TEKKEN, True): "tekken",
+}
+"""llama.cpp's names (src/llama-vocab.cpp), by how a text is cut before merges and whether a piece that is a token is taken as it
+is (ignore_merges)."""
+SPACE = "▁"
+END = "<|endoftext|>"
+"""What the EOS token of bytes, U+0000, is called: llama.cpp reads no text beyond a zero byte."""
+
+
+def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
+    """Writes the keys of the tokenizer in a folder: vocabulary, merges or scores, special tokens, chat template.
+
+    Args:
+      vocab_size: that of the model, which may be larger.
+
+    Raises:
+      ConfigError: llama.cpp cannot give a text the same ids.
+    """
+    content, tokenizer = read_json(folder / "tokenizer.json"), load_tokenizer(folder, for_documents=False)
+    where = f"The tokenizer {tokenizer.name}"
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(f"{where} has {tokenizer.vocab_size} ids, and the model {vocab_size}: give the model's own tokenizer.")
+    model = content.get("model") or {}
+    if model.get("type") != "BPE" or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
+        raise ConfigError(f"{where} is no BPE that llama.cpp knows: use --to hf and another server.")
+    tokens, types = _vocabulary(content, tokenizer, vocab_size)
+    special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
+    if model.get("byte_fallback"):
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(_scores(model, tokens, types, where))
+        writer.add_add_space_prefix(_adds_space(content, where))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_name_of_cut(content, where))
+        # llama.cpp needs at least one merge. The zero byte is in no text.
+        special.merges = special.merges or [" ".join(2 * [byte_characters()[0]])]
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    special.special_token_ids |= {name: number for name, number in ids.items() if number is not None}
+    first = tokenizer.encode("a").tolist()[:1]
+    special.add_special_token |= {"bos": first == [tokenizer.bos_id], "eos": False}
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[TokenType]]:
+    """Text and type of each id. Ids that the tokenizer does not have are unused."""
+    tokens, types = [f"[PAD{number}]" for number in range(vocab_size)], [TokenType.UNUSED] * vocab_size
+    model = content["model"]
+    for text, number in model["vocab"].items():
+        tokens[number], types[number] = text, TokenType.NORMAL
+        if model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x"):
+            types[number] = TokenType.BYTE
+        elif model.get("byte_fallback") and text == model.get("unk_token"):
+            types[number] = TokenType.UNKNOWN
+    for added in content.get("added_tokens") or ():
+        number, text = added["id"], added["content"]
+        is_special = added.get("special") or number in (tokenizer.bos_id, tokenizer.eos_id)
+        if types[number] != TokenType.UNKNOWN:
+            types[number] = TokenType.CONTROL if is_special else TokenType.USER_DEFINED
+        # llama.cpp looks for such tokens in the text as it was given.
+        tokens[number] = text if is_special or not model.get("byte_fallback") else text.replace(SPACE, " ")
+        if text == DOCUMENT_END.decode():
+            tokens[number] = END
+    return tokens, types
+
+
+def _name_of_cut(content: Mapping[str, Any], where: str) -> str:
+    model, normalizer = content["model"], content.get("normalizer") or {}
+    cut = _cut(content.get("pre_tokenizer") or {})
+    # Without merges every byte is a token, however a text is cut.
+    name = "gpt-2" if cut == _UNCUT and not model["merges"] else CUTS.get((cut, model.get("ignore_merges") is True))
+    # llama.cpp does not normalise; nearly all text is in NFC.
+    if name is None or normalizer.get("type") not in (None, "NFC"):
+        raise ConfigError(
+            f"{where} prepares text in a way for which llama.cpp has no name (normalizer, pre_tokenizer or ignore_merges of its "
+            f"tokenizer.json): use --to hf and another server."
+        )
+    return name
+
+
+def _cut(pre_tokenizer: Mapping[str, Any]) -> str | None:
+    """How a text is cut: a regular expression or one of the names above. None for other ways."""
+    *before, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(before) > 1:
+        return None
+    if last.get("use_regex", True):
+        of_digits = [{"type": "Digits", "individual_digits": True}]
+        return _GPT2 if not before else _DIGITS_THEN_GPT2 if before == of_digits else None
+    if not before:
+        return _UNCUT
+    split = before[0]
+    # Where the expression fits everywhere, to remove what is between is to isolate what fits.
+    how = split.get("behavior"), bool(split.get("invert"))
+    if split.get("type") != "Split" or how not in (("Isolated", False), ("Removed", True)):
+        return None
+    return (split.get("pattern") or {}).get("Regex")
+
+
+def _adds_space(content: Mapping[str, Any], where: str) -> bool:
+    """Whether a sentencepiece tokenizer puts a space before a text."""
+    normalizer, pre = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
+    steps = normalizer.get("normalizers") or ([normalizer] if normalizer else [])
+    spaces, prefix = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, {"type": "Prepend", "prepend": SPACE}
+    # After the spaces are replaced this cuts nothing.
+    of_gemma = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    if pre.get("type") == "Metaspace" and not steps and pre.get("replacement") == SPACE and pre.get("split") is False:
+        return pre.get("prepend_scheme") != "never"
+    if steps in ([spaces], [prefix, spaces]) and pre in ({}, of_gemma):
+        return prefix in steps
+    raise ConfigError(f"{where} prepares text otherwise than sentencepiece: use --to hf and another server.")
+
+
+def _scores(model: Mapping[str, Any], tokens: list[str], types: list[TokenType], where: str) -> list[float]:
+    """A score for each token, by which llama.cpp merges the pair with the best result, as the list of merges does.
+
+    Any two tokens that make a token are merged there, so the list must have all such pairs, one result after the other.
+    """
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    order = [result for result, _ in groupby(map("".join, pairs))]
+    known = {token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL}
+    made = {
+        (token[:at], token[at:]) for token in known for at in range(1, len(token)) if token[:at] in known and token[at:] in known
+    }
+    if len(order) != len(set(order)) or made != set(pairs):
+        raise ConfigError(f"{where} merges otherwise than sentencepiece: use --to hf and another server.")
+    ranks = {result: -float(rank) for rank, result in enumerate(order)}
+    return [ranks.get(token, 0.0) for token in tokens]
