@@ -13,7 +13,7 @@ import jaxllm
 
 CHECKOUT = Path(__file__).parents[1]
 WORKFLOWS = sorted((CHECKOUT / ".github" / "workflows").glob("*.yml"))
-CI_EXTRAS = ("test", "parquet", "smollm2", "stores", "types", "reference", "notebook", "aot", "trackers", "lm-eval")
+CI_EXTRAS = ("test", "gguf", "parquet", "smollm2", "stores", "types", "reference", "notebook", "aot", "trackers", "lm-eval")
 """Packages that launch/test.sh --all installs."""
 FREE = {"nvidia-cudnn-cu13"}
 """PyTorch's CUDA builds require their own versions."""

@@ -1,7 +1,7 @@
 """`jaxllm export --to gguf`: one file for llama.cpp and what is built on it, with network, tokenizer and weights.
 
-The values are those of `--to hf` with the same dtype, one tensor at a time, each read back and compared, as there. The file gets
-its name last. It is not quantised: llama.cpp's `llama-quantize` does that.
+The values are those of `--to hf` with the same dtype, one tensor at a time, each read back and compared, as there. The file
+gets its name last. It is not quantised: llama.cpp's `llama-quantize` does that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter
 
 from jaxllm.checkpoint.beside_weights import reads_bytes, write_companions
+from jaxllm.checkpoint.gguf_tokenizer import describe_tokenizer
 from jaxllm.checkpoint.hf_convert import Conversion, config_json, progress
 from jaxllm.checkpoint.weights import dtype_named, find_weights
 from jaxllm.config import ConfigError, ModelConfig
@@ -22,7 +23,6 @@ from jaxllm.pretrained.companions import companion_files
 from jaxllm.pretrained.folder import Folder, HuggingFaceFolder
 from jaxllm.pretrained.gguf_file import GGUFFile
 from jaxllm.pretrained.gguf_network import ROPE_FREQS, architecture, describe_network, pairs_together, tensor_names
-from jaxllm.pretrained.gguf_tokenizer import describe_tokenizer
 from jaxllm.pretrained.safetensors import DTYPES
 from jaxllm.pretrained.staging import new_folder, require_new
 from jaxllm.pretrained.streaming import Elements, Layout, Move, stream
@@ -54,7 +54,9 @@ def to_gguf(
     """
     require_new(destination, force, is_file=True)
     if not destination.endswith(SUFFIX):
-        raise ConfigError(f"--to gguf writes a file, and {destination} does not end in {SUFFIX}: name it {destination}{SUFFIX}.")
+        raise ConfigError(
+            f"--to gguf writes a file, and {destination} does not end in {SUFFIX}: name it {destination}{SUFFIX}."
+        )
     wanted = None if dtype is None else dtype_named(dtype)
     found = find_weights("SRC", source, step, adapters)
     folder = found.as_folder()
@@ -71,7 +73,7 @@ def to_gguf(
     describe_network(writer, model, positions, wanted or folder.common_dtype)
     with new_folder(destination, layout.total_bytes, force, only=Path(destination).name) as aside:
         write_companions(folder, aside / "beside")
-        describe_tokenizer(writer, aside / "beside", model.vocab_size)
+        describe_tokenizer(writer, aside / "beside", model.vocab_size, found.description)
         with progress(moves, "to GGUF") as advance:
             stream(moves, layout, aside, advance, GGUFFile(writer))
     names = tuple(sorted({dtype.name for dtype, _ in tensors.values()}))

@@ -362,7 +362,7 @@ def export(
     layout = in_files(tensors, WEIGHTS, LARGEST_FILE, {})
     with new_folder(destination, layout.total_bytes, force) as aside:
         stream(own_moves(folder, numpy_dtype), layout, aside)
-        more = {"sequence_length": folder.sequence_length}
+        more = {"sequence_length": folder.sequence_length, "trained_on_bytes": folder.trained_on_bytes}
         (aside / MODEL).write_text(describe_model(folder.model, source.description, numpy_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
     return source

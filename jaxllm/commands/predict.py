@@ -201,8 +201,8 @@ def _require_sensible(home: Folder, positions: int) -> None:
 def tokenizer_of(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:
     if (found := given or home.tokenizer) is not None:
         return load_tokenizer(found, for_documents=False)
-    if 2**8 <= home.model["vocab_size"] <= BYTE_VOCABULARY:
-        if home.model["vocab_size"] > 2**8:
+    if home.trained_on_bytes or 2**8 <= home.model["vocab_size"] <= BYTE_VOCABULARY:
+        if home.model["vocab_size"] > 2**8 and not home.trained_on_bytes:
             say(f"note: {home.description} has no tokenizer.json, so text is read as bytes")
         return load_tokenizer(BYTES)
     raise ConfigError(

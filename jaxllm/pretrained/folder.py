@@ -28,7 +28,7 @@ import numpy as np
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, model_section, read_object, stored_section
 from jaxllm.config.hub import folder_of
-from jaxllm.config.types import PositiveInt
+from jaxllm.config.types import PositiveInt, Switch
 from jaxllm.pretrained.companions import GENERATION
 from jaxllm.pretrained.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
 from jaxllm.pretrained.safetensors import DTYPES, Tensor, TensorFile
@@ -272,6 +272,7 @@ class ModelFile:
     hugging_face: _OfHuggingFace | None = None
     """Names of a tied matrix, and dtypes that differ from ours, in the folder that this one was converted from."""
     sequence_length: PositiveInt | None = None
+    trained_on_bytes: Switch = False
 
 
 def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
@@ -295,7 +296,8 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         raise ConfigError(f"{path} holds {extra[0]}, which is not in its model: convert or export it again.")
     companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
     theirs = {} if said.hugging_face is None else vars(said.hugging_face)
-    return JaxllmFolder(path, str(path), section, companions, theirs, said.sequence_length, tensors=tensors)
+    about = (companions, theirs, said.sequence_length, said.trained_on_bytes)
+    return JaxllmFolder(path, str(path), section, *about, tensors=tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face's

@@ -1,5 +1,5 @@
-"""The values of a GGUF file, whose header the library gguf writes. They are written and read in pieces, as those of safetensors:
-the library's writer needs a tensor whole, and pages of its reader's memory map count as the process's own memory.
+"""The values of a GGUF file, whose header the library gguf writes. They are written and read in pieces, as those of
+safetensors: the library's writer needs a tensor whole, and pages of its reader's memory map count as the process's own memory.
 
 Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

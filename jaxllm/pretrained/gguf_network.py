@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from gguf import GGML_QUANT_VERSION, MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, LlamaFileType, RopeScalingType, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_VERSION,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    get_tensor_name_map,
+)
 
 from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.config.model_config import RopeScaling

@@ -8,6 +8,8 @@ import pytest
 from golden.weights import shapes_of_theirs
 from hf_folders import DTYPES, HUB, model_of, write_folder
 
+from jaxllm.data.byte_tokenizer import save_byte_tokenizer
+
 LARGE = {
     **HUB,
     "vocab_size": 32_000,
@@ -22,8 +24,9 @@ LARGE = {
 
 CHILD = """
 import sys
+from jaxllm.checkpoint.gguf_convert import to_gguf
 from jaxllm.checkpoint.hf_convert import from_hf, to_hf
-{"from_hf": from_hf, "to_hf": to_hf}[sys.argv[1]](*sys.argv[2:])
+{"from_hf": from_hf, "to_hf": to_hf, "to_gguf": to_gguf}[sys.argv[1]](*sys.argv[2:])
 # Not ru_maxrss, which a child inherits from its parent.
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
@@ -33,7 +36,8 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 def large_folder(tmp_path):
     noise = np.random.default_rng(0).standard_normal(2**20).astype(DTYPES["BF16"])
     weights = {name: np.resize(noise, shape) for name, shape in shapes_of_theirs(model_of(LARGE)).items()}
-    return write_folder(tmp_path / "hf", LARGE, weights, shards=7)
+    save_byte_tokenizer(folder := write_folder(tmp_path / "hf", LARGE, weights, shards=7))
+    return folder
 
 
 @pytest.mark.slow
@@ -42,7 +46,9 @@ def test_memory_is_bounded_by_the_largest_tensor(large_folder, tmp_path):
     total = sum(path.stat().st_size for path in large_folder.iterdir())
     assert total > 2e9
     largest = 2 * 4096 * LARGE["intermediate_size"]
-    for way, source, target in (("from_hf", large_folder, tmp_path / "ours"), ("to_hf", tmp_path / "ours", tmp_path / "back")):
+    ours, file = tmp_path / "ours", tmp_path / "model.gguf"
+    ways = (("from_hf", large_folder, ours), ("to_hf", ours, tmp_path / "back"), ("to_gguf", ours, file))
+    for way, source, target in ways:
         command = [sys.executable, "-c", CHILD, way, str(source), str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
         peak = 1024 * int(done.stdout)

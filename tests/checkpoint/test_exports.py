@@ -11,6 +11,7 @@ from hf_folders import read_folder
 from jaxllm import cli
 from jaxllm.checkpoint import weights
 from jaxllm.checkpoint.hf_convert import to_hf
+from jaxllm.commands.predict import tokenizer_of
 from jaxllm.data.tokenizer import BYTES, load_tokenizer
 from jaxllm.train import exports as module
 from jaxllm.train.exports import Exports
@@ -67,11 +68,11 @@ def test_a_checkpoint_is_exported_by_its_path(run, command, tmp_path):
 
 def test_an_option_of_another_format_is_refused(run, command, tmp_path):
     code, _, error = command("export", run, tmp_path / "x", "--to", "torch")
-    assert (code, error) == (2, "jaxllm: --to=torch is not one of the choices: use jaxllm or hf.\n")
+    assert (code, error) == (2, "jaxllm: --to=torch is not one of the choices: use jaxllm, hf or gguf.\n")
     for option in (["--verify"], ["--max-shard-size", "1GB"], ["--max-position", "9"]):
         code, _, error = command("export", run, tmp_path / "x", *option)
         assert code == 2
-        assert "are for Hugging Face folders: add --to hf." in error
+        assert ": add --to hf" in error
     assert not (tmp_path / "x").exists()
 
 
@@ -102,6 +103,21 @@ def test_a_checkpoint_copied_without_its_tokenizer_is_not_of_bytes(run, tmp_path
     for tokenizer, on_bytes in ((None, True), ("bytes", True), ("words", False)):
         meta["config"]["data"]["tokenizer"] = tokenizer
         assert weights.find_weights("SRC", str(path)).trained_on_bytes is on_bytes
+
+
+def test_bytes_stay_bytes_in_a_second_export(tiny_config, tmp_path):
+    """Also with a vocabulary that is no sign of bytes."""
+    run = tmp_path / "run"
+    fit(tiny_config(f"run.dir={run}", "model.vocab_size=640", "train.steps=1", "data.held_out_fraction=0.0"))
+    weights.export(str(run), str(tmp_path / "first"))
+    weights.export(str(tmp_path / "first"), str(tmp_path / "second"))
+    for source in ("run", "first", "second"):
+        to_hf(str(tmp_path / source), str(tmp_path / f"{source} hf"))
+    assert contents(tmp_path / "second hf") == contents(tmp_path / "first hf") == contents(tmp_path / "run hf")
+    assert load_tokenizer(tmp_path / "second hf").encode("Grüße").tolist() == list("Grüße".encode())
+    said = []
+    assert tokenizer_of(weights.find_weights("x", str(tmp_path / "second")).outline(), None, said.append).name == BYTES
+    assert said == []
 
 
 def test_servers_stop_at_the_end_of_a_document(served):
@@ -162,6 +178,44 @@ def test_an_export_that_hangs_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", "import time; time.sleep(60)"))
     (warning,) = exported(tmp_path, 7, limit_s=0.2)
     assert warning == "warning: checkpoint 7 was not exported (it took longer than run.phase_timeout_s=0.2)"
+
+
+TWO_STEPS = """
+import pathlib, sys, time
+log = pathlib.Path(sys.argv[1])
+with log.open("a") as file:
+    print("begin", pathlib.Path(sys.argv[-3]).name, file=file, flush=True)
+    deadline = time.monotonic() + 30
+    while not log.with_name("go").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print("end", pathlib.Path(sys.argv[-3]).name, file=file, flush=True)
+"""
+
+
+def test_training_does_not_wait_and_one_runs_at_a_time(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", TWO_STEPS, str(log)))
+    lines = []
+    exports = Exports(tmp_path, 1, lines.append, 60)
+    exports.begin(1)
+    exports.begin(2)
+    # Neither has ended, for nothing has let it.
+    assert not exports.done(0)
+    while not log.exists() or not log.read_text():
+        assert not exports.done(0.05)
+    (tmp_path / "go").touch()
+    assert exports.done(60)
+    exports.close()
+    assert log.read_text().split("\n") == ["begin 1", "end 1", "begin 2", "end 2", ""]
+    assert lines == [f"exported step {step} to {tmp_path / 'exports' / str(step)}" for step in (1, 2)]
+
+
+def test_a_start_exports_the_newest_checkpoint(tiny_config, run, tmp_path, capfd):
+    """Of a run that was stopped before it had."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    fit(tiny_config(f"run.dir={folder}", "checkpoint.export_every_steps=2", "data.held_out_fraction=0.0"))
+    assert [path.name for path in (folder / "exports").iterdir()] == ["4"]
+    assert f"exported step 4 to {folder / 'exports' / '4'}\n" in capfd.readouterr().out
 
 
 def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):

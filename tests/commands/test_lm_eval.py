@@ -1,6 +1,7 @@
 """lm-evaluation-harness on jaxllm gives what it gives on transformers."""
 
 import json
+import shutil
 import sys
 from functools import partial
 
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 from hf_folders import HUB, random_weights, write_folder
 
+import jaxllm
 from jaxllm import cli
 from jaxllm.config import ConfigError
-from jaxllm.data.byte_tokenizer import save_byte_tokenizer
+from jaxllm.data.byte_tokenizer import byte_characters, save_byte_tokenizer
 
 pytest.importorskip("lm_eval")
 huggingface = pytest.importorskip("lm_eval.models.huggingface")
@@ -107,6 +109,80 @@ def test_what_is_cut_is_counted(ours, caplog):
     says = "texts do not fit into the 48 tokens that the model supports, and were cut on the left."
     said = [record.getMessage() for record in caplog.records if record.name == module.__name__]
     assert said == [f"1 of 2 {says}", f"1 of 1 {says}"]
+
+
+def test_an_answer_in_a_conversation_ends_with_its_turn(folder, tmp_path):
+    """At the token by which the chat template ends a turn, which is not the EOS token."""
+    options = ["parallel.data=1"]
+    ids = jaxllm.generate(folder, "One", options, max_new_tokens=8)[0].ids
+    end = next(number for number in ids[1:] if number not in ids[:1] and number not in b"One\0")
+    chat = shutil.copytree(folder, tmp_path / "chat")
+    content = json.loads((chat / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": end, "content": byte_characters()[end]})
+    (chat / "tokenizer.json").write_text(json.dumps(content))
+    (chat / "chat_template.jinja").write_text(
+        "{% for one in messages %}{{ one.content }}{% if one.role == 'assistant' %}" + byte_characters()[end] + "{% endif %}"
+        "{% endfor %}"
+    )
+    model = JaxLLM(chat, options)
+    asked = requests("generate_until", [("One", {"until": [], "max_gen_toks": 8})])
+    seen = []
+    module_complete, module.complete = module.complete, lambda *a, **k: seen.extend(module_complete(*a, **k)) or seen[-1:]
+    try:
+        model.generate_until(asked)
+        assert model.apply_chat_template([{"role": "user", "content": "One"}]) == "One"
+        model.generate_until(asked)
+    finally:
+        module.complete = module_complete
+    assert [one.ids for one in seen] == [ids, ids[: ids.index(end) + 1]]
+    assert [one.ended_by for one in seen] == ["length", "stop_token"]
+    (answer,) = jaxllm.generate(chat, "One", options, chat=True, max_new_tokens=8)
+    assert answer.ids == seen[-1].ids
+
+
+def test_a_tokenizer_with_bos_is_read_as_transformers_does(folder, tmp_path):
+    """BOS comes before every text, and is the context of one without."""
+    with_bos = shutil.copytree(folder, tmp_path / "bos")
+    content = json.loads((with_bos / "tokenizer.json").read_text())
+    begin = byte_characters()[1]
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 1, "content": begin})
+    single = [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
+    special = {begin: {"id": begin, "ids": [1], "tokens": [begin]}}
+    content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    (with_bos / "tokenizer.json").write_text(json.dumps(content))
+    about = json.loads((with_bos / "tokenizer_config.json").read_text())
+    (with_bos / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": begin}))
+    theirs = huggingface.HFLM(str(with_bos), device="cpu", dtype="float32", batch_size=2, logits_cache=False)
+    ours = JaxLLM(with_bos, ["parallel.data=1"])
+    assert ours.prefix_token_id == theirs.prefix_token_id == 1
+    assert ours.tok_encode("One") == theirs.tok_encode("One") == [1, *b"One"]
+    for kind, arguments in (("loglikelihood", PAIRS[:3]), ("loglikelihood_rolling", [(text,) for text in TEXTS[1:4]])):
+        asked = requests(kind, arguments)
+        expected, found = (getattr(model, kind)(asked, disable_tqdm=True) for model in (theirs, ours))
+        np.testing.assert_allclose(np.array(found, float), np.array(expected, float), atol=1e-4, rtol=1e-6)
+    asked = requests("generate_until", PROMPTS[:1])
+    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+
+
+def test_max_length_is_that_of_hflm(folder, tasks, monkeypatch, capsys):
+    """More texts are cut, and the scores are still those of transformers."""
+    theirs = huggingface.HFLM(str(folder), device="cpu", dtype="float32", batch_size=2, logits_cache=False, max_length=16)
+    ours = JaxLLM(folder, ["parallel.data=1"], max_length=16)
+    for kind, arguments in (("loglikelihood", PAIRS[:4]), ("loglikelihood_rolling", [(text,) for text in TEXTS])):
+        asked = requests(kind, arguments)
+        expected, found = (getattr(model, kind)(asked, disable_tqdm=True) for model in (theirs, ours))
+        np.testing.assert_allclose(np.array(found, float), np.array(expected, float), atol=1e-4, rtol=1e-6)
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    expected = lm_eval.simple_evaluate(model=theirs, tasks=["choices_of_sums"], task_manager=manager, bootstrap_iters=0)
+    kept = []
+    monkeypatch.setattr(module, "JaxLLM", lambda *a, **k: kept.append(k["max_length"]) or JaxLLM(*a, **k))
+    words = ["--model", folder, "--tasks", "choices_of_sums", "--include-path", tasks, "--json", "--max-length", 16]
+    monkeypatch.setattr(sys, "argv", ["jaxllm", "lm-eval", *map(str, words), "parallel.data=1"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert (end.value.code, kept) == (0, [16])
+    assert without_errors(json.loads(capsys.readouterr().out)["results"]) == without_errors(expected["results"])
 
 
 @pytest.mark.parametrize("ours", ["one device"], indirect=True)

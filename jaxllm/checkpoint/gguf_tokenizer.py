@@ -34,26 +34,29 @@ CUTS = {
     (_WORDS + _DIGITS + _REST, False): "qwen2",
     (_TEKKEN, True): "tekken",
 }
-"""llama.cpp's names (src/llama-vocab.cpp), by how a text is cut before merges and whether a piece that is a token is taken as it
-is (ignore_merges)."""
+"""llama.cpp's names (src/llama-vocab.cpp), by how a text is cut before merges and whether a piece that is a token is taken as
+it is (ignore_merges)."""
 SPACE = "▁"
 END = "<|endoftext|>"
 """What the EOS token of bytes, U+0000, is called: llama.cpp reads no text beyond a zero byte."""
 
 
-def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
+def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_name: str) -> None:
     """Writes the keys of the tokenizer in a folder: vocabulary, merges or scores, special tokens, chat template.
 
     Args:
       vocab_size: that of the model, which may be larger.
+      model_name: for error messages.
 
     Raises:
       ConfigError: llama.cpp cannot give a text the same ids.
     """
     content, tokenizer = read_json(folder / "tokenizer.json"), load_tokenizer(folder, for_documents=False)
-    where = f"The tokenizer {tokenizer.name}"
+    where = f"The tokenizer of {model_name}"
     if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(f"{where} has {tokenizer.vocab_size} ids, and the model {vocab_size}: give the model's own tokenizer.")
+        raise ConfigError(
+            f"{where} has {tokenizer.vocab_size} ids, and the model {vocab_size}: give the model's own tokenizer."
+        )
     model = content.get("model") or {}
     if model.get("type") != "BPE" or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         raise ConfigError(f"{where} is no BPE that llama.cpp knows: use --to hf and another server.")
@@ -108,8 +111,8 @@ def _name_of_cut(content: Mapping[str, Any], where: str) -> str:
     # llama.cpp does not normalise; nearly all text is in NFC.
     if name is None or normalizer.get("type") not in (None, "NFC"):
         raise ConfigError(
-            f"{where} prepares text in a way for which llama.cpp has no name (normalizer, pre_tokenizer or ignore_merges of its "
-            f"tokenizer.json): use --to hf and another server."
+            f"{where} prepares text in a way for which llama.cpp has no name (normalizer, pre_tokenizer or ignore_merges of "
+            f"its tokenizer.json): use --to hf and another server."
         )
     return name
 
@@ -155,7 +158,10 @@ def _scores(model: Mapping[str, Any], tokens: list[str], types: list[TokenType],
     order = [result for result, _ in groupby(map("".join, pairs))]
     known = {token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL}
     made = {
-        (token[:at], token[at:]) for token in known for at in range(1, len(token)) if token[:at] in known and token[at:] in known
+        (token[:at], token[at:])
+        for token in known
+        for at in range(1, len(token))
+        if token[:at] in known and token[at:] in known
     }
     if len(order) != len(set(order)) or made != set(pairs):
         raise ConfigError(f"{where} merges otherwise than sentencepiece: use --to hf and another server.")
