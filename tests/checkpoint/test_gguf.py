@@ -388,11 +388,16 @@ def test_a_tokenizer_you_trained_gives_the_same_ids(name, tmp_path):
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id) == (0, 1)
     if name == "smollm":
         # transformers' reader does not know this name; what reads the real one does.
+        (tmp_path / "again").mkdir()
         scripts.load("launch/get_smollm2.py").write_tokenizer(Again(keys), tmp_path / "again")
         theirs = load_tokenizer(tmp_path / "again")
     for text in TEXTS:
         found = theirs.encode(text) if name != "smollm" else theirs.encode(text).tolist()
         assert found == ours.encode(text).tolist()
+    if llama_cpp := _llama_cpp():
+        model = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+        for text in TEXTS:
+            assert model.tokenize(text.encode(), add_bos=True) == ours.encode(text).tolist()
 
 
 class Again(dict):
