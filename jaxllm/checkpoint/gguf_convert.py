@@ -15,9 +15,10 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter
 
 from jaxllm.checkpoint.beside_weights import reads_bytes, write_companions
 from jaxllm.checkpoint.gguf_tokenizer import describe_tokenizer
-from jaxllm.checkpoint.hf_convert import Conversion, config_json, progress
+from jaxllm.checkpoint.hf_convert import Conversion, Tensors, config_json, progress
 from jaxllm.checkpoint.weights import dtype_named, find_weights
 from jaxllm.config import ConfigError, ModelConfig
+from jaxllm.config.hf_kinds import KINDS
 from jaxllm.model.layers import rotary_frequencies
 from jaxllm.pretrained.companions import companion_files
 from jaxllm.pretrained.folder import Folder, HuggingFaceFolder
@@ -69,7 +70,7 @@ def to_gguf(
     layout = Layout({Path(destination).name: tensors}, {})
     writer = GGUFWriter(None, MODEL_ARCH_NAMES[arch])
     writer.add_name(Path(destination).stem)
-    positions = config.get("max_position_embeddings") or folder.sequence_length
+    positions = config.get("max_position_embeddings") or KINDS[config["model_type"]].defaults["max_position_embeddings"]
     describe_network(writer, model, positions, wanted or folder.common_dtype)
     with new_folder(destination, layout.total_bytes, force, only=Path(destination).name) as aside:
         write_companions(folder, aside / "beside")
@@ -78,9 +79,6 @@ def to_gguf(
             stream(moves, layout, aside, advance, GGUFFile(writer))
     names = tuple(sorted({dtype.name for dtype, _ in tensors.values()}))
     return Conversion(found.description, destination, len(moves), layout.total_bytes, names, 1)
-
-
-Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Tensors]:

@@ -61,7 +61,10 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
     if model.get("type") != "BPE" or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         raise ConfigError(f"{where} is no BPE that llama.cpp knows: use --to hf and another server.")
     tokens, types = _vocabulary(content, tokenizer, vocab_size)
-    special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
+    try:
+        special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be written ({error}): correct the files beside the weights.") from None
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -85,14 +88,16 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: in
     """Text and type of each id. Ids that the tokenizer does not have are unused."""
     tokens, types = [f"[PAD{number}]" for number in range(vocab_size)], [TokenType.UNUSED] * vocab_size
     model = content["model"]
-    for text, number in model["vocab"].items():
+    vocabulary: dict[str, int] = model["vocab"]
+    for text, number in vocabulary.items():
         tokens[number], types[number] = text, TokenType.NORMAL
         if model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x"):
             types[number] = TokenType.BYTE
         elif model.get("byte_fallback") and text == model.get("unk_token"):
             types[number] = TokenType.UNKNOWN
     for added in content.get("added_tokens") or ():
-        number, text = added["id"], added["content"]
+        text: str = added["content"]
+        number: int = added["id"]
         is_special = added.get("special") or number in (tokenizer.bos_id, tokenizer.eos_id)
         if types[number] != TokenType.UNKNOWN:
             types[number] = TokenType.CONTROL if is_special else TokenType.USER_DEFINED
@@ -117,22 +122,22 @@ def _name_of_cut(content: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def _cut(pre_tokenizer: Mapping[str, Any]) -> str | None:
-    """How a text is cut: a regular expression or one of the names above. None for other ways."""
+def _cut(pre_tokenizer: Mapping[str, Any]) -> str:
+    """How a text is cut: a regular expression or one of the names above. Empty for other ways."""
     *before, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(before) > 1:
-        return None
+        return ""
     if last.get("use_regex", True):
         of_digits = [{"type": "Digits", "individual_digits": True}]
-        return _GPT2 if not before else _DIGITS_THEN_GPT2 if before == of_digits else None
+        return _GPT2 if not before else _DIGITS_THEN_GPT2 if before == of_digits else ""
     if not before:
         return _UNCUT
     split = before[0]
     # Where the expression fits everywhere, to remove what is between is to isolate what fits.
     how = split.get("behavior"), bool(split.get("invert"))
     if split.get("type") != "Split" or how not in (("Isolated", False), ("Removed", True)):
-        return None
-    return (split.get("pattern") or {}).get("Regex")
+        return ""
+    return (split.get("pattern") or {}).get("Regex", "")
 
 
 def _adds_space(content: Mapping[str, Any], where: str) -> bool:

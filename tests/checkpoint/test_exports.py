@@ -211,7 +211,7 @@ def test_training_does_not_wait_and_one_runs_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_start_exports_the_newest_checkpoint(tiny_config, run, tmp_path, capfd):
-    """Of a run that was stopped before it had."""
+    """A run that was stopped may not have exported it."""
     folder = shutil.copytree(run, tmp_path / "run")
     fit(tiny_config(f"run.dir={folder}", "checkpoint.export_every_steps=2", "data.held_out_fraction=0.0"))
     assert [path.name for path in (folder / "exports").iterdir()] == ["4"]

@@ -499,6 +499,12 @@ def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(change, reason, t
     assert not (tmp_path / "out.gguf").exists()
 
 
+def test_a_special_token_that_cannot_be_is_one_sentence(tmp_path):
+    source = with_tokenizer(tmp_path / "hf", trained(next(cuts())[1]), {**BASE, "pad_token_id": -1})
+    with pytest.raises(ConfigError, match=r"cannot be written \(invalid value for special token type pad: -1\): correct the"):
+        to_gguf(str(source), str(tmp_path / "out.gguf"))
+
+
 def test_merges_that_are_no_scores_are_refused(tmp_path):
     for change in (lambda merges: merges.insert(0, merges.pop()), list.pop):
         content = sentencepiece(True)
