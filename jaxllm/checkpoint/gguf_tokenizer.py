@@ -8,7 +8,7 @@ knows tokenizers by a list of hashes; here the rule itself is read, so that one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(model, tokens, types, where))
-        writer.add_add_space_prefix(_adds_space(content, where))
+        writer.add_add_space_prefix(_adds_space(content, TokenType.USER_DEFINED in types, where))
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_name_of_cut(content, where))
@@ -140,28 +140,34 @@ def _cut(pre_tokenizer: Mapping[str, Any]) -> str:
     return (split.get("pattern") or {}).get("Regex", "")
 
 
-def _adds_space(content: Mapping[str, Any], where: str) -> bool:
-    """Whether a sentencepiece tokenizer puts a space before a text."""
+def _adds_space(content: Mapping[str, Any], has_own_tokens: bool, where: str) -> bool:
+    """Whether a sentencepiece tokenizer puts a space before a text. llama.cpp then puts one after each of the own tokens too."""
     normalizer, pre = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers") or ([normalizer] if normalizer else [])
     spaces, prefix = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, {"type": "Prepend", "prepend": SPACE}
     # After the spaces are replaced this cuts nothing.
     of_gemma = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    adds = None
     if pre.get("type") == "Metaspace" and not steps and pre.get("replacement") == SPACE and pre.get("split") is False:
-        return pre.get("prepend_scheme") != "never"
-    if steps in ([spaces], [prefix, spaces]) and pre in ({}, of_gemma):
-        return prefix in steps
+        adds = pre.get("prepend_scheme") != "never"
+    elif steps in ([spaces], [prefix, spaces]) and pre in ({}, of_gemma):
+        adds = prefix in steps
+    if adds is not None and not (adds and has_own_tokens):
+        return adds
     raise ConfigError(f"{where} prepares text otherwise than sentencepiece: use --to hf and another server.")
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str], types: list[TokenType], where: str) -> list[float]:
     """A score for each token, by which llama.cpp merges the pair with the best result, as the list of merges does.
 
-    Any two tokens that make a token are merged there, so the list must have all such pairs, one result after the other.
+    Any two tokens that make a token are merged there, so the list must have all such pairs, one result after the other. It
+    finds tokens of the user, such as several spaces, before all others, so their merges must come first.
     """
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-    order = [result for result, _ in groupby(map("".join, pairs))]
     known = {token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL}
+    of_user = sum(1 for _ in takewhile(lambda pair: not {*pair, "".join(pair)} <= known, pairs))
+    pairs = pairs[of_user:]
+    order = [result for result, _ in groupby(map("".join, pairs))]
     made = {
         (token[:at], token[at:])
         for token in known

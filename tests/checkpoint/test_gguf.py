@@ -411,8 +411,9 @@ class Again(dict):
 
 
 def sentencepiece(prefix):
-    """A BPE as transformers makes of sentencepiece's: bytes, characters, and what pairs of tokens make, in order."""
-    words = ["▁a", "it", "▁it", "▁▁", "on", "don", "▁don", "xx", "xxxx", "ss", "th", "the", "▁th", "▁the"]
+    """A BPE as transformers makes of sentencepiece's: bytes, characters, and what pairs of tokens make, in order. Without a
+    prefix it has, as Gemma's, a token of the user for two spaces."""
+    words = ["▁▁", "▁a", "it", "▁it", "on", "don", "▁don", "xx", "xxxx", "ss", "th", "the", "▁th", "▁the"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aitodnxsthe.,'", *words]
     known = set(tokens[259:])
     merges = [[word[:at], word[at:]] for word in words for at in range(1, len(word)) if {word[:at], word[at:]} <= known]
@@ -423,7 +424,10 @@ def sentencepiece(prefix):
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": number, "content": tokens[number], **added} for number in range(3)],
+        "added_tokens": [
+            *({"id": number, "content": tokens[number], **added} for number in range(3)),
+            *([] if prefix else [{"id": tokens.index("▁▁"), "content": "▁▁", **added, "special": False}]),
+        ],
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "post_processor": None,
@@ -448,6 +452,7 @@ def test_a_tokenizer_of_sentencepiece_gives_the_same_ids(prefix, tmp_path):
     assert types[:3] == [2, 3, 3]
     assert set(types[3:259]) == {6}
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf"), load_tokenizer(source)
+    assert types.count(4) == (not prefix)
     for text in ["a don it", "the xxxx ss, it's", "é on"] if prefix else []:
         assert theirs.encode(text) == ours.encode(text).tolist()
     if llama_cpp := _llama_cpp():
@@ -506,13 +511,20 @@ def test_a_special_token_that_cannot_be_is_one_sentence(tmp_path):
 
 
 def test_merges_that_are_no_scores_are_refused(tmp_path):
-    for change in (lambda merges: merges.insert(0, merges.pop()), list.pop):
+    for change in (lambda merges: merges.insert(1, merges.pop()), list.pop):
         content = sentencepiece(True)
         assert content["model"]["merges"][-2:] == [["▁", "the"], ["▁th", "e"]]
         change(content["model"]["merges"])
         source = with_tokenizer(tmp_path / str(id(content)), content)
         with pytest.raises(ConfigError, match=r"merges otherwise than sentencepiece: use --to hf"):
             to_gguf(str(source), str(tmp_path / "out.gguf"))
+    content = sentencepiece(False)
+    content["model"]["merges"].append(content["model"]["merges"].pop(0))
+    with pytest.raises(ConfigError, match=r"merges otherwise than sentencepiece: use --to hf"):
+        to_gguf(str(with_tokenizer(tmp_path / "late", content)), str(tmp_path / "out.gguf"))
+    content = {**sentencepiece(False), "normalizer": sentencepiece(True)["normalizer"]}
+    with pytest.raises(ConfigError, match=r"prepares text otherwise than sentencepiece: use --to hf"):
+        to_gguf(str(with_tokenizer(tmp_path / "prefix", content)), str(tmp_path / "out.gguf"))
 
 
 def test_a_model_without_its_tokenizer_is_refused(tmp_path):
