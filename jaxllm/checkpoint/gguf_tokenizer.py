@@ -141,7 +141,11 @@ def _cut(pre_tokenizer: Mapping[str, Any]) -> str:
 
 
 def _adds_space(content: Mapping[str, Any], has_own_tokens: bool, where: str) -> bool:
-    """Whether a sentencepiece tokenizer puts a space before a text. llama.cpp then puts one after each of the own tokens too."""
+    """Whether a sentencepiece tokenizer puts a space before a text. llama.cpp then puts one after each token of the user too.
+
+    Args:
+      has_own_tokens: whether there are tokens of the user.
+    """
     normalizer, pre = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers") or ([normalizer] if normalizer else [])
     spaces, prefix = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, {"type": "Prepend", "prepend": SPACE}
