@@ -296,8 +296,7 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         raise ConfigError(f"{path} holds {extra[0]}, which is not in its model: convert or export it again.")
     companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
     theirs = {} if said.hugging_face is None else vars(said.hugging_face)
-    about = (companions, theirs, said.sequence_length, said.trained_on_bytes)
-    return JaxllmFolder(path, str(path), section, *about, tensors=tensors)
+    return JaxllmFolder(path, str(path), section, companions, theirs, said.sequence_length, said.trained_on_bytes, tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face's
