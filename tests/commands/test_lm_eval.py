@@ -95,9 +95,8 @@ def test_continuations_are_those_of_transformers(ours, theirs):
 def test_an_answer_ends_at_a_stop_text(ours, theirs):
     """A text that the model does write: random weights write few letters."""
     prompts = [chr(number) for number in range(ord("A"), ord("z") + 1)]
-    endless = ours.generate_until(
-        requests("generate_until", [(prompt, {"until": [], "max_gen_toks": 8}) for prompt in prompts])
-    )
+    options = {"until": [], "max_gen_toks": 8}
+    endless = ours.generate_until(requests("generate_until", [(prompt, options) for prompt in prompts]))
     found = [(prompt, text, c) for prompt, text in zip(prompts, endless, strict=True) for c in text[1:] if c.isascii()]
     prompt, text, stop = next(one for one in found if one[2].isprintable() and one[2] not in one[1][:1])
     asked = requests("generate_until", [(prompt, {**options, "until": [stop]})])
