@@ -53,8 +53,7 @@ def export(
     force: Force = False,
     verify: Verify = False,
 ) -> None:
-    """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf` by another name. --to gguf
-    writes one file, which `llama-quantize` makes smaller."""
+    """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf`; --to gguf writes one file."""
     if to == "hf":
         convert_to_hf(source, destination, step, dtype, max_shard_size, max_position, adapter, False, force, verify)
         return
