@@ -8,12 +8,16 @@ import re
 import threading
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import StreamRequestHandler
 from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
 from jaxllm.data.stores import filesystem
+
+# For all servers here: an answer's second packet would wait 40 ms for a delayed acknowledgement of the first.
+StreamRequestHandler.disable_nagle_algorithm = True
 
 
 class Server(ThreadingHTTPServer):
@@ -22,8 +26,10 @@ class Server(ThreadingHTTPServer):
     Attributes:
       failures: statuses that the next requests are answered with, in place of a right answer.
       behind: the port of a server that requests are passed on to.
-      rule: None, or a function from method and path to a status that refuses the request, or None. It may wait.
-      seen: (method, path with query) of each request.
+      rule: None, or a function from method and path to a status that refuses the request, a pair of one and the content of the
+        answer, or None. It may wait.
+      seen: (method, path with query) of each request; at the end of the path the name of an object that GCS gets.
+      conditions: as `rule`, of the server itself.
     """
 
     daemon_threads = True
@@ -32,6 +38,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, behind=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.failures, self.behind, self.seen, self.rule = {}, [], behind, [], None
+        self.conditions = lambda method, path: None
 
     @property
     def url(self):
@@ -64,11 +71,15 @@ class Handler(BaseHTTPRequestHandler):
             # The client died.
             self.close_connection = True
             return
-        server.seen.append((self.command, self.path))
+        # gcsfs has an object's name beside its content.
+        name = re.search(rb'"name": "([^"]+)"', body[:2000]) if parts.path.startswith("/upload/") else None
+        path = f"{self.path}&name={name[1].decode()}" if name else self.path
+        server.seen.append((self.command, path))
+        refused = (server.rule and server.rule(self.command, path)) or server.conditions(self.command, path)
         if server.failures:
             status, headers, content = server.failures.pop(0), {}, b""
-        elif server.rule and (status := server.rule(self.command, self.path)):
-            headers, content = {}, b""
+        elif refused:
+            headers, (status, content) = {}, refused if isinstance(refused, tuple) else (refused, b"")
         elif server.behind:
             with closing(http.client.HTTPConnection("127.0.0.1", server.behind, timeout=30)) as onward:
                 onward.request(self.command, self.path, body, dict(self.headers))
@@ -267,3 +278,32 @@ def gcs():
             yield server._api._httpd.server_address[1]
         finally:
             server.stop()
+
+
+@contextmanager
+def gcs_door(bucket):
+    """A server in front of the emulator of GCS, as s3_door, with the condition of a lock, which the emulator lacks."""
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud import storage
+
+    with gcs() as port, serving(Server(behind=port)) as door, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", door.url)
+        behind = {"api_endpoint": f"http://127.0.0.1:{port}"}
+        emulated = storage.Client("a-project", AnonymousCredentials(), client_options=behind).create_bucket(bucket)
+
+        def conditions(method, path):
+            if "ifGenerationMatch=0" in path and emulated.get_blob(path.rpartition("&name=")[2]) is not None:
+                return 412
+
+        door.conditions = conditions
+        forget_clients("gs")
+        # gcsfs asks Google's other servers for credentials, and for the kind of a bucket, in this process and in those it starts.
+        patch.setenv("NO_GCE_CHECK", "true")
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        kinds = getattr(filesystem("gs"), "_storage_layout_cache", None)
+        if kinds is not None:
+            from gcsfs.extended_gcsfs import BucketType
+
+            kinds[bucket] = BucketType.NON_HIERARCHICAL
+        yield door
+    forget_clients("gs")

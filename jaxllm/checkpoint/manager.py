@@ -152,6 +152,10 @@ class Checkpoints:
             if not (reason := distributed.first_nonempty(reason)):
                 break
             self._refused[self.latest] = reason
+            if self._joined is not None:
+                self._joined.damaged[self.latest] = reason
+            elif self._stored is not None:
+                self._stored.refuse(self.latest, reason)
             del state
             self._choose()
         self.set_damaged_aside()

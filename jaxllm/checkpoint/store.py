@@ -10,14 +10,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.run_lock import HOLDER_BYTES, Holder, HolderLock, this_process
 from jaxllm.config import ConfigError
-from jaxllm.data.stores import filesystem, may_pass, refusal
+from jaxllm.data.stores import filesystem, may_pass, refusal, status_of
 from jaxllm.runtime import distributed, exit_codes
-from jaxllm.untrusted import MIB, RefusedInput
+from jaxllm.untrusted import MIB, RefusedInput, reason_of
 
 BEAT_S = 15.0
 """Between heartbeats: each is a request that stores bill."""
@@ -44,9 +45,22 @@ class LostError(StoreError):
     """Another run holds the store."""
 
 
+class GoneError(Exception):
+    """The local checkpoint was deleted before it was copied."""
+
+    exit_code = exit_codes.BAD_INPUT
+
+    def __str__(self) -> str:
+        return "it was deleted here before it was copied: raise checkpoint.keep, or save less often"
+
+
+class CopyError(ConfigError):
+    """A checkpoint could not be copied to the store. The sentence names the step, the reason, and where it is safe."""
+
+
 def unusable(address: str, error: OSError) -> ConfigError:
-    # A bucket that does not exist is a FileNotFoundError.
-    found = error if isinstance(error, StoreError) else StoreError("the bucket is not there")
+    missing = "the bucket is not there" if isinstance(error, FileNotFoundError) else reason_of(error)
+    found = error if isinstance(error, StoreError) else StoreError(missing)
     refused = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
     refused.exit_code = found.exit_code
     return refused
@@ -69,13 +83,16 @@ class Store:
         for future in tuple(self._asked):
             future.cancel()
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S, **options: Any) -> Any:
+    def ask(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
         """
+        Args:
+          timeout_s: None: ANSWER_S.
+
         Raises:
           FileNotFoundError, FileExistsError: as the method.
           StoreError: the store refuses, or does not answer in time, or is closed.
         """
-        return self._wait_for(lambda: getattr(self._fs, f"_{method}")(*arguments, **options), timeout_s)
+        return self._wait_for(lambda: getattr(self._fs, f"_{method}")(*arguments, **options), timeout_s or ANSWER_S)
 
     def _wait_for(self, request: Callable[[], Awaitable[Any]], timeout_s: float) -> Any:
         async def limited() -> Any:
@@ -93,8 +110,8 @@ class Store:
         except CancelledError:
             raise StoreError("the run has ended") from None
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in exit_codes.FULL and error.__cause__ is None:
-                # The disk of this host.
+            if isinstance(error, OSError) and error.errno in exit_codes.LASTING and error.__cause__ is None:
+                # The disk of this host: the libraries' own errors have a cause, or no number.
                 raise
             # The libraries raise many types.
             raise StoreError(*refusal(self.address, error), passes=may_pass(error)) from error
@@ -106,7 +123,13 @@ class Store:
 
     def read(self, name: str, limit: int) -> bytes:
         """Raises FileNotFoundError, RefusedInput for a larger one, StoreError."""
-        content = self.ask("cat_file", self.path(name), start=0, end=limit + 1)
+        try:
+            content = self.ask("cat_file", self.path(name), start=0, end=limit + 1)
+        except StoreError as error:
+            if error.__cause__ is None or status_of(error.__cause__) != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                raise
+            # An empty object has no first byte.
+            content = b""
         if len(content) > limit:
             raise RefusedInput(f"{name} has more than {limit} bytes")
         return content

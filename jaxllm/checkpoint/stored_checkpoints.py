@@ -38,7 +38,7 @@ from jaxllm.checkpoint.files import (
     why,
 )
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.checkpoint.store import ANSWER_S, LostError, Store, StoreError, StoreLock, unusable
+from jaxllm.checkpoint.store import ANSWER_S, CopyError, GoneError, LostError, Store, StoreError, StoreLock, unusable
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed, exit_codes
 from jaxllm.runtime.shared_errors import raise_together
@@ -47,19 +47,6 @@ WAITS_S = (1.0, 5.0, 20.0)
 """Before each further try to copy a checkpoint."""
 
 log = logging.getLogger(__name__)
-
-
-class GoneError(Exception):
-    """The local checkpoint was deleted before it was copied."""
-
-    exit_code = exit_codes.BAD_INPUT
-
-    def __str__(self) -> str:
-        return "it was deleted here before it was copied: raise checkpoint.keep, or save less often"
-
-
-class CopyError(ConfigError):
-    """A checkpoint could not be copied to the store. The sentence names the step, the reason, and where it is safe."""
 
 
 class StoredCheckpoints:
@@ -119,13 +106,18 @@ class StoredCheckpoints:
                     if not (self._fetched or self.damaged):
                         # Copies of this run would displace what another one has there.
                         require()
-                        self._fetch_meta(step, there[step], accept)
+                        with suppress(FileNotFoundError):
+                            self._fetch_meta(step, there[step], accept)
                         self._remove_unfinished()
                     break
                 if step in self._fetched or step in self.damaged:
                     continue
                 require()
-                if reason := self._fetch(step, there[step], accept):
+                try:
+                    reason = self._fetch(step, there[step], accept)
+                except FileNotFoundError:
+                    reason = "a file has disappeared while it was being copied"
+                if reason:
                     self.damaged[step] = reason
                     self._remove_unfinished()
                     said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
@@ -136,7 +128,8 @@ class StoredCheckpoints:
         except ConfigError:
             self._remove_unfinished()
             raise
-        except (StoreError, FileNotFoundError) as error:
+        except StoreError as error:
+            self._remove_unfinished()
             raise unusable(self._store.address, error) from None
         except OSError as error:
             self._remove_unfinished()
@@ -150,6 +143,11 @@ class StoredCheckpoints:
                 f"checkpoint.store to start again."
             )
         return None, said
+
+    def refuse(self, step: int, reason: str) -> None:
+        """A checkpoint that was fetched cannot be restored, although no byte has changed: it is damaged there."""
+        if step in self._fetched:
+            self.damaged[step] = reason
 
     def _fetch(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
         """Copies a step. Returns why it is damaged."""
@@ -349,11 +347,16 @@ class StoredCheckpoints:
         """
         whole = sorted({newest, *(step for step, files in there.items() if FILES in files and step not in self.damaged)})
         kept = {newest, *whole[-self._config.keep :], *filter(self._config.keeps_forever, whole), *self.damaged}
-        if there.keys() - kept:
-            # What is there in part may be a copy of another run by now.
-            self.lock.require()
-        for step in there.keys() - kept:
-            self._remove_step(step, there[step])
+        try:
+            if there.keys() - kept:
+                # What is there in part may be a copy of another run by now.
+                self.lock.require()
+            for step in there.keys() - kept:
+                self._remove_step(step, there[step])
+        except LostError:
+            raise
+        except StoreError as error:
+            log.warning("Older checkpoints in %s are not deleted (%s): the next copy tries again.", self._store.address, error)
 
     def _remove_step(self, step: int, names: Iterable[str]) -> None:
         """Removes files.json first: what is left after a kill does not exist."""

@@ -294,7 +294,7 @@ def _asked(address: str, question: Callable[[], T]) -> T:
     raise AssertionError("the last try returns or raises")
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
     """The HTTP status that an error of aiohttp, gcsfs, huggingface_hub or botocore is about."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
@@ -302,24 +302,36 @@ def _status(error: BaseException) -> int | None:
     found = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", response)
     if isinstance(found, int | str) and str(found).isdecimal():
         return int(found)
-    return _status(error.__cause__) if error.__cause__ is not None else None
+    if type(error) is OSError and str(error).startswith("Forbidden: "):
+        # gcsfs has a status for all others.
+        return HTTPStatus.FORBIDDEN
+    return status_of(error.__cause__) if error.__cause__ is not None else None
 
 
 def _is_busy(error: BaseException) -> bool:
     error = _cause(error)
-    if (status := _status(error)) is not None:
+    if (status := status_of(error)) is not None:
         return status in _BUSY
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
-    return isinstance(error, OSError) or "Connect" in type(error).__name__ or "Timeout" in type(error).__name__
+    return isinstance(error, OSError) or re.search("connect|timeout|payload", type(error).__name__, re.IGNORECASE) is not None
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether a store that did not answer may do so later by itself. One that refuses, is not there or is full does not."""
     error = _cause(error)
-    if (status := _status(error)) is not None:
+    if (status := status_of(error)) is not None:
         return status in _BUSY or (status >= 500 and status != HTTPStatus.INSUFFICIENT_STORAGE)
     return not isinstance(error, FileNotFoundError | PermissionError) and "Credential" not in type(error).__name__
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a store has no space left, or the account none: 507, and of Ceph and others a 403 or 400 with such words."""
+    status = status_of(error)
+    if status not in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN):
+        return status == HTTPStatus.INSUFFICIENT_STORAGE
+    said = str(error.__cause__ or error)
+    return re.search(r"quota ?exceeded|exceeded\b.*\bquota|storage ?full", said, re.IGNORECASE) is not None
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -332,9 +344,11 @@ def refusal(address: str, error: BaseException) -> tuple[str, str]:
     with its signature, or be pages long.
     """
     error = _cause(error)
-    scheme, status, kind = _scheme(address), _status(error), type(error).__name__
+    scheme, status, kind = _scheme(address), status_of(error), type(error).__name__
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return "it is not there", "check the address"
+    if is_full(error):
+        return "it is full", "free space there"
     if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in kind:
         why = "no credentials were found" if "NoCredential" in kind or "DefaultCredential" in kind else "access is refused"
         return why, _CREDENTIALS[scheme.replace("http", "https")[:5]]

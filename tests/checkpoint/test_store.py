@@ -19,7 +19,7 @@ import pytest
 import yaml
 from outside import wait_until
 from run_files import saved_state, steps_of
-from store_servers import Server, forget_clients, gcs, s3_door, serving
+from store_servers import gcs_door, s3_door
 
 from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
 from jaxllm.checkpoint.files import saved_steps
@@ -304,36 +304,24 @@ def test_no_file_but_those_that_a_run_copies_is_taken_beside_a_checkpoint(door, 
 ELSEWHERE = run_lock.Holder("job 7", 1, "h1", 1234, "another boot", "99", "theirs", "2026-01-01T00:00:00.000+00:00")
 
 
+@pytest.fixture(scope="module")
+def gs_door():
+    pytest.importorskip("gcp_storage_emulator")
+    pytest.importorskip("gcsfs")
+    with gcs_door("runs") as door:
+        yield door
+
+
 @pytest.fixture(params=["s3", "gs"])
-def place(request, monkeypatch):
+def place(request):
     """An empty store of each kind."""
     prefix = re.sub(r"\W", "-", request.node.name)
     if request.param == "s3":
         request.getfixturevalue("door")
         yield Store(f"s3://runs/{prefix}")
         return
-    pytest.importorskip("gcp_storage_emulator")
-    pytest.importorskip("gcsfs")
-    from google.auth.credentials import AnonymousCredentials
-    from google.cloud import storage
-
-    with gcs() as port, serving(Server(behind=port)) as door:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", door.url)
-        storage.Client("a-project", AnonymousCredentials(), client_options={"api_endpoint": door.url}).create_bucket("runs")
-        forget_clients("gs")
-        place = Store(f"gs://runs/{prefix}")
-
-        def rule(method, path):
-            # The emulator has no conditions.
-            if "ifGenerationMatch=0" in path and emulated.get_blob(f"{prefix}/holder.json") is not None:
-                return 412
-
-        emulated = storage.Client(
-            "a-project", AnonymousCredentials(), client_options={"api_endpoint": f"http://127.0.0.1:{port}"}
-        ).bucket("runs")
-        door.rule = rule
-        yield place
-    forget_clients("gs")
+    request.getfixturevalue("gs_door")
+    yield Store(f"gs://runs/{prefix}")
 
 
 @contextmanager
@@ -489,7 +477,7 @@ def test_training_continues_without_the_store_and_says_so_at_the_end(
     [
         (403, "access is refused", "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", exit_codes.BAD_INPUT),
         (503, "it answers 503 again and again", "remove the cause, or leave checkpoint.store out.", exit_codes.LOST),
-        (507, "answer 507", "remove the cause, or leave checkpoint.store out.", exit_codes.BAD_INPUT),
+        (507, "it is full", "remove the cause, or leave checkpoint.store out.", exit_codes.BAD_INPUT),
     ],
 )
 def test_a_start_tells_at_once_what_the_store_refuses(
