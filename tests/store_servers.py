@@ -297,7 +297,7 @@ def gcs_door(bucket):
 
         door.conditions = conditions
         forget_clients("gs")
-        # gcsfs asks Google's other servers for credentials, and for the kind of a bucket, in this process and in those it starts.
+        # gcsfs asks Google's other servers for credentials and for the kind of a bucket, also in processes that start here.
         patch.setenv("NO_GCE_CHECK", "true")
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         kinds = getattr(filesystem("gs"), "_storage_layout_cache", None)

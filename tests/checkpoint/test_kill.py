@@ -1,4 +1,6 @@
-"""SIGKILL at six or more random moments, two of them inside a save: the run ends as if nothing had happened."""
+"""SIGKILL at six or more random moments, two of them inside a save, and with a store on one new machine after another: the run
+ends as if nothing had happened.
+"""
 
 import os
 import random
@@ -8,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import jax
 import numpy as np
@@ -15,9 +18,11 @@ import pytest
 import yaml
 from outside import wait_until
 from run_files import saved_state, steps_of
+from store_servers import gcs_door, s3_door
 from tiny import TINY
 
 from jaxllm.checkpoint.files import saved_steps
+from jaxllm.checkpoint.store import Store
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS, SEED, LIMIT_S = 600, 0, 200
@@ -58,12 +63,17 @@ def metrics(folder):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(folder)]
 
 
+def recipe_of(steps, text_file, folder) -> Path:
+    path = folder / "tiny.yaml"
+    train = TINY["train"] | {"steps": steps}
+    data = {"source": "files", "paths": [str(text_file)], "held_out_fraction": 0.0}
+    path.write_text(yaml.safe_dump(TINY | {"train": train, "data": data, "log": {"every_steps": 1}}))
+    return path
+
+
 @pytest.mark.slow
 def test_killed_again_and_again_a_run_ends_as_if_undisturbed(text_file, tmp_path):
-    recipe = tmp_path / "tiny.yaml"
-    train = TINY["train"] | {"steps": STEPS}
-    data = {"source": "files", "paths": [str(text_file)], "held_out_fraction": 0.0}
-    recipe.write_text(yaml.safe_dump(TINY | {"train": train, "data": data, "log": {"every_steps": 1}}))
+    recipe = recipe_of(STEPS, text_file, tmp_path)
     whole, folder, rng = tmp_path / "whole", tmp_path / "killed", random.Random(SEED)
     undisturbed = start(recipe, whole)
     out, error = undisturbed.communicate(timeout=LIMIT_S)
@@ -116,3 +126,78 @@ def test_killed_again_and_again_a_run_ends_as_if_undisturbed(text_file, tmp_path
     assert metrics(folder) == metrics(whole)
     assert [step for step, *_ in metrics(folder)] == list(range(1, STEPS + 1))
     jax.tree.map(np.testing.assert_array_equal, saved_state(folder, STEPS), saved_state(whole, STEPS))
+
+
+STORED_STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text_file, tmp_path_factory):
+    """The recipe and the run directory of a run without a store."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    recipe = recipe_of(STORED_STEPS, text_file, home)
+    process = start(recipe, home / "run")
+    out, error = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, out + error
+    return recipe, home / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("kind", "moments"), [("s3", ["first copy", "commit", "restore", "deletion"]), ("gs", ["first copy", "commit", "restore"])]
+)
+def test_killed_on_one_new_machine_after_another_a_run_ends_as_if_undisturbed(undisturbed, tmp_path, kind, moments):
+    """Each kill is inside a request to the store, and takes the disk of the run with it."""
+    pytest.importorskip({"s3": "moto", "gs": "gcp_storage_emulator"}[kind])
+    pytest.importorskip({"s3": "s3fs", "gs": "gcsfs"}[kind])
+    recipe, whole = undisturbed
+    with {"s3": s3_door, "gs": gcs_door}[kind]("runs") as door:
+        place, options = Store(f"{kind}://runs/killed"), ("checkpoint.every_steps=2", "checkpoint.keep=1")
+
+        def there() -> list[int]:
+            return [step for step, files in place.steps().items() if "files.json" in files]
+
+        for number, moment in enumerate([*moments, "never"]):
+            before, folder = there(), tmp_path / str(number)
+            reached, gone = threading.Event(), threading.Event()
+
+            def rule(method, path, moment=moment, before=before, reached=reached, gone=gone):
+                path, is_write = unquote(path), method in ("PUT", "POST")
+                is_reached = {
+                    "first copy": is_write and "/state/" in path,
+                    # Beside the checkpoint before, if there is one.
+                    "commit": is_write and "/files.json" in path and (before or there()),
+                    "restore": method == "GET" and "/state/" in path,
+                    "deletion": method == "DELETE" and "/files.json" in path,
+                }
+                if is_reached.get(moment):
+                    reached.set()
+                    gone.wait(LIMIT_S)
+                    return 503
+
+            door.rule = rule
+            process = start(recipe, folder, f"checkpoint.store={place.address}", *options)
+            reader = Reader(process.stdout)
+            if moment != "never":
+                wait_until(reached.is_set, process, LIMIT_S)
+                process.kill()
+            process.wait(timeout=LIMIT_S)
+            gone.set()
+            reader.join()
+            said, error, door.rule = "".join(reader.lines), process.communicate()[1], None
+            assert "damaged" not in said
+            if moment != "restore":
+                taken = re.search(rf"^took checkpoint (\d+) from {place.address}$", said, re.MULTILINE)
+                assert (int(taken[1]) if taken else None) == (before[-1] if before else None)
+            now = there()
+            assert {"first copy": now == [], "commit": len(now) == 1, "restore": now == before}.get(moment, True), now
+            if moment == "deletion":
+                # The copy is whole, and the one before is about to be deleted.
+                assert len(now) == 2
+            if moment == "never":
+                assert process.returncode == 0, said + error
+        assert there() == list(place.steps()) == [STORED_STEPS]
+    assert metrics(folder) == metrics(whole)
+    assert [step for step, *_ in metrics(folder)] == list(range(1, STORED_STEPS + 1))
+    jax.tree.map(np.testing.assert_array_equal, saved_state(folder, STORED_STEPS), saved_state(whole, STORED_STEPS))

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,15 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from outside import wait_until
+from outside import free_port, wait_until
 from run_files import saved_state, steps_of
 from store_servers import gcs_door, s3_door
 
 from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
+from jaxllm.checkpoint.checksums import describe_files
+from jaxllm.checkpoint.disk_groups import DiskGroups
 from jaxllm.checkpoint.files import saved_steps
+from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import FILES_AT_ONCE, Store, StoreLock
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
@@ -159,6 +163,52 @@ def test_a_kill_inside_a_copy_leaves_the_checkpoint_before(door, bucket, whole, 
     assert {name for name in objects(door, bucket) if re.match("4/(state|meta)/", name)} == {f"4/{name}" for name in listed}
 
 
+def two_processes(recipe, run, *overrides) -> str:
+    """Trains with two processes that share a run directory. Returns the output of the first."""
+    port, processes = free_port(), []
+    for rank in range(2):
+        place = {"JAXLLM_COORDINATOR": f"127.0.0.1:{port}", "JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": str(rank)}
+        command = [sys.executable, "-m", "jaxllm.cli", "train", recipe, "run.cpu_devices=4", f"run.dir={run}", *overrides]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **place}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, env=variables, **pipes))
+    try:
+        (out, error), (_, other_error) = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [0, 0], error + other_error
+    return out
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_config, tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_config(*MESH).model_dump(mode="json")))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(recipe, tmp_path_factory):
+    """The run directory of an undisturbed run of two processes, without a store."""
+    folder = tmp_path_factory.mktemp("whole-of-two") / "run"
+    two_processes(recipe, folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_new_disk_resume_from_the_store_bit_for_bit(place, whole_of_two, recipe, tiny_config, tmp_path):
+    run = tmp_path / "run"
+    with copier(place.address, whole_of_two, tiny_config()) as stored:
+        stored.offer(2)
+        assert stored.wait() is None
+    out = two_processes(recipe, run, f"checkpoint.store={place.address}")
+    assert f"took checkpoint 2 from {place.address}\nresumed from step 2 in {run}\n" in out
+    assert_same_end(run, whole_of_two)
+    assert [step for step, files in place.steps().items() if "files.json" in files] == [2, 4]
+
+
 def change_a_byte(door, key):
     content = bytearray(door.client.get_object(Bucket="runs", Key=key)["Body"].read())
     content[len(content) // 2] ^= 1
@@ -217,6 +267,49 @@ def test_a_run_without_an_intact_checkpoint_anywhere_is_refused(door, copied, ti
         fit(store_config(tiny_config, copied, tmp_path / "run"))
     assert objects(door, copied) == before
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+def make_unreadable(checkpoint):
+    """Other bytes from the beginning, with the right sizes and checksums: only reading the arrays shows it."""
+    manifest = checkpoint / "state/manifest.ocdbt"
+    manifest.write_bytes(bytes(len(manifest.read_bytes())))
+    describe_files(checkpoint)
+
+
+@pytest.mark.parametrize("steps", [(4,), (2, 4)])
+def test_a_checkpoint_that_orbax_cannot_read_is_damaged(door, bucket, whole, filled, tiny_config, tmp_path, capsys, steps):
+    source, run = Path(shutil.copytree(filled, tmp_path / "source")), tmp_path / "run"
+    for step in steps:
+        make_unreadable(source / f"checkpoints/{step}")
+    with copier(bucket, source, tiny_config()) as stored:
+        for step in (2, 4):
+            stored.offer(step)
+            assert stored.wait() is None
+    before = objects(door, bucket)
+    capsys.readouterr()
+    if len(steps) == 1:
+        fit(store_config(tiny_config, bucket, run))
+        said = capsys.readouterr().out
+        assert f"took checkpoint 4 from {bucket}\ntook checkpoint 2 from {bucket}\ncheckpoint 4 is damaged (" in said
+        assert f"resumed from step 2 in {run}\n" in said
+        assert_same_end(run, whole)
+        # What the run saved again is in its place.
+        listed = Store(bucket).read("4/files.json", 2**20)
+        assert listed == (run / "checkpoints/4/files.json").read_bytes() != (source / "checkpoints/4/files.json").read_bytes()
+        return
+    sentence = rf"^No checkpoint in {bucket} is intact: 4 \(.+\), 2 \(.+\); restore a copy of one there, or choose"
+    with pytest.raises(ConfigError, match=sentence) as error:
+        fit(store_config(tiny_config, bucket, run))
+    assert error.value.exit_code == exit_codes.BAD_INPUT
+    assert objects(door, bucket) == before
+    # The same on hosts that share no disk.
+    config, place = tiny_config().checkpoint, Store(bucket)
+    with held(place) as lock, closing(JoinedCheckpoints(place, lock, tmp_path / "host", config, DiskGroups((0,)))) as joined:
+        found = manager.Checkpoints(tmp_path / "host", config, joined=joined)
+        assert found.latest == 4
+        with pytest.raises(ConfigError, match=sentence) as error:
+            found.restore({}, {})
+    assert error.value.exit_code == exit_codes.BAD_INPUT
 
 
 @pytest.mark.parametrize("key", ["model", "text"])
@@ -470,6 +563,25 @@ def test_training_continues_without_the_store_and_says_so_at_the_end(
     if fault == "busy":
         fit(store_config(tiny_config, bucket, run))
         assert committed(door, bucket) == [2, 4]
+
+
+def test_a_slow_store_does_not_hold_up_training(door, bucket, whole, tiny_config, tmp_path):
+    run, trained = tmp_path / "run", []
+
+    def rule(method, path):
+        # Each file of step 2 arrives when step 4 is saved, and not before.
+        if method == "PUT" and "/2/" in path:
+            deadline = time.monotonic() + 60
+            while not (saved := (run / "checkpoints/4").exists()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            trained.append(saved)
+
+    door.rule = rule
+    fit(store_config(tiny_config, bucket, run))
+    assert trained
+    assert all(trained)
+    assert_same_end(run, whole)
+    assert committed(door, bucket) == [2, 4]
 
 
 @pytest.mark.parametrize(

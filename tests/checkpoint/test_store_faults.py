@@ -6,11 +6,13 @@ The checkpoints are made here, of a few bytes and without a model.
 import asyncio
 import errno
 import json
+import os
+import random
 import re
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
@@ -216,7 +218,9 @@ def test_a_copy_that_fails_leaves_the_checkpoint_before(
         with broken(door, kind, fault, "copy", monkeypatch):
             stored.offer(4)
             failure = stored.wait()
-        sentence = rf"Checkpoint 4 could not be copied to {place.address} \({reason}\): it is safe in {here}/checkpoints; remove "
+        sentence = (
+            rf"Checkpoint 4 could not be copied to {place.address} \({reason}\): it is safe in {here}/checkpoints; remove "
+        )
         assert re.match(sentence, str(failure)), failure
         assert failure.exit_code == code
         assert len(re.findall(rf"Checkpoint 4 is not in {place.address} \({reason}\): training continues.", caplog.text)) == 1
@@ -278,7 +282,7 @@ def test_a_store_that_is_busy_for_a_moment_changes_nothing(
     config = tiny_config()
 
     def moment(now):
-        return broken(door, kind, "busy once", stage, monkeypatch) if now == stage else suppress()
+        return broken(door, kind, "busy once", stage, monkeypatch) if now == stage else nullcontext()
 
     with moment("begin"), copier(place, here, config, keep=1) as stored:
         copy(stored, 2)
@@ -325,6 +329,61 @@ def test_a_store_that_dies_at_any_request_of_a_copy_has_a_whole_checkpoint(place
         assert_a_new_machine_takes(4, one, here, config, tmp_path / f"{number}-then")
     # Each state between was met: 4 not begun, begun, there beside 2, and beside what is left of 2.
     assert seen >= {(2, 2), (2, 2, 4), (4, 2, 4)}
+
+
+COPY = """
+import sys
+from pathlib import Path
+from jaxllm.checkpoint.store import Store, StoreLock
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
+from jaxllm.config import CheckpointConfig
+
+place = Store(sys.argv[1])
+lock = StoreLock(place)
+lock.take()
+stored = StoredCheckpoints(place, lock, Path(sys.argv[2]), CheckpointConfig())
+stored.offer(4)
+stored.wait()
+"""
+
+
+def test_a_kill_inside_a_file_of_several_parts_leaves_nothing_that_is_taken_for_whole(
+    place, door, kind, here, tiny_config, tmp_path
+):
+    config, content = tiny_config(), random.Random(0).randbytes(2 * store.PIECE + 5)
+    with copier(place, here, config) as stored:
+        copy(stored, 2)
+    make_checkpoint(here, 4, config, content)
+    parts, reached, ended = [], threading.Event(), threading.Event()
+
+    def rule(method, path):
+        if method in WRITES and re.search("partNumber=|upload_id=", path):
+            parts.append(path)
+            if len(parts) > 1 and not ended.is_set():
+                # The first part is there, and no more.
+                reached.set()
+                ended.wait(60)
+                return 503
+
+    door.rule = rule
+    process = subprocess.Popen(
+        [sys.executable, "-c", COPY, place.address, here],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(reached.is_set, process, 100)
+    process.kill()
+    process.communicate()
+    ended.set()
+    assert committed(place) == [2]
+    assert "state/d/1" not in place.steps()[4]
+    assert_a_new_machine_takes(2, place, here, config, tmp_path / "new")
+    del parts[:]
+    with copier(place, here, config) as stored:
+        copy(stored, 4)
+    assert len(parts) == 3
+    assert_a_new_machine_takes(4, place, here, config, tmp_path / "newer")
 
 
 def damaged(place, kind):
@@ -404,19 +463,20 @@ def test_a_full_disk_is_not_a_silent_store(place, door, kind, here, tiny_config,
 
     library = {"s3": "s3fs.core", "gs": "gcsfs.core"}[kind]
     with copier(place, new, config) as stored:
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(ConfigError, match=rf"^{new}/checkpoints does not take the checkpoint of {place.address} \(the system's") as error,
-        ):
-            patch.setattr(f"{library}.open", full, raising=False)
+        monkeypatch.setattr(f"{library}.open", full, raising=False)
+        sentence = (
+            rf"^{new}/checkpoints does not take the checkpoint of {place.address} \(the system's words: .*: remove the cause.$"
+        )
+        with pytest.raises(ConfigError, match=sentence) as error:
             stored.fetch(newer_than=-1)
+        monkeypatch.setattr(f"{library}.open", open)
         assert error.value.exit_code == exit_codes.BAD_INPUT
         assert contents(new) == {}
     assert_a_new_machine_takes(4, place, here, config, new)
 
 
 def test_an_outage_that_another_process_met_has_its_exit_code(monkeypatch):
-    """Process 1 could not reach the store: all end with its sentence, and with the code that makes a supervisor restart them."""
+    """Process 1 could not reach the store: all end with its sentence, and with a code to restart."""
     outage, sent = ConfigError("Process 1 on h1: the store does not answer."), []
     outage.exit_code = exit_codes.LOST
 
