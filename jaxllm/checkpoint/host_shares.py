@@ -23,7 +23,7 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.files import FILES, META, STATE, read_files, saved_steps, why
+from jaxllm.checkpoint.files import FILES, META, STATE, damage, read_files, saved_steps, why
 from jaxllm.checkpoint.store import Store, StoreError
 from jaxllm.config import CheckpointConfig
 from jaxllm.runtime import distributed, exit_codes
@@ -44,6 +44,8 @@ class HostShares:
       folder: of its parts, by step.
       committed: the newest step that is whole in the store, as far as this process knows.
       done: the steps that this start has made whole there.
+      kept: (step, number of parts on these hosts, start) of an earlier start's checkpoint whose parts stay until this start has
+        made one whole; None if there is none.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, store: Store):
@@ -54,6 +56,7 @@ class HostShares:
         self._config, self._store = config, store
         self.committed: int | None = None
         self.done: set[int] = set()
+        self.kept: tuple[int, int, str] | None = None
         self._board, self._number = distributed.Board(), 0
         self._arrived: set[str] = set()
         self._copying: int | None = None
@@ -66,6 +69,21 @@ class HostShares:
         self._arrived.clear()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._thread.start()
+
+    def remove_left(self) -> None:
+        """Removes what earlier starts left in run.dir/shares, but for the parts to be kept; on the process that leads there.
+
+        One of their processes may still run on this host, and copy. That copy then fails; with the lock on the store, it could
+        not have been committed anyway.
+        """
+        step, _, start = self.kept or (None, 0, "")
+        for folder in self.home.glob("*"):
+            if folder.name == start:
+                for one in folder.glob("*/*"):
+                    if one.name != str(step):
+                        shutil.rmtree(one, ignore_errors=True)
+            elif folder != self.folder.parent:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         self._ended.set()
@@ -121,6 +139,10 @@ class HostShares:
         if COMMITTED in texts:
             self.done |= set(parse_json(texts[COMMITTED]))
             self.committed = max(*self.done, self.committed or 0)
+            if self.kept is not None:
+                # The run has continued without it.
+                shutil.rmtree(self.home / self.kept[2], ignore_errors=True)
+                self.kept = None
         self._prune()
         return texts
 
@@ -178,7 +200,9 @@ def _is_torn(folder: Path) -> bool:
     """Whether a part lacks something, as after a power cut."""
     try:
         listed = read_files(folder)
-        return any((folder / name).stat().st_size != size for name, (size, _) in listed.items())
+        return damage(folder, META) is not None or any(
+            (folder / name).stat().st_size != size for name, (size, _) in listed.items()
+        )
     except (OSError, ValueError):
         return True
 

@@ -22,7 +22,18 @@ import jax
 
 from jaxllm.checkpoint.checksums import changed, checksum, described
 from jaxllm.checkpoint.disk_groups import DiskGroups, find_disk_groups, not_shared
-from jaxllm.checkpoint.files import FILES, FILES_BYTES, STATE, Meta, damage, newest_undamaged, read_files, saved_steps
+from jaxllm.checkpoint.files import (
+    FILES,
+    FILES_BYTES,
+    STATE,
+    Meta,
+    damage,
+    newest_whole,
+    read_files,
+    read_meta,
+    saved_steps,
+    set_aside,
+)
 from jaxllm.checkpoint.host_shares import PARTS, HostShares, is_brought_by, is_of_index, parts_in
 from jaxllm.checkpoint.share_index import MANIFEST, NODES, join_indexes
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
@@ -31,9 +42,11 @@ from jaxllm.checkpoint.stored_run_files import CURVES, RUN, files_of
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.runtime import distributed
 from jaxllm.runtime.shared_errors import raise_together
-from jaxllm.untrusted import parse_json
+from jaxllm.untrusted import RefusedInput, parse_json
 
 T = TypeVar("T")
+JOINING = ".joining-"
+"""Begins the names of folders in run.dir in which process 0 joins indexes."""
 INDEX_FILE = re.compile(rf"{PARTS}/(\d+)/({re.escape(FILES)}|{re.escape(MANIFEST)}|{NODES}/\w+)")
 
 
@@ -62,14 +75,15 @@ class JoinedCheckpoints(StoredCheckpoints):
     # ------------------------------------------------------------------------------------------------- from the store
 
     def choose(self, require: Callable[[], None], accept: Callable[[str, Meta], None]) -> tuple[int | None, list[str]]:
-        """The newest intact checkpoint of the store that no earlier call returned, in each run.dir now, and sentences on it and
-        on the damaged ones; None if the store has none.
+        """The newest intact checkpoint of the store that no earlier call returned, in each run.dir now, and sentences on it, on
+        the damaged ones, and on newer ones of hosts; None if there is none.
 
         Raises:
-          ConfigError: on all processes, if a host cannot fetch or hold it, if all are damaged, or if one of a host is newer.
+          ConfigError: on all processes, if a host cannot fetch or hold it, if all are damaged, or if the store has none and a
+            host has some.
         """
         said: list[str] = []
-        while (step := self._next(require, said)) is not None:
+        while (step := self._next(require, accept, said)) is not None:
             reason = ""
 
             def fetch(step: int = step) -> str:
@@ -79,25 +93,29 @@ class JoinedCheckpoints(StoredCheckpoints):
             reason = distributed.first_nonempty(_together(fetch, self._store))
             if not reason:
                 said.append(f"took checkpoint {step} from {self._store.address}")
+                said += self._newer_here(step)
                 self.shares.committed = step
                 return step, said
             self.damaged[step] = reason
             said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
+        if self.shares.committed is not None:
+            # An earlier call returned it.
+            self.damaged[self.shares.committed] = "its copy in run.dir cannot be read"
         if self.damaged:
             listed = ", ".join(f"{step} ({reason})" for step, reason in self.damaged.items())
             raise ConfigError(
                 f"No checkpoint in {self._store.address} is intact: {listed}; restore a copy of one there, or choose another "
                 f"checkpoint.store to start again."
             )
+        _together(self._require_none_here, self._store)
         return None, said
 
-    def _next(self, require: Callable[[], None], said: list[str]) -> int | None:
+    def _next(self, require: Callable[[], None], accept: Callable[[str, Meta], None], said: list[str]) -> int | None:
         """The newest step of the store that was not tried yet, the same on all processes."""
         if self._is_first_choice:
             self._is_first_choice = False
             newest = self._on_main(lambda: (self._remove_partial(), max(self._whole(), default=-1))[1])
-            self._require_none_newer(newest)
-            if (step := self._copy_left(newest, require)) is not None:
+            if (step := self._copy_left(newest, require, accept)) is not None:
                 said.append(f"copied checkpoint {step}, of which the hosts had all parts, to {self._store.address}")
 
         def untried() -> int | None:
@@ -110,24 +128,34 @@ class JoinedCheckpoints(StoredCheckpoints):
         found = _together(lambda: ask() if distributed.is_main_process() else None, self._store)
         return parse_json(distributed.broadcast(json.dumps(found)))
 
-    def _copy_left(self, newest: int, require: Callable[[], None]) -> int | None:
+    def _copy_left(self, newest: int, require: Callable[[], None], accept: Callable[[str, Meta], None]) -> int | None:
         """Copies the newest checkpoint that the store lacks and of which these hosts have all parts, as after a run whose store
-        failed. Returns its step; None if there is none."""
+        failed. Returns its step; None if there is none. Of one that lacks parts, those here are kept: other hosts may have the
+        rest."""
         here = _together(lambda: parts_in(self.shares.home) if self._groups.leads else [], self._store)
         found: dict[tuple[int, str, int], dict[int, int]] = {}
         for process, parts in enumerate(_exchange(here)):
             for start, rank, count, step in parts:
-                found.setdefault((step, start, count), {}).setdefault(rank, process)
-        whole = (one for one, places in found.items() if one[0] > newest and len(places) == one[2])
-        if (left := max(whole, default=None)) is None:
+                if step > newest:
+                    found.setdefault((step, start, count), {}).setdefault(rank, process)
+        left = max((one for one, places in found.items() if len(places) == one[2]), default=None)
+        partial = [(one[0], len(places), one[1]) for one, places in found.items() if left is None or one[0] > left[0]]
+        self.shares.kept = max(partial, default=None)
+        if left is None:
             return None
         step, start, _ = left
+        own = [rank for rank, process in found[left].items() if process == jax.process_index()]
+        folders = {rank: self.shares.home / start / str(rank) / str(step) for rank in own}
 
         def upload() -> list[tuple[int, int]]:
-            own = [rank for rank, process in found[left].items() if process == jax.process_index()]
             require()
-            return [(rank, self.shares.upload(step, self.shares.home / start / str(rank) / str(step), rank)) for rank in own]
+            if 0 in own:
+                # The run's curves are on the host that was that of process 0.
+                self._write_run_files(step)
+            return [(rank, self.shares.upload(step, folder, rank)) for rank, folder in folders.items()]
 
+        # Parts of another run would displace what the store has.
+        _together(lambda: accept(str(folders[0]), read_meta(folders[0])) if 0 in own else None, self._store)
         sent = sorted(tuple(pair) for pairs in _exchange(_together(upload, self._store)) for pair in pairs)
         self._on_main(lambda: self._join(step, [crc for _, crc in sent]))
         return step
@@ -135,17 +163,24 @@ class JoinedCheckpoints(StoredCheckpoints):
     def _whole(self) -> list[int]:
         return [step for step, files in self._store.steps().items() if FILES in files]
 
-    def _require_none_newer(self, newest: int) -> None:
-        """A run that began on one host, or on a shared disk, may have more there than in the store."""
-        here = newest_undamaged(self._folder, {}) if self._groups.leads else -1
-        refusal = ""
-        if here > newest:
-            refusal = (
-                f"{self._folder} on {socket.gethostname()} has checkpoint {here}, and {self._store.address} none so new, while "
-                f"the hosts share no run.dir: start the run there alone, which copies it, or move that checkpoint away."
+    def _require_none_here(self) -> None:
+        """A run starts from scratch only if no host has a checkpoint, intact or not, as on one disk."""
+        step, _ = newest_whole(self._folder) if self._groups.leads else (None, {})
+        if step is not None:
+            raise ConfigError(
+                f"{self._folder} has checkpoint {step}, and {self._store.address} has none, while the hosts share no run.dir: "
+                f"start the run there alone, which copies it, or move that checkpoint away."
             )
-        if refusal := distributed.first_nonempty(refusal):
-            raise ConfigError(refusal)
+
+    def _newer_here(self, latest: int) -> list[str]:
+        """Sentences on the hosts' checkpoints that `begin` moves aside, but for those that the store gave."""
+        newer = [step for step in saved_steps(self._folder) if step > latest and step not in self._fetched]
+        home, where = str(self._folder.with_name("checkpoints-damaged")), self._store.address
+        return [
+            f"checkpoint {step} on {host} is newer than {latest}, the newest whole one in {where}: moved to {place}"
+            for host, steps, place in _exchange([socket.gethostname(), newer if self._groups.leads else [], home])
+            for step in steps
+        ]
 
     def _fetch(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
         folder, aside = self._folder / str(step), self._folder / f"{step}.from-store"
@@ -163,16 +198,35 @@ class JoinedCheckpoints(StoredCheckpoints):
         left_out = () if distributed.is_main_process() else tuple(f"{RUN}/{name}" for name in CURVES)
         super()._take_run_files(step, aside, {name: size for name, size in there.items() if name not in left_out})
 
-    def begin(self, latest: int | None) -> None:
-        """Call it when all have restored the state: removes what was left by earlier starts, and is ready for parts."""
+    def begin(self, latest: int | None, require: Callable[[], None]) -> None:
+        """Call it when all have restored the state: removes what was left by earlier starts, and is ready for parts. Of the
+        checkpoints that the store has too, this host keeps the one it resumes from.
+
+        Args:
+          require: called before the first change of run_dir.
+        """
         if self._groups.leads:
-            for step in saved_steps(self._folder)[: -self._config.keep]:
-                if step != latest and not self._config.keeps_forever(step):
+            require()
+            for step in saved_steps(self._folder):
+                if latest is not None and step > latest:
+                    # Training will save its step again.
+                    set_aside(self._folder / str(step))
+                elif step != latest and self._is_in_store(step):
                     shutil.rmtree(self._folder / str(step))
-            for start in self.shares.home.glob("*"):
-                if start.name != self.shares.start:
-                    shutil.rmtree(start)
+            self._remove_unfinished()
+            # This process holds run_dir, so that none of an earlier start writes them now.
+            for leftover in (self._twins, *self._run_dir.glob(f"{JOINING}*")):
+                shutil.rmtree(leftover, ignore_errors=True)
+            self.shares.remove_left()
         self.shares.begin()
+
+    def _is_in_store(self, step: int) -> bool:
+        """Whether the store has a local checkpoint too, not known to be damaged there."""
+        try:
+            content = (self._folder / str(step) / FILES).read_bytes()
+            return step not in self.damaged and self._store.read(f"{step}/{FILES}", FILES_BYTES) == content
+        except (OSError, RefusedInput):
+            return False
 
     def _remove_partial(self) -> None:
         """Removes what an earlier start copied in part."""
@@ -191,7 +245,9 @@ class JoinedCheckpoints(StoredCheckpoints):
                 # A damaged one, or a part of an earlier copy.
                 self._remove_step(step, self._store.steps(step).get(step, {}))
                 self._begun.add(step)
-            self._join(step, self.shares.gather(step))
+            crcs = self.shares.gather(step)
+            self._write_run_files(step)
+            self._join(step, crcs)
             self.damaged.pop(step, None)
             self.shares.commit(step)
         self._prune(step, self._store.steps())
@@ -202,7 +258,7 @@ class JoinedCheckpoints(StoredCheckpoints):
         Args:
           crcs: CRC32 of the files.json of each part, by rank.
         """
-        with tempfile.TemporaryDirectory(dir=self._folder.parent, prefix=".joining-") as place:
+        with tempfile.TemporaryDirectory(dir=self._run_dir, prefix=JOINING) as place:
             home = Path(place)
             listed = self._fetch_indexes(step, home, crcs)
             manifests = [home / PARTS / str(rank) for rank in range(len(crcs))]
@@ -210,8 +266,6 @@ class JoinedCheckpoints(StoredCheckpoints):
             index = {path: path.relative_to(home).as_posix() for path in sorted((home / STATE).rglob("*")) if path.is_file()}
             listed |= described(index)
             self._store.copy_in({f"{step}/{name}": path for path, name in index.items()})
-        for name, content in files_of(self._run_dir, step):
-            self._store.write(f"{step}/{name}", content)
         found = self._store.steps(step).get(step, {})
         for name, (size, _) in listed.items():
             if found.get(name) != size:
@@ -219,6 +273,10 @@ class JoinedCheckpoints(StoredCheckpoints):
         self._store.remove(f"{step}/{name}" for name in found if name.startswith(f"{PARTS}/"))
         self.lock.require()
         self._store.write(f"{step}/{FILES}", json.dumps(listed).encode())
+
+    def _write_run_files(self, step: int) -> None:
+        for name, content in files_of(self._run_dir, step):
+            self._store.write(f"{step}/{name}", content)
 
     def _fetch_indexes(self, step: int, home: Path, crcs: Sequence[int]) -> dict[str, list[int]]:
         """Copies the indexes of all parts: manifests into parts/RANK, nodes into state/d. Returns {name: [bytes, CRC32]} of the

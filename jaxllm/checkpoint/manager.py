@@ -165,7 +165,8 @@ class Checkpoints:
     @property
     def newest_name(self) -> int | None:
         """The newest step that is there, damaged or not."""
-        return max((*self._refused, *(() if self.latest is None else (self.latest,))), default=None)
+        found = {*self._refused, *(() if self._joined is None else self._joined.damaged)}
+        return max(found if self.latest is None else {*found, self.latest}, default=None)
 
     def set_damaged_aside(self) -> None:
         """Moves damaged checkpoints away, because training will save their steps again."""
@@ -180,7 +181,7 @@ class Checkpoints:
         would displace an intact one.
         """
         if self._joined is not None:
-            self._joined.begin(self.latest)
+            self._joined.begin(self.latest, self._require)
         elif self._stored is not None and self.latest is not None:
             self._stored.offer_local(self.latest)
 

@@ -23,11 +23,10 @@ from jaxllm.checkpoint.arrays import give_up, read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, changed, verified
 from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
 from jaxllm.checkpoint.orbax_reader import OrbaxFolder, in_one_sentence
-from jaxllm.checkpoint.stored_models import copied, names_same_run
+from jaxllm.checkpoint.stored_models import copied
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, VARIANTS, read_object, stored_section
-from jaxllm.config.hub import folder_of, pin, stays
-from jaxllm.config.load import read_recipe
+from jaxllm.config.hub import folder_of
 from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.types import GIVEN
 from jaxllm.data.stores import is_address
@@ -71,6 +70,8 @@ class WeightsSource:
     """Whether the run's text was bytes."""
     adapters: tuple[str, ...] = ()
     """Folders of adapters to merge, in PEFT's format."""
+    version: str = ""
+    """The same for the same objects of a store, on each host; "" for a local path."""
 
     @property
     def merges(self) -> bool:
@@ -125,32 +126,6 @@ def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if name != "lora"}
 
 
-def with_commits(config: Config) -> Config:
-    """The config with the commits of names of the Hub in train.init_from and data.tokenizer, and with the step of a run in a
-    store: those of the run in run.dir if it began with the same names, else those of now.
-
-    Raises:
-      ConfigError: the Hub or the store has no such name or does not give it.
-    """
-    ran = read_recipe(path) if (path := Path(config.run.dir) / "config.yaml").is_file() else {}
-    for section, key in (("train", "init_from"), ("data", "tokenizer")):
-        values, before = getattr(config, section), ran.get(section)
-        if (text := getattr(values, key)) is not None:
-            old = before.get(key) if isinstance(before, Mapping) else None
-            named = f"{section}.{key}"
-            # The name that the run stored may be of a folder that is gone, which a resumed run does not read.
-            is_kept = isinstance(old, str) and (
-                old == text or names_same_run(text, old) or stays(named, text, old, Path(config.run.dir))
-            )
-            pinned = old if is_kept else copied(named, text)[1] if _is_model_in_store(key, text) else pin(named, text)
-            config = config.model_copy(update={section: values.model_copy(update={key: pinned})})
-    return config
-
-
-def _is_model_in_store(key: str, text: str) -> bool:
-    return key == "init_from" and is_address(text)
-
-
 def find_weights(key: str, text: str, step: int | None = None, adapters: Sequence[str] = ()) -> WeightsSource:
     """Finds the weights at a path: a run directory (its newest complete checkpoint, or that of `step`), one of its checkpoints,
     or a model folder, Hugging Face's or jaxllm's own; or at an address of one of them in a store, or of a run's
@@ -176,7 +151,7 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
         path, address = copied(key, text, step)
         found = _find_weights(key, str(path), None)
         # A run's says the step.
-        found = replace(found, description=address)
+        found = replace(found, description=address, version=path.relative_to(distributed.cache_folder()).as_posix())
         if found.opened is not None:
             found.opened.description = address
         return found

@@ -137,6 +137,11 @@ def _seen_by_all(entries: Iterable[str]) -> frozenset[str]:
     return frozenset(exchange(" ".join(entries), common).split())
 
 
+def is_one_of_several() -> bool:
+    """Whether this process is one of several of a run; it works before `start` too."""
+    return jax.distributed.is_initialized() or (not has_backends() and launchers.find(os.environ) is not None)
+
+
 def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -> None:
     """Sets JAX up to compile for devices that are not here: on the CPU, alone, whatever else this machine has. If JAX runs
     already, it stays as it is.

@@ -1,6 +1,6 @@
 """Training on with the hosts that are left: the layout for them, found by the planner (launch.least_hosts).
 
-    trainer's start      distributed.start(config.run, rules(config)); config = adapted(config)
+    trainer's start      meet(config); config = adapted(config)
 
 The model, the global batch and the order of the samples stay; mesh and microbatch may change, and ZeRO level, schedule and
 remat where nothing fits otherwise.
@@ -21,7 +21,7 @@ import jax
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig
 from jaxllm.cost_model.hardware import find_gpu, gpu_from_device_kind
 from jaxllm.plan.search import SearchOptions, search
-from jaxllm.runtime import distributed
+from jaxllm.runtime import distributed, progress
 from jaxllm.runtime.elastic_rendezvous import Elastic
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.xla_flags import gpu_kinds
@@ -43,6 +43,13 @@ class _Layout:
 
     parallel: dict[str, Any]
     microbatch_sequences: Whole
+
+
+def meet(config: Config) -> None:
+    """Starts JAX, with the other processes of the run, and requires that they have this config."""
+    with progress.phase("meet"):
+        distributed.start(config.run, rules(config))
+    distributed.require_same_config(config)
 
 
 def rules(config: Config) -> Elastic | None:

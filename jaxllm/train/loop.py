@@ -87,7 +87,7 @@ def fit(
         stack.enter_context(exporting(trainer, checkpoints, folder, console))
         if (first := trainer.step) >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
-        sinks = open_sinks(config, first, require) if distributed.is_main_process() else []
+        sinks = open_sinks(config, first, require, lambda: trainer.config.train.steps) if distributed.is_main_process() else []
         if distributed.is_main_process():
             for sink in sinks:
                 stack.callback(sink.close)
@@ -141,8 +141,7 @@ def store_of(config: Config, folder: Path) -> Iterator[tuple[StoredCheckpoints |
     end."""
     if config.checkpoint.store is not None:
         # Process 0 tells the others whether the run resumes, which the Trainer must know.
-        with progress.phase("meet"):
-            distributed.start(config.run, fewer_hosts.rules(config))
+        fewer_hosts.meet(config)
     with hold_store(folder, config.checkpoint) as (stored, has_one):
         has_one = has_one or bool(saved_steps(folder / "checkpoints"))
         if config.checkpoint.store is not None:

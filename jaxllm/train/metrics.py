@@ -104,9 +104,12 @@ class Spikes:
             self._lines.close()
 
 
-def open_sinks(config: Config, last_step: int, require: Callable[[], None] = unfenced) -> list[Sink]:
+def open_sinks(
+    config: Config, last_step: int, require: Callable[[], None] = unfenced, steps: Callable[[], int] | None = None
+) -> list[Sink]:
     """Opens the sinks of a config, for a run that continues after `last_step`. The run directory must exist. `require` is
-    called before each write that the next start reads.
+    called before each write that the next start reads, and `steps` at the end, where a batch that has grown has left less of
+    train.steps.
     """
     folder = Path(config.run.dir)
     files = [
@@ -114,7 +117,7 @@ def open_sinks(config: Config, last_step: int, require: Callable[[], None] = unf
         Spikes(folder / "spikes.jsonl", config, last_step, require),
     ]
     # Behind them, because trackers read what metrics.jsonl holds.
-    return [*files, Trackers(trackers_of(config, last_step, require))]
+    return [*files, Trackers(trackers_of(config, last_step, require, steps))]
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.config import Config, ConfigError
 from jaxllm.config.checks import without_passwords
 from jaxllm.json_lines import parse
 from jaxllm.train.tracker_kinds import (
@@ -93,6 +93,7 @@ class Tracker(threading.Thread):
       target: see Progress.
       connect: makes it, and its run if progress.id is None; may change how far it is.
       fence: called before that file is written.
+      last_step: train.steps, which a batch that has grown lowers.
       batch_lines: lines that it takes at once.
 
     Attributes:
@@ -107,6 +108,7 @@ class Tracker(threading.Thread):
         connect: Callable[[Progress], Kind],
         config: Config,
         fence: Callable[[], None],
+        last_step: Callable[[], int],
         batch_lines: int = BATCH_LINES,
     ):
         super().__init__(name=name, daemon=True)
@@ -114,6 +116,7 @@ class Tracker(threading.Thread):
         self.metrics, self.closing, self.complete = folder / "metrics.jsonl", threading.Event(), False
         self._path = folder / "trackers" / f"{stem}.json"
         self._connect, self._config, self._fence, self._batch_lines = connect, config, fence, batch_lines
+        self._last_step = last_step
         self._progress, self._kind, self._warned = Progress(target), None, False
         if (kept := read_progress(self._path)) is not None and kept.target == target:
             self._progress = kept
@@ -127,8 +130,8 @@ class Tracker(threading.Thread):
                 kind = self._send_new()
                 if closing:
                     self.complete = True
-                    sent, last_step = self._progress.sent, self._last_step()
-                    kind.close(rewound(self.metrics, sent, last_step) < sent, self._report)
+                    sent = self._progress.sent
+                    kind.close(rewound(self.metrics, sent, self._last_step()) < sent, self._report)
             except Exception as error:
                 pause_s = RETRY_S
                 if not self._warned:
@@ -140,13 +143,6 @@ class Tracker(threading.Thread):
             if closing:
                 return
             self.closing.wait(pause_s)
-
-    def _last_step(self) -> int:
-        """train.steps; with a batch that has grown as run.dir/config.yaml says now."""
-        train = self._config.train
-        with suppress(ConfigError):
-            train = load_config(self.metrics.with_name("config.yaml")).train if train.batch_grows_to else train
-        return train.steps
 
     def _send_new(self) -> Kind:
         if self._kind is None:
@@ -203,8 +199,11 @@ def check(config: Config) -> None:
         own_class(name)
 
 
-def trackers_of(config: Config, last_step: int, fence: Callable[[], None] = unfenced) -> list[Tracker]:
-    """The trackers of a run that continues after `last_step`. Its metrics.jsonl ends there."""
+def trackers_of(
+    config: Config, last_step: int, fence: Callable[[], None] = unfenced, steps: Callable[[], int] | None = None
+) -> list[Tracker]:
+    """The trackers of a run that continues after `last_step`. Its metrics.jsonl ends there. `steps` is train.steps, as it is at
+    the end."""
     wanted, folder = config.log, Path(config.run.dir)
     found: list[Tracker] = []
     # Before lines are written over those that were moved aside, and for trackers too that this start does not use.
@@ -214,7 +213,8 @@ def trackers_of(config: Config, last_step: int, fence: Callable[[], None] = unfe
             write_progress(path, replace(kept, sent=size))
 
     def add(name: str, stem: str, target: str, connect: Callable[[Progress], Kind], batch_lines: int = BATCH_LINES) -> None:
-        found.append(Tracker(name, stem, target, connect, config, fence, batch_lines))
+        last = steps or (lambda: config.train.steps)
+        found.append(Tracker(name, stem, target, connect, config, fence, last, batch_lines))
 
     def tensorboard(progress: Progress) -> Kind:
         records, _ = read_from(folder / "metrics.jsonl", progress.sent, 1)

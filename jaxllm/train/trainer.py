@@ -22,10 +22,11 @@ import numpy as np
 import optax
 
 from jaxllm.checkpoint.arrays import give_up
+from jaxllm.checkpoint.commits import with_commits
 from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.memory_restore import MemoryCheckpoint
-from jaxllm.checkpoint.weights import MUST_AGREE, initial_adapter, initial_weights, read_initial, with_commits
+from jaxllm.checkpoint.weights import MUST_AGREE, initial_adapter, initial_weights, read_initial
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
 from jaxllm.config.rounds import without_rounds
@@ -103,12 +104,16 @@ class Trainer:
         resumes: bool = False,
     ):
         self._given, self._on_step = Given(batches, loss, optimizer), on_step
-        config = with_commits(adopted(config, self._given))
+        config = adopted(config, self._given)
+        if distributed.is_one_of_several():
+            # Process 0 asks for the commits.
+            fewer_hosts.meet(config)
+        config = with_commits(config)
         # A wrong path is reported before any device is used.
         self.weights, adapter = (None, None) if resumes else (initial_weights(config), initial_adapter(config))
-        with progress.phase("meet"):
-            distributed.start(config.run, fewer_hosts.rules(config))
-        distributed.require_same_config(config)
+        fewer_hosts.meet(config)
+        version = "" if self.weights is None else self.weights.version
+        distributed.require_same(version, "read different weights at train.init_from, which someone replaces: start again.")
         with progress.phase("devices"):
             jax.devices()
         self.absent_hosts = fewer_hosts.absent_hosts(config)

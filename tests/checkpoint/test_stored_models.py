@@ -16,8 +16,9 @@ from store_servers import Server, forget_clients, gcs, s3_door, serving
 
 from jaxllm import cli
 from jaxllm.checkpoint import stored_models
+from jaxllm.checkpoint.commits import with_commits
 from jaxllm.checkpoint.load_model import load_model
-from jaxllm.checkpoint.weights import export, find_weights, initial_weights, with_commits
+from jaxllm.checkpoint.weights import export, find_weights, initial_weights
 from jaxllm.config import ConfigError
 from jaxllm.data import stores
 from jaxllm.data.byte_tokenizer import save_byte_tokenizer

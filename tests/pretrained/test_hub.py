@@ -9,8 +9,9 @@ from hf_folders import HUB, random_weights, write_folder
 from store_servers import Hub, serving
 from tiny import TINY
 
+from jaxllm.checkpoint.commits import with_commits
 from jaxllm.checkpoint.hf_convert import adapter_to_peft, from_hf
-from jaxllm.checkpoint.weights import initial_weights, with_commits
+from jaxllm.checkpoint.weights import initial_weights
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data.prepare import prepare
 from jaxllm.data.prepare_workers import run
