@@ -27,7 +27,8 @@ pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 CHECKOUT = Path(__file__).parents[2]
 COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "data.held_out_fraction=0.0", "parallel.zero=3")
-SIX = ("parallel.data=6", "train.steps=4")
+BEGAN = "s3://runs/began"
+SIX = ("parallel.data=6", "train.steps=4", f"train.init_from={BEGAN}")
 # These folders are on one host.
 FIRST = """
 from jaxllm.checkpoint import disk_groups, host_shares, stored_checkpoints
@@ -43,21 +44,24 @@ def door():
 
 @pytest.fixture(scope="module")
 def hosts(text_file, tmp_path_factory):
-    """hosts(folders, devices, *overrides) -> processes, one for each folder, in which it works with run.dir=run."""
+    """hosts(folders, devices, *overrides) -> processes, one for each folder, in which it works with run.dir=run; with absent=1
+    the launch has one more host, which does not come."""
     recipe = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     train = TINY["train"] | {"global_batch_sequences": 24}
     recipe.write_text(yaml.safe_dump(TINY | {"train": train, "data": {"source": "files", "paths": [str(text_file)]}}))
     started = []
 
-    def start(folders, devices, *overrides):
+    def start(folders, devices, *overrides, absent=0):
         port, command = free_port(), ["train", str(recipe), f"run.cpu_devices={devices}", "run.dir=run", *COMMON, *overrides]
         processes = []
         for rank, folder in enumerate(folders):
             folder.mkdir(exist_ok=True)
             place = {
                 "JAXLLM_COORDINATOR": f"127.0.0.1:{port}",
-                "JAXLLM_NUM_PROCESSES": str(len(folders)),
+                "JAXLLM_NUM_PROCESSES": str(len(folders) + absent),
                 "JAXLLM_PROCESS_ID": str(rank),
+                "JAXLLM_HOSTS": ",".join(f"127.0.0.{host + 1}" for host in range(len(folders) + absent)),
+                "XDG_CACHE_HOME": str(recipe.parent / "cache"),
             }
             processes.append(
                 subprocess.Popen(
@@ -112,48 +116,73 @@ def metrics(folder):
 
 
 @pytest.fixture(scope="module")
-def disk(door, hosts, tmp_path_factory):
+def began(door, tiny_config, tmp_path_factory):
+    """The run from whose weights the others begin, in the store BEGAN."""
+    folder, rest = tmp_path_factory.mktemp("began"), ("data.held_out_fraction=0.0", "train.steps=1")
+    fit(tiny_config(f"run.dir={folder}", f"checkpoint.store={BEGAN}", *rest))
+    assert committed(door, "began") == [1]
+
+
+@pytest.fixture(scope="module")
+def disk(door, hosts, began, tmp_path_factory):
     """Folder of an undisturbed run of two processes that share a disk, with a store."""
     folder = tmp_path_factory.mktemp("disk")
     for code, _, error in ends(hosts([folder, folder], 3, *SIX, "checkpoint.store=s3://runs/shared")):
         assert code == 0, error
     assert committed(door, "shared") == [2, 4]
+    assert yaml.safe_load((folder / "run/config.yaml").read_text())["train"]["init_from"] == f"{BEGAN}/1"
     assert not (folder / "run/shares").exists()
     return folder
 
 
 @pytest.fixture(scope="module")
 def resumed(door, hosts, disk, tmp_path_factory):
-    """Two hosts' folders: a run with the store s3://runs/parts that died on two others, and ended on these."""
+    """Two hosts' folders: a run with the store s3://runs/parts that was killed again and again, and ended on these."""
     home, store = tmp_path_factory.mktemp("hosts"), "checkpoint.store=s3://runs/parts"
-    reached, hold = threading.Event(), threading.Event()
 
-    def rule(method, path):
-        # A file of process 1 does not arrive.
-        if method == "PUT" and "/4/" in path and "process_1/d/" in path:
-            reached.set()
-            hold.wait(60)
-            return 503
+    def kill_at(method, pattern, folders):
+        reached, hold = threading.Event(), threading.Event()
 
-    door.rule = rule
-    processes = hosts([home / "a", home / "b"], 3, *SIX, store)
-    wait_until(reached.is_set, processes[0], 200)
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    ends(processes)
-    hold.set()
-    door.rule = None
-    assert committed(door, "parts") == [2]
+        def rule(asked, path):
+            if asked == method and re.search(pattern, path):
+                reached.set()
+                hold.wait(60)
+                return 503
+
+        door.rule = rule
+        processes = hosts(folders, 3, *SIX, store)
+        wait_until(reached.is_set, processes[0], 200)
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        ends(processes)
+        hold.set()
+        door.rule = None
+        assert committed(door, "parts") == [2]
+
+    # A file of process 1 does not arrive.
+    kill_at("PUT", "/4/.*process_1/d/", [home / "a", home / "b"])
     assert any(name.startswith("4/") for name in objects(door, "parts"))
-    fresh = [home / "c", home / "d"]
-    (code, out, error), (other_code, _, other_error) = ends(hosts(fresh, 3, *SIX, store))
+    # The run from which this one began has a newer checkpoint.
+    for name in objects(door, "began"):
+        source = {"Bucket": "runs", "Key": f"began/{name}"}
+        door.client.copy_object(Bucket="runs", Key=f"began/3{name.removeprefix('1')}", CopySource=source)
+    del door.seen[:]
+    # On other hosts: while they fetch, and when all parts have arrived. Then one of the two is lost.
+    kill_at("GET", "/2/state/", [home / "c", home / "d"])
+    kill_at("PUT", "/4/files.json", [home / "c", home / "d"])
+    left = [home / "c", home / "e"]
+    (code, out, error), (other_code, _, other_error) = ends(hosts(left, 3, *SIX, store))
     assert (code, other_code) == (0, 0), error + other_error
     assert "took checkpoint 2 from s3://runs/parts\nresumed from step 2 in run" in out
-    return fresh
+    assert [path for _, path in door.seen if "began" in path] == []
+    for folder in left:
+        assert yaml.safe_load((folder / "run/config.yaml").read_text())["train"]["init_from"] == f"{BEGAN}/1"
+        assert list((folder / "run/shares").rglob("files.json")) == []
+    return left
 
 
 @pytest.mark.slow
-def test_killed_inside_a_copy_a_run_ends_bit_for_bit_as_on_a_shared_disk(door, disk, resumed, tmp_path):
+def test_killed_again_and_again_a_run_ends_bit_for_bit_as_on_a_shared_disk(door, disk, resumed, tmp_path):
     assert metrics(resumed[0]) == metrics(disk)
     assert not (resumed[1] / "run/metrics.jsonl").exists()
     assert committed(door, "parts") == [2, 4]
@@ -171,7 +200,7 @@ def test_killed_inside_a_copy_a_run_ends_bit_for_bit_as_on_a_shared_disk(door, d
 
 
 @pytest.mark.slow
-def test_three_hosts_and_one_resume_and_no_part_is_lost(door, hosts, disk, resumed, tiny_config, tmp_path, capfd):
+def test_three_hosts_and_one_resume_and_no_part_is_lost(door, hosts, disk, resumed, tiny_config, tmp_path, capfd, monkeypatch):
     store, six = "checkpoint.store=s3://runs/parts", "train.steps=6"
     # The newest is damaged, and later a file of process 2 does not arrive.
     key = next(name for name in objects(door, "parts") if re.match(r"4/state/ocdbt.process_1/d/", name))
@@ -179,9 +208,12 @@ def test_three_hosts_and_one_resume_and_no_part_is_lost(door, hosts, disk, resum
     door.client.put_object(Bucket="runs", Key=f"parts/{key}", Body=content[:-1] + bytes([content[-1] ^ 1]))
     door.rule = lambda method, path: 403 if method == "PUT" and "/6/" in path and "process_2" in path else None
     three, mesh = [tmp_path / "e", *resumed], ("parallel.data=3", "parallel.tensor=2", store, six)
-    (code, out, error), *others = ends(hosts(three, 2, *mesh))
+    # A fourth host is lost.
+    four = ("parallel.data=4", "parallel.tensor=2", store, six, "launch.least_hosts=3", "launch.wait_s=5")
+    (code, out, error), *others = ends(hosts(three, 2, *four, absent=1))
     door.rule = None
     assert [code, *(other for other, *_ in others)] == [2, 2, 2], error
+    assert "127.0.0.4 is missing: training on without, the same batches in " in out
     damaged = f"checkpoint 4 in s3://runs/parts is damaged ({key[2:]} has changed): it stays there, unused"
     assert f"{damaged}\ntook checkpoint 2 from s3://runs/parts\nresumed from step 2 in run\n" in out
     assert "Checkpoint 6 is not in s3://runs/parts (access is refused, for process 2 on " in error
@@ -191,7 +223,8 @@ def test_three_hosts_and_one_resume_and_no_part_is_lost(door, hosts, disk, resum
     # One host, alone, which has no part of step 6.
     alone = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", *COMMON, "train.global_batch_sequences=24", six)
     fit(tiny_config(*alone, store, f"run.dir={tmp_path / 'f/run'}"))
-    fit(tiny_config(*alone, f"run.dir={tmp_path / 'g/run'}"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fit(tiny_config(*alone, f"run.dir={tmp_path / 'g/run'}", f"train.init_from={BEGAN}/1"))
     assert "took checkpoint 4 from s3://runs/parts\nresumed from step 4 in " in capfd.readouterr().out
     assert committed(door, "parts") == [4, 6]
     assert metrics(tmp_path / "f")[:2] == metrics(disk)[:2]

@@ -9,9 +9,11 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hf_folders import HUB, random_weights, write_folder
+from hosts_in_threads import Run
 from store_servers import Server, forget_clients, gcs, s3_door, serving
 
 from jaxllm import cli
@@ -23,7 +25,9 @@ from jaxllm.config import ConfigError
 from jaxllm.data import stores
 from jaxllm.data.byte_tokenizer import save_byte_tokenizer
 from jaxllm.data.stores import filesystem
+from jaxllm.runtime import distributed
 from jaxllm.train.loop import fit
+from jaxllm.train.trainer import Trainer
 
 pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -293,6 +297,49 @@ def test_a_run_keeps_the_checkpoint_that_it_began_from(door, place, tiny_config,
     # An address of one checkpoint is another run's beginning.
     (tmp_path / "run/config.yaml").write_text(f"train: {{init_from: {address}-other/2}}")
     assert with_commits(config).train.init_from == f"{address}/4"
+
+
+def test_process_0_pins_for_all_and_a_new_disk_takes_the_pin_of_the_runs_store(door, place, tiny_config, tmp_path, monkeypatch):
+    address, store, key = place("run"), f"s3://models/{tmp_path.name}/own", f"{tmp_path.name}/own"
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/config.yaml").write_text(f"train: {{init_from: {address}/2}}")
+    configs = [tiny_config(f"train.init_from={address}", f"run.dir={tmp_path / host}") for host in "ab"]
+
+    def pinned(*configs):
+        del door.seen[:]
+        processes = Run(monkeypatch, None, [config.run.dir for config in configs], configs[0])
+        return [config.train.init_from for config in processes.on_all(lambda rank: with_commits(configs[rank]))]
+
+    assert pinned(*configs) == [f"{address}/4"] * 2
+    assert sum("list-type" in path for _, path in door.seen) == 1
+    with_store = [
+        config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"store": store})}) for config in configs
+    ]
+    assert pinned(*with_store) == [f"{address}/4"] * 2
+    # The newest checkpoint that can be read says what the run began with.
+    for step, meta in ((2, json.dumps({"config": {"train": {"init_from": f"{address}/2"}}})), (4, "{torn")):
+        door.client.put_object(Bucket="models", Key=f"{key}/{step}/meta/metadata", Body=meta.encode())
+        door.client.put_object(Bucket="models", Key=f"{key}/{step}/files.json", Body=b"{}")
+    assert pinned(*with_store) == [f"{address}/2"] * 2
+    assert not any("/first" in path for _, path in door.seen)
+    door.rule = lambda method, path: 403 if "own" in path else None
+    with pytest.raises(ConfigError, match=rf"^checkpoint.store={store} cannot be used \(access is refused\): set AWS_"):
+        pinned(*with_store)
+
+
+def test_weights_that_are_replaced_while_processes_read_them_are_refused(door, place, tiny_config, monkeypatch):
+    address = place("jaxllm")
+    before, again = (find_weights("train.init_from", address).version for _ in range(2))
+    body = door.client.get_object(Bucket="models", Key=key_of(address, "model.json"))["Body"].read()
+    door.client.put_object(Bucket="models", Key=key_of(address, "model.json"), Body=body + b" ")
+    assert before == again != find_weights("train.init_from", address).version
+    # As if this process were the second, and the first had read them before.
+    monkeypatch.setattr(distributed, "require_same_config", lambda config: None)
+    monkeypatch.setattr(distributed, "exchange", lambda text, combine: combine([before, text]))
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("a device was used"))
+    with pytest.raises(ConfigError, match=r"^Process 1 and process 0 read different weights at train.init_from, which someone"):
+        Trainer(tiny_config(f"train.init_from={address}"))
 
 
 def called(monkeypatch, capsys, *words):
