@@ -108,7 +108,8 @@ class Trainer:
         if distributed.is_one_of_several():
             # Process 0 asks for the commits.
             fewer_hosts.meet(config)
-        config = with_commits(config)
+        with progress.phase("initialize"):
+            config = with_commits(config)
         # A wrong path is reported before any device is used.
         self.weights, adapter = (None, None) if resumes else (initial_weights(config), initial_adapter(config))
         fewer_hosts.meet(config)

@@ -127,7 +127,7 @@ def test_a_host_keeps_one_fetched_checkpoint_and_what_the_store_lacks(start, sto
 
 
 @pytest.mark.parametrize("kind", ["damaged", "intact"])
-def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_checkpoints(start, store, tmp_path, kind):
+def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_checkpoints(door, start, store, tmp_path, kind):
     run = start("a", "b")
     run.save(2)
     assert run.copy(2) is None
@@ -145,6 +145,13 @@ def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_checkpoint
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^Process 1 on .*: {reason}"):
             start("a", "b")
+    # Nor while it is away.
+    door.rule = lambda method, path: 503
+    with pytest.raises(
+        ConfigError, match=r"^Process 0 on .*: checkpoint.store=.* cannot be used \(it answers 503 again"
+    ) as away:
+        start("a", "b")
+    assert away.value.exit_code == exit_codes.LOST
     assert here(tmp_path / "b") == [2]
 
 
