@@ -147,7 +147,7 @@ def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_checkpoint
             start("a", "b")
     # Nor while it is away.
     door.rule = lambda method, path: 503
-    with pytest.raises(
+    with pytest.raises(ConfigError, match=r"^Process 0 on .*: checkpoint.store=.* cannot be used \(it answers 503") as away:
         ConfigError, match=r"^Process 0 on .*: checkpoint.store=.* cannot be used \(it answers 503 again"
     ) as away:
         start("a", "b")
