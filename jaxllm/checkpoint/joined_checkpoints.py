@@ -213,7 +213,6 @@ class JoinedCheckpoints(StoredCheckpoints):
                     set_aside(self._folder / str(step))
                 elif step != latest and self._is_in_store(step):
                     shutil.rmtree(self._folder / str(step))
-            self._remove_unfinished()
             # This process holds run_dir, so that none of an earlier start writes them now.
             for leftover in (self._twins, *self._run_dir.glob(f"{JOINING}*")):
                 shutil.rmtree(leftover, ignore_errors=True)
