@@ -26,6 +26,7 @@ from jaxllm.data import stores
 from jaxllm.data.byte_tokenizer import save_byte_tokenizer
 from jaxllm.data.stores import filesystem
 from jaxllm.runtime import distributed
+from jaxllm.train import fewer_hosts, trainer
 from jaxllm.train.loop import fit
 from jaxllm.train.trainer import Trainer
 
@@ -326,6 +327,24 @@ def test_process_0_pins_for_all_and_a_new_disk_takes_the_pin_of_the_runs_store(d
     door.rule = lambda method, path: 403 if "own" in path else None
     with pytest.raises(ConfigError, match=rf"^checkpoint.store={store} cannot be used \(access is refused\): set AWS_"):
         pinned(*with_store)
+
+
+def test_several_processes_meet_before_one_asks(tiny_config, monkeypatch):
+    asked = []
+    monkeypatch.setattr(distributed, "has_backends", lambda: False)
+    monkeypatch.setattr(fewer_hosts, "meet", lambda config: asked.append("meet"))
+
+    def ask(config):
+        asked.append("ask")
+        raise ConfigError("Enough.")
+
+    monkeypatch.setattr(trainer, "with_commits", ask)
+    for variables in ({}, {"JAXLLM_COORDINATOR": "h0:1", "JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": "1"}):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=r"^Enough\.$"):
+            Trainer(tiny_config("train.init_from=s3://models/first"))
+    assert asked == ["ask", "meet", "ask"]
 
 
 def test_weights_that_are_replaced_while_processes_read_them_are_refused(door, place, tiny_config, monkeypatch):
