@@ -60,6 +60,8 @@ class HostShares:
         self._board, self._number = distributed.Board(), 0
         self._arrived: set[str] = set()
         self._copying: int | None = None
+        # The newest step that was here.
+        self._newest = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="checkpoint-shares", daemon=True)
 
@@ -151,7 +153,8 @@ class HostShares:
         folder, who = self.folder / str(step), f"for process {self._rank} on {socket.gethostname()}"
         # Process 0 may be the first to have its part.
         while not folder.exists():
-            if max(saved_steps(self.folder), default=0) > step or self._ended.wait(LOOK_S / 4):
+            was_here = max([self._newest, *saved_steps(self.folder)]) >= step and not folder.exists()
+            if was_here or self._ended.wait(LOOK_S / 4):
                 return 0, f"it was deleted before it was copied, {who}", False
         try:
             return self.upload(step, folder, self._rank), "", False
@@ -178,6 +181,7 @@ class HostShares:
     def _prune(self) -> None:
         """Deletes what is no longer needed here: Orbax would delete a part that is still to be copied."""
         steps = saved_steps(self.folder)
+        self._newest = max([self._newest, *steps])
         # Two: another process may not have its part of the newest yet, and begin with the one before.
         waiting = {step for step in steps[-max(2, self._config.keep) :] if self.committed is None or step > self.committed}
         needed = {*waiting, *filter(self._config.keeps_forever, steps)} - self.done

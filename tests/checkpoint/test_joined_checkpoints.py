@@ -337,7 +337,6 @@ def test_a_part_that_is_deleted_under_its_copy_commits_nothing(start, store, tmp
     failure = run.copy(2)
     assert re.search(r"No such file or directory.*process_1.*, for process 1 on", str(failure))
     assert committed(store) == []
-    run.save(3, ranks=[1])
     shutil.rmtree(run.joined[1].shares.folder / "2")
     assert "it was deleted before it was copied, for process 1 on" in str(run.copy(2))
 
