@@ -183,7 +183,9 @@ class HostShares:
         steps = saved_steps(self.folder)
         self._newest = max([self._newest, *steps])
         # Two: another process may not have its part of the newest yet, and begin with the one before.
-        waiting = {step for step in steps[-max(2, self._config.keep) :] if self.committed is None or step > self.committed}
+        least = max(2, self._config.keep)
+        newest = {*steps[-least:], *list(filter(self._config.goes_to_store, steps))[-least:]}
+        waiting = {step for step in newest if self.committed is None or step > self.committed}
         needed = {*waiting, *filter(self._config.keeps_forever, steps)} - self.done
         for step in {*steps} - needed - {self._copying}:
             shutil.rmtree(self.folder / str(step), ignore_errors=True)

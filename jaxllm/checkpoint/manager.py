@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,7 +241,12 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(error) from error
         if self._config.store is not None:
-            failure = None if self._stored is None else self._stored.wait()
+            failure = None
+            if self._stored is not None:
+                for last in saved_steps(self._own)[-1:]:
+                    if not self._config.goes_to_store(last):
+                        self._stored.offer(last)
+                failure = self._stored.wait()
             if failure is not None and stopped_by and failure.exit_code != exit_codes.BAD_INPUT:
                 log.warning("%s", failure)
                 failure = None
@@ -258,7 +265,8 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if self._saving is not None:
             self._newest_saved, self._saving = self._saving, None
-            if self._stored is not None:
+            # After a failure the next one is copied, whichever it is.
+            if self._stored is not None and (self._config.goes_to_store(self._newest_saved) or self._stored.lacks_one):
                 self._stored.offer(self._newest_saved)
             self.on_saved(self._newest_saved)
 
@@ -304,6 +312,22 @@ class Checkpoints:
             describe_files(folder)
         # Next, Orbax renames the folder and deletes older ones.
         self._require()
+        if self._stored is not None and self._joined is None and self._config.store_every_steps is not None:
+            self._give_up(step for step in saved_steps(self.folder)[: -self._config.keep] if step in self._stored.copied)
+
+    def _give_up(self, steps: Iterable[int]) -> None:
+        """Removes checkpoints that Orbax keeps by checkpoint.keep_every_steps and the store has. One to be exported waits for
+        that.
+        """
+        every, run_dir = self._config.export_every_steps, self.folder.parent
+        for step in steps:
+            if every is None or step % every or (run_dir / "exports" / str(step)).exists():
+                # What a kill leaves of it must have another name, or the next start would offer that to the store.
+                aside = run_dir / ".to-store" / f"{step}.old"
+                with suppress(OSError):
+                    aside.parent.mkdir(exist_ok=True)
+                    (self.folder / str(step)).rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _choose(self) -> None:
         """Process 0 finds the newest intact checkpoint that was not refused yet, perhaps in the store, and broadcasts it."""

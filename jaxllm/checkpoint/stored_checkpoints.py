@@ -60,6 +60,7 @@ class StoredCheckpoints:
       damaged: {step: reason} of the checkpoints there that are damaged. They stay, until the run saves the step again.
       lock: as given.
       safe_in: where a checkpoint is that is not in the store.
+      copied: the steps that this start has copied, or found whole in the store.
     """
 
     def __init__(self, store: Store, lock: StoreLock, run_dir: Path, config: CheckpointConfig):
@@ -68,9 +69,8 @@ class StoredCheckpoints:
         self._folder, self._twins = run_dir.absolute() / "checkpoints", run_dir.absolute() / ".to-store"
         self.safe_in = str(self._folder)
         self.damaged: dict[int, str] = {}
-        self._fetched: set[int] = set()
+        self._fetched, self._waiting, self.copied = set[int](), set[int](), set[int]()
         self._changed = threading.Condition()
-        self._waiting: set[int] = set()
         self._copying: int | None = None
         self._failed: dict[int, tuple[str, int]] = {}
         self._ended = False
@@ -197,9 +197,9 @@ class StoredCheckpoints:
 
     def offer_local(self, latest: int) -> None:
         """Offers what a run has at its start: a copy may be missing because the store failed, or the run was killed."""
-        for step in saved_steps(self._folder):
-            if step == latest or (step < latest and self._config.keeps_forever(step)):
-                self.offer(step)
+        due = [step for step in saved_steps(self._folder) if step <= latest and self._config.goes_to_store(step)]
+        for step in sorted({*due[-1:], *filter(self._config.keeps_forever, due)}):
+            self.offer(step)
 
     def offer(self, step: int) -> None:
         """Copies a complete local checkpoint in the background. Those that wait for their turn give way to it, but for the ones
@@ -220,6 +220,11 @@ class StoredCheckpoints:
                 self._thread.start()
             self._changed.notify_all()
 
+    @property
+    def lacks_one(self) -> bool:
+        """Whether a copy has failed, and none has succeeded of a newer checkpoint."""
+        return max(self._failed, default=-1) > max(self.copied, default=-1)
+
     def wait(self) -> CopyError | None:
         """Waits until what was offered is in the store. Returns the error if one could not be copied."""
         with self._changed:
@@ -235,8 +240,7 @@ class StoredCheckpoints:
         return error
 
     def close(self) -> None:
-        """Ends the copy that is under way: what is not committed then does not exist. Nothing is written to the store after
-        this."""
+        """Ends the copy under way: what is not committed then does not exist. Nothing is written to the store after this."""
         with self._changed:
             self._ended = True
             self._waiting.clear()
@@ -268,6 +272,7 @@ class StoredCheckpoints:
                 if failure:
                     self._failed[step] = failure
                 else:
+                    self.copied.add(step)
                     # A newer one makes up for those that would be deleted some day.
                     self._failed = {n: why for n, why in self._failed.items() if n > step or self._config.keeps_forever(n)}
                 if step not in self._waiting:

@@ -368,6 +368,11 @@ def check_store(run: RunConfig, checkpoint: CheckpointConfig) -> None:
             f"checkpoint.store={shown(checkpoint.store)} is not an address of a store: write s3://BUCKET/PREFIX or "
             f"gs://BUCKET/PREFIX."
         )
+    if checkpoint.store is None and checkpoint.store_every_steps is not None:
+        raise refuse(
+            f"checkpoint.store_every_steps={checkpoint.store_every_steps} chooses what is copied to a store, and there is "
+            f"none: set checkpoint.store=s3://BUCKET/PREFIX, or use checkpoint.every_steps or checkpoint.keep_every_steps."
+        )
 
 
 def check_passwords(values: Any, key: str = "") -> None:

@@ -33,6 +33,10 @@ class CheckpointConfig(Section):
     """Address s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: every complete checkpoint is copied there while training continues, and
     a start takes the newest one from there if run.dir has none as new. With it, hosts need not share run.dir
     (docs/checkpoints.md). null: none."""
+    store_every_steps: PositiveInt | None = None
+    """Checkpoints at multiples of this step are saved, and these alone are copied to the store, with those of keep_every_steps
+    and the one with which the run ends or is stopped. The others are temporary and stay in run.dir, which gives up one of
+    keep_every_steps once the store has it and `keep` does not cover it. null: every checkpoint is copied."""
     memory_every_steps: PositiveInt | None = None
     """Steps between checkpoints in memory: each host keeps its part of the state and that of another host, so that a run which
     loses a process or a host resumes there (docs/checkpoints.md). null: none."""
@@ -41,6 +45,10 @@ class CheckpointConfig(Section):
 
     def keeps_forever(self, step: int) -> bool:
         return self.keep_every_steps is not None and step % self.keep_every_steps == 0
+
+    def goes_to_store(self, step: int) -> bool:
+        """Whether a checkpoint is copied to the store wherever the run ends."""
+        return self.store_every_steps is None or step % self.store_every_steps == 0 or self.keeps_forever(step)
 
 
 class LogConfig(Section):

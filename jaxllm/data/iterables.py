@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.manifest import read_manifest
 from jaxllm.data.prepare import Summary, existing
 from jaxllm.data.prepare import prepare as prepare_files
-from jaxllm.data.shards import temporary_path, unwritable
+from jaxllm.data.shards import unwritable
 from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.untrusted import shown
 
@@ -60,10 +61,11 @@ def prepare(
     if length_hint(texts) >= sys.maxsize:
         # Grain's word for a dataset that repeats.
         raise ConfigError("texts has no end: give them once, and let train.steps say how often they are read.")
-    work = temporary_path(folder.parent, folder.name)
+    with _making(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Another call may be making the same folder: in a thread of this process, or in a container with its number.
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
-        with _making(folder):
-            work.mkdir(parents=True)
         with open(work / "texts.jsonl", "w", encoding="utf-8") as file:
             for number, text in enumerate(texts):
                 file.write(json.dumps({text_key: _text(text, text_key, number)}) + "\n")
@@ -75,10 +77,14 @@ def prepare(
             workers=workers,
             progress=progress,
         )
-        if os.path.lexists(folder):
-            return _again(folder, tokenizer, reuse)
         with _making(folder):
-            os.rename(work / "prepared", folder)
+            try:
+                os.rename(work / "prepared", folder)
+            except OSError:
+                if not os.path.lexists(folder):
+                    raise
+                # Another call was faster.
+                return _again(folder, tokenizer, reuse)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return replace(summary, folder=str(folder))

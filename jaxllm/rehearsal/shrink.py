@@ -59,8 +59,9 @@ def shrink(config: Config, hosts: int, steps: int, folder: Path) -> Config:
         left_out = ("source", "paths", "mixture", "tokenizer", "chat_template")
         kept = {key: value for key, value in values["data"].items() if key not in left_out}
         values["data"] = kept | {"source": "files", "paths": [str(_write_text(folder))]}
-    # The hosts of a rehearsal are processes of one machine, which share its memory.
-    checkpoint = {key: value for key, value in values.get("checkpoint", {}).items() if not key.startswith("memory_")}
+    # The hosts of a rehearsal are processes of one machine, which share its memory; and the store is the real run's.
+    left_out = ("memory_", "store")
+    checkpoint = {key: value for key, value in values.get("checkpoint", {}).items() if not key.startswith(left_out)}
     every = min(config.checkpoint.every_steps or CHECKPOINT_STEPS, CHECKPOINT_STEPS)
     values["checkpoint"] = checkpoint | {"every_steps": every}
     values["log"] = {"every_steps": 1}

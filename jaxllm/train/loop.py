@@ -272,7 +272,7 @@ def train(
             step, last = trainer.step, trainer.step == config.train.steps
             actions = signals.actions_after(step)
             stopped_by = None if last else actions.stopped_by
-            kinds = ("every_steps", "keep_every_steps", "export_every_steps")
+            kinds = ("every_steps", "keep_every_steps", "store_every_steps", "export_every_steps")
             periods = [getattr(config.checkpoint, kind) for kind in kinds]
             saves = last or actions.save or any(is_multiple(step, period) for period in periods)
             evaluates = not (last or stopped_by) and is_multiple(step, config.train.eval_every_steps)

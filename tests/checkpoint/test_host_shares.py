@@ -51,7 +51,7 @@ def hosts(text_file, tmp_path_factory):
     recipe.write_text(yaml.safe_dump(TINY | {"train": train, "data": {"source": "files", "paths": [str(text_file)]}}))
     started = []
 
-    def start(folders, devices, *overrides, absent=0):
+    def start(folders, devices, *overrides, absent=0, first=FIRST):
         port, command = free_port(), ["train", str(recipe), f"run.cpu_devices={devices}", "run.dir=run", *COMMON, *overrides]
         processes = []
         for rank, folder in enumerate(folders):
@@ -65,7 +65,7 @@ def hosts(text_file, tmp_path_factory):
             }
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", f"{FIRST}\nfrom jaxllm.cli import main; main()", *command],
+                    [sys.executable, "-c", f"{first}\nfrom jaxllm.cli import main; main()", *command],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), *sys.path]), **place},
                     cwd=folder,
                     stdout=subprocess.PIPE,
@@ -240,3 +240,43 @@ def test_three_hosts_and_one_resume_and_no_part_is_lost(door, hosts, disk, resum
     assert "resumed from step 6 in run\nnothing to train" in out
     assert committed(door, "parts") == [4, 6]
     assert [path for folder in three for path in (folder / "run/shares").rglob("files.json")] == []
+
+
+# Each process stops for ever before it saves step 4, when it has its part of step 3.
+STOPS = f"""{FIRST}
+import pathlib, time
+from jaxllm.checkpoint.manager import Checkpoints
+real = Checkpoints.save
+
+def save(self, step, *rest):
+    if step == 4:
+        self._settle()
+        pathlib.Path("stopped").touch()
+        time.sleep(600)
+    real(self, step, *rest)
+
+Checkpoints.save = save
+"""
+
+
+@pytest.mark.slow
+def test_temporary_checkpoints_stay_on_the_hosts_and_the_same_hosts_resume_from_them(door, hosts, disk, tmp_path):
+    """checkpoint.store_every_steps=2, and all hosts die with their parts of step 3."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    keys = (*SIX, "checkpoint.every_steps=1", "checkpoint.store_every_steps=2", "checkpoint.store=s3://runs/temporary")
+    processes = hosts(folders, 3, *keys, first=STOPS)
+    for folder in folders:
+        wait_until((folder / "stopped").exists, processes[0], 200)
+    wait_until(lambda: committed(door, "temporary") == [2], processes[0], 60)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    ends(processes)
+    assert {int(name.partition("/")[0]) for name in objects(door, "temporary") if name[0].isdecimal()} == {2}
+    (code, out, error), (other_code, _, other_error) = ends(hosts(folders, 3, *keys))
+    assert (code, other_code) == (0, 0), error + other_error
+    assert "copied checkpoint 3, of which the hosts had all parts, to s3://runs/temporary\n" in out
+    assert "resumed from step 3 in run\n" in out
+    assert metrics(folders[0]) == metrics(disk)
+    copied = copy_of(door, "temporary", 4, tmp_path / "copied")
+    jax.tree.map(np.testing.assert_array_equal, saved_state(copied, 4), saved_state(disk / "run", 4))
+    assert committed(door, "temporary") == [3, 4]

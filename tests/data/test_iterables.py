@@ -124,3 +124,25 @@ def test_what_is_no_text_is_named(tmp_path):
     prepare_files([__file__], tmp_path / "part", tokenizer="bytes", workers=1, progress=False, shard=(1, 2))
     with pytest.raises(ConfigError, match=r"part is not a prepared folder|part is not complete"):
         here(["a"], tmp_path / "part", reuse=True)
+
+
+def test_of_two_calls_at_once_the_slower_is_refused_and_neither_takes_the_files_of_the_other(tmp_path):
+    def broken():
+        yield "law"
+        raise OSError("away")
+
+    def while_another_fails():
+        yield TEXTS[0]
+        with pytest.raises(OSError, match="away"):
+            here(broken(), tmp_path / "first")
+        yield from TEXTS[1:]
+
+    def while_another_ends():
+        yield from TEXTS
+        assert here(["other"], tmp_path / "second").documents == 1
+
+    assert here(while_another_fails(), tmp_path / "first").documents == len(TEXTS)
+    with pytest.raises(ConfigError, match=r"second exists: pass reuse=True to train on what it holds, name another folder, or"):
+        here(while_another_ends(), tmp_path / "second")
+    assert here([], tmp_path / "second", reuse=True).documents == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]

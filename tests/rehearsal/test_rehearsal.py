@@ -129,6 +129,12 @@ def test_small_texts_of_few_token_ids_are_read_and_others_are_not(tiny_config, t
     assert (small.model.vocab_size, small.data.paths) == (256, (str(tmp_path / "text" / "*.txt"),))
 
 
+def test_a_rehearsal_leaves_the_store_of_the_real_run_alone(tiny_config, tmp_path):
+    config = tiny_config("checkpoint.store=s3://bucket/run", "checkpoint.store_every_steps=7", "checkpoint.keep=3")
+    small = shrink(config, 2, STEPS, tmp_path).checkpoint
+    assert (small.store, small.store_every_steps, small.keep) == (None, None, 3)
+
+
 @pytest.mark.parametrize(
     ("mesh", "hosts", "sentence"),
     [

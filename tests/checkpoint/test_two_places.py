@@ -1,0 +1,236 @@
+"""Temporary checkpoints stay in run.dir, and those of checkpoint.store_every_steps go to the store too."""
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from run_files import saved_state, steps_of
+from store_servers import s3_door
+
+from jaxllm.checkpoint import stored_checkpoints
+from jaxllm.checkpoint.files import describe_run, saved_steps
+from jaxllm.checkpoint.host_shares import HostShares
+from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.checkpoint.store import Store, StoreLock
+from jaxllm.config import ConfigError
+from jaxllm.data.stores import filesystem
+from jaxllm.train.loop import fit
+from jaxllm.train.signals import SignalHandler, StepActions
+
+pytest.importorskip("fsspec")
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+MESH = ("run.cpu_devices=8", "parallel.data=8", "optimizer.schedule=constant", "data.held_out_fraction=0.0", "train.steps=6")
+SOME = ("checkpoint.every_steps=1", "checkpoint.store_every_steps=2", "checkpoint.asynchronous=false")
+
+
+@pytest.fixture(scope="module")
+def door():
+    with s3_door("runs") as door:
+        yield door
+
+
+@pytest.fixture
+def bucket(door, request):
+    """The address of an empty store."""
+    yield "s3://runs/" + re.sub(r"\W", "-", request.node.name)
+    door.rule = None
+
+
+def committed(address) -> list[int]:
+    return [step for step, files in Store(address).steps().items() if "files.json" in files]
+
+
+def ever_written(door, address) -> set[int]:
+    """The steps of which any file was sent."""
+    prefix = address.removeprefix("s3:/")
+    found = (re.match(rf"{prefix}/(\d+)/", path) for method, path in door.seen if method in ("PUT", "POST"))
+    return {int(one[1]) for one in found if one}
+
+
+@contextmanager
+def both_places(run, config):
+    """The local checkpoints of a run and those in its store."""
+    place = Store(config.checkpoint.store)
+    lock = StoreLock(place)
+    lock.take()
+    stored = stored_checkpoints.StoredCheckpoints(place, lock, run, config.checkpoint)
+    checkpoints = Checkpoints(run, config.checkpoint, stored=stored)
+    try:
+        yield checkpoints, stored
+    finally:
+        checkpoints.close()
+        stored.close()
+        lock.release()
+
+
+def save(checkpoints, config, step):
+    checkpoints.save(step, {"weight": jnp.full(4, step)}, describe_run(config, step, "text"))
+
+
+# ----------------------------------------------------------------------------------------------------------- which goes where
+
+
+def test_keep_holds_in_each_place_and_what_is_kept_for_good_in_the_store_alone(door, bucket, tiny_config, tmp_path):
+    keys = [*SOME, "checkpoint.keep=2", "checkpoint.keep_every_steps=3", f"checkpoint.store={bucket}"]
+    config, found = tiny_config(*keys, f"run.dir={tmp_path}"), []
+    with both_places(tmp_path, config) as (checkpoints, stored):
+        for step in range(1, 9):
+            save(checkpoints, config, step)
+            assert stored.wait() is None
+            found.append((saved_steps(tmp_path / "checkpoints"), committed(bucket)))
+        save(checkpoints, config, 9 + 2)
+        # The last one is copied, whatever its step.
+        assert ever_written(door, bucket) == {2, 3, 4, 6, 8}
+        checkpoints.wait()
+    assert [local for local, _ in found] == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [5, 6], [6, 7], [6, 7, 8]]
+    assert [there for _, there in found] == [[], [2], [2, 3], [3, 4], [3, 4], [3, 4, 6], [3, 4, 6], [3, 6, 8]]
+    assert saved_steps(tmp_path / "checkpoints") == [8, 11]
+    assert committed(bucket) == [3, 6, 8, 11]
+
+
+def test_one_that_the_store_lacks_is_not_given_up_and_the_next_one_stands_in(door, bucket, tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_checkpoints, "WAITS_S", ())
+    monkeypatch.setattr(type(filesystem("s3")), "retries", 1)
+    keys = [*SOME, "checkpoint.keep=1", "checkpoint.keep_every_steps=2", f"checkpoint.store={bucket}"]
+    config = tiny_config(*keys, f"run.dir={tmp_path}")
+    with both_places(tmp_path, config) as (checkpoints, stored):
+        door.rule = lambda method, path: 403 if method == "PUT" and "/2/" in path else None
+        for step in (2, 3, 4, 5, 6, 7, 8):
+            save(checkpoints, config, step)
+            stored.wait()
+        assert ever_written(door, bucket) == {2, 3, 4, 6, 8}
+        assert committed(bucket) == [4, 6, 8]
+        assert saved_steps(tmp_path / "checkpoints") == [2, 8]
+    door.rule = None
+    with both_places(tmp_path, config) as (checkpoints, stored):
+        checkpoints.offer_saved()
+        assert stored.wait() is None
+        assert committed(bucket) == [2, 4, 6, 8]
+        save(checkpoints, config, 9)
+        save(checkpoints, config, 10)
+        assert stored.wait() is None
+        assert saved_steps(tmp_path / "checkpoints") == [10]
+    assert committed(bucket) == [2, 4, 6, 8, 10]
+
+
+def test_one_that_is_to_be_exported_waits(bucket, tiny_config, tmp_path):
+    keys = [*SOME, "checkpoint.keep=1", "checkpoint.keep_every_steps=2", "checkpoint.export_every_steps=2"]
+    config, found = tiny_config(*keys, f"checkpoint.store={bucket}", f"run.dir={tmp_path}"), []
+    with both_places(tmp_path, config) as (checkpoints, stored):
+        for step in range(2, 7):
+            save(checkpoints, config, step)
+            assert stored.wait() is None
+            found.append(saved_steps(tmp_path / "checkpoints"))
+            if step == 4:
+                (tmp_path / "exports/2").mkdir(parents=True)
+    assert found == [[2], [2, 3], [2, 4], [4, 5], [4, 6]]
+
+
+def test_parts_that_wait_for_their_turn_stay_on_hosts_that_share_no_disk(tiny_config, tmp_path):
+    """A copy is slower than several saves: the part of a checkpoint that is to be copied is not deleted for temporary ones."""
+    config = tiny_config(*SOME, "checkpoint.store_every_steps=4", "checkpoint.keep=1", "checkpoint.store=s3://runs/parts")
+    shares = HostShares(tmp_path, config.checkpoint, Store("s3://runs/parts"))
+    for step in range(1, 8):
+        (shares.folder / str(step)).mkdir(parents=True)
+        shares._prune()
+    assert saved_steps(shares.folder) == [4, 6, 7]
+    shares.done, shares.committed = {4}, 4
+    shares._prune()
+    assert saved_steps(shares.folder) == [6, 7]
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_config, tmp_path_factory):
+    """The run directory of six steps that nothing disturbed, without a store."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    fit(tiny_config(*MESH, f"run.dir={folder}"))
+    return folder
+
+
+def assert_same_end(folder, whole):
+    numbers = [[(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(one)] for one in (folder, whole)]
+    assert numbers[0] == numbers[1]
+    jax.tree.map(np.testing.assert_array_equal, saved_state(folder, 6), saved_state(whole, 6))
+
+
+KILLED = """
+import os, signal, sys
+from jaxllm import fit, load_config
+from jaxllm.checkpoint.store import Store
+
+config = load_config(sys.argv[1])
+
+def on_step(metrics, trainer):
+    if metrics["step"] == 4:
+        while "files.json" not in Store(config.checkpoint.store).steps().get(2, {}):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+fit(config, on_step=on_step)
+"""
+
+
+def test_a_killed_run_takes_the_newer_local_one_and_a_new_machine_the_last_stored_one(
+    door, bucket, whole, tiny_config, tmp_path, capsys
+):
+    def config(address, run):
+        return tiny_config(*MESH, *SOME, f"checkpoint.store={address}", f"run.dir={run}")
+
+    recipe, killed, fresh = tmp_path / "tiny.yaml", tmp_path / "killed", tmp_path / "fresh"
+    recipe.write_text(yaml.safe_dump(config(bucket, killed).model_dump(mode="json")))
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", KILLED, recipe], env=variables, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == -9, ended.stderr
+    assert saved_steps(killed / "checkpoints") == [2, 3]
+    assert committed(bucket) == [2]
+    for name in ("files.json", *Store(bucket).steps()[2]):
+        source = {"Bucket": "runs", "Key": f"{bucket.removeprefix('s3://runs/')}/2/{name}"}
+        door.client.copy_object(Bucket="runs", Key=f"copy/2/{name}", CopySource=source)
+    for address, run, said in (
+        (bucket, killed, f"resumed from step 3 in {killed}\n"),
+        ("s3://runs/copy", fresh, f"took checkpoint 2 from s3://runs/copy\nresumed from step 2 in {fresh}\n"),
+    ):
+        capsys.readouterr()
+        fit(config(address, run))
+        out = capsys.readouterr().out
+        assert said in out
+        assert ("took" in out) == (run is fresh)
+        assert_same_end(run, whole)
+        assert committed(address) == [4, 6]
+        assert saved_steps(run / "checkpoints") == [5, 6]
+        assert yaml.safe_load((run / "config.yaml").read_text())["checkpoint"]["store_every_steps"] == 2
+    assert ever_written(door, bucket) == {2, 4, 6}
+
+
+def test_a_stopped_run_leaves_its_newest_in_the_store(bucket, tiny_config, tmp_path, monkeypatch):
+    def stops(self, step):
+        return StepActions(step == 3, "SIGTERM" if step == 3 else None)
+
+    monkeypatch.setattr(SignalHandler, "actions_after", stops)
+    keys = ("checkpoint.store_every_steps=5", f"checkpoint.store={bucket}", f"run.dir={tmp_path}")
+    assert fit(tiny_config(*MESH, *keys)).stopped_by == "SIGTERM"
+    assert committed(bucket) == [3]
+    # The next start has nothing new to copy, and trains on; multiples are saved without checkpoint.every_steps.
+    monkeypatch.undo()
+    fit(tiny_config(*MESH, *keys, "checkpoint.keep=3"))
+    assert committed(bucket) == [3, 5, 6]
+
+
+# ----------------------------------------------------------------------------------------------------------------- the config
+
+
+def test_without_a_store_the_key_is_refused(tiny_config):
+    with pytest.raises(ConfigError, match=r"^checkpoint.store_every_steps=5 chooses what is copied to a store, .*: set check"):
+        tiny_config("checkpoint.store_every_steps=5")
