@@ -1,25 +1,33 @@
 """Cost of a save for the training loop: asynchronous and synchronous saves, saves in memory, and the speed of steps during one.
-Cost of a restore, with and without the verification of every byte.
+Cost of a restore, with and without the verification of every byte. With --store, of copies to a store against a disk alone.
 
-    python benchmarks/checkpoint.py [section.key=value ...] [--saves N] [--quick] [--json]
+    python benchmarks/checkpoint.py [section.key=value ...] [--saves N] [--store [s3://BUCKET/PREFIX]] [--quick] [--json]
 
 The model has about 12 M parameters, so 145 MB of state with both moments in float32, by default on one CPU device. Each save
 completes before the next; the kinds alternate. A wait is the time that the loop spends in Checkpoints.save, or in
 MemoryCheckpoints.save with checkpoint.memory_dir of one host, without a neighbour. A step is timed
 from one reading of a loss to the next. Restores read files that the system has cached.
+
+--store saves to a disk, to a disk and a store, and to these while the copy before is under way, in turn. The loop's wait is
+then all that it spends in Checkpoints.save and, until the checkpoint is complete on the disk and offered to the store, in
+Checkpoints.raise_errors. Without an address the store is moto's S3, on loopback, in another process (pip install
+'moto[server]'); with one, a new folder below it, which is emptied at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import secrets
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +53,40 @@ RECIPE = {
 QUIET_STEPS = 20
 """Number of steps without a save, for comparison."""
 KINDS = ("asynchronous", "synchronous", "in memory")
+STORE_KINDS = ("disk", "disk and store", "during a copy")
+MOTO = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+"""A server of S3 that ends with the process that started it."""
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
     try:
         config = load_config(RECIPE, [*(QUICK if options.quick else ()), *options.overrides])
-        report = measure(config, 2 if options.quick else options.saves)
+        saves = 2 if options.quick else options.saves
+        report = measure(config, saves) if options.store is None else measure_store(config, saves, options.store)
     except ConfigError as error:
         print(f"benchmarks/checkpoint.py: {error}", file=sys.stderr)
         sys.exit(2)
     report["command"] = " ".join(["python benchmarks/checkpoint.py", *sys.argv[1:]])
-    print(json.dumps(report, indent=2) if options.json else text(report))
+    print(json.dumps(report, indent=2) if options.json else text(report) if options.store is None else store_text(report))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--saves", type=int, default=5, metavar="N", help="saves of each kind; default: 5")
+    parser.add_argument(
+        "--store", nargs="?", const="", metavar="ADDRESS", help="copies to a store; default: moto's on loopback"
+    )
     parser.add_argument("--quick", action="store_true", help="a trial with a tiny model and two saves")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser.parse_intermixed_args(arguments)
@@ -78,24 +102,11 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     """
     import jax
 
-    import jaxllm
     from jaxllm.checkpoint.files import describe_run, saved_steps
     from jaxllm.checkpoint.manager import Checkpoints
     from jaxllm.checkpoint.memory import MemoryCheckpoints
-    from jaxllm.pretrained.folder import versions
 
-    trainer = jaxllm.Trainer(config)
-    for _ in trainer.steps(3):
-        pass
-    quiet_step_s = [step_seconds(trainer) for _ in range(QUIET_STEPS + 1)][1:]
-    report: dict[str, Any] = {
-        "device": f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}",
-        "machine": f"{platform.machine()}, {available_cpus()} CPUs",
-        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(trainer.state)),
-        "saves": saves,
-        "quiet_step_s": quiet_step_s,
-        "versions": versions(),
-    } | {kind: {"wait_s": [], "write_s": [], "step_s": []} for kind in KINDS}
+    trainer, report = begun(config, saves, KINDS)
     with tempfile.TemporaryDirectory() as folder:
         stores: dict[str, Any] = {"in memory": MemoryCheckpoints(Path(folder), config.checkpoint, trainer.state)}
         for kind in KINDS[:2]:
@@ -129,6 +140,119 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     return report
 
 
+def begun(config: Config, saves: int, kinds: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """A trainer whose steps are compiled, and a report with the times of steps without a save."""
+    import jax
+
+    import jaxllm
+    from jaxllm.pretrained.folder import versions
+
+    trainer = jaxllm.Trainer(config)
+    for _ in trainer.steps(3):
+        pass
+    return trainer, {
+        "device": f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind}",
+        "machine": f"{platform.machine()}, {available_cpus()} CPUs",
+        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(trainer.state)),
+        "saves": saves,
+        "quiet_step_s": [step_seconds(trainer) for _ in range(QUIET_STEPS + 1)][1:],
+        "versions": versions(),
+    } | {kind: {"wait_s": [], "write_s": [], "step_s": []} for kind in kinds}
+
+
+def measure_store(config: Config, saves: int, address: str) -> dict[str, Any]:
+    """As `measure`, for STORE_KINDS. `write_s` is until the checkpoint is complete on the disk and offered, `copy_s` from there
+    until the copies are in the store, and `step_s` of steps while it is written or, with a store, copied.
+
+    Raises:
+      ConfigError: as measure, or the store cannot be used.
+    """
+    from jaxllm.checkpoint.manager import Checkpoints
+    from jaxllm.checkpoint.stored_checkpoints import hold_store
+
+    with tempfile.TemporaryDirectory() as home, some_store(address) as place:
+        trainer, report = begun(config, saves, STORE_KINDS)
+        report |= {"store": place if address else "moto", "copy_s": [], "load": []}
+        keys = {"asynchronous": True, "keep": 1, "store": place}
+        folders, chosen = [Path(home) / name for name in ("alone", "copied")], config.checkpoint.model_copy(update=keys)
+        with hold_store(folders[1], chosen) as (stored, _):
+            assert stored is not None
+            alone = Checkpoints(folders[0], chosen.model_copy(update={"store": None}))
+            copied = Checkpoints(folders[1], chosen, stored=stored)
+            # The first save of each kind also creates folders and threads.
+            step = -1
+            for number in range(saves + 1):
+                report["load"].append(os.getloadavg()[0])
+                for kind, checkpoints in zip(STORE_KINDS, (alone, copied, copied), strict=True):
+                    trainer.finish()
+                    counts = number and not (kind == "during a copy" and step in stored.copied)
+                    step, figures = trainer.step, save_and_train(trainer, checkpoints)
+                    for name in figures if counts else ():
+                        report[kind][name] += figures[name]
+                started, step_s = time.perf_counter(), []
+                # A copy that has failed for good ends the measurement, below.
+                while step not in stored.copied and not stored.lacks_one:
+                    step_s.append(step_seconds(trainer))
+                    checkpoints.raise_errors()
+                copied.wait()
+                if number:
+                    report["copy_s"].append(time.perf_counter() - started)
+                    report["disk and store"]["step_s"] += step_s
+            for checkpoints in (alone, copied):
+                checkpoints.close()
+        trainer.close()
+    return report
+
+
+def save_and_train(trainer: Any, checkpoints: Any) -> dict[str, list[float]]:
+    """Saves, and trains until the checkpoint is complete and offered to the store, as the training loop does."""
+    import jax
+
+    from jaxllm.checkpoint.files import describe_run
+
+    jax.block_until_ready(trainer.state)
+    step, step_s = trainer.step, []
+    started = time.perf_counter()
+    checkpoints.save(step, trainer.state, describe_run(trainer.config, step, "benchmark"))
+    wait_s = time.perf_counter() - started
+    while checkpoints.newest_saved != step or not step_s:
+        step_s.append(step_seconds(trainer))
+        asked = time.perf_counter()
+        checkpoints.raise_errors()
+        wait_s += time.perf_counter() - asked
+    return {"wait_s": [wait_s], "write_s": [time.perf_counter() - started], "step_s": step_s[1:]}
+
+
+@contextmanager
+def some_store(address: str) -> Iterator[str]:
+    """The address of a new folder in a store, which is emptied at the end."""
+    from jaxllm.checkpoint.store import Store
+
+    server = None
+    if not address:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        server = subprocess.Popen([sys.executable, "-c", MOTO], **pipes, text=True)
+        assert server.stdout is not None
+        if not (port := server.stdout.readline().strip()):
+            raise ConfigError("moto did not start: pip install 'moto[server]', or give the address of a store.")
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        os.environ |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            **dict.fromkeys(names, "-"),
+        }
+        Store("s3://benchmark/").ask("mkdir", "benchmark")
+        address = "s3://benchmark"
+    place = Store(f"{address.rstrip('/')}/benchmark-{secrets.token_hex(4)}")
+    try:
+        yield place.address
+    finally:
+        for step, names in place.steps().items():
+            place.remove(f"{step}/{name}" for name in names)
+        if server is not None:
+            server.communicate()
+
+
 def restore_seconds(trainer: Any, folder: Path, count: int) -> dict[str, list[float]]:
     from unittest import mock
 
@@ -156,22 +280,35 @@ def step_seconds(trainer: Any) -> float:
     return time.perf_counter() - started
 
 
-def text(report: dict[str, Any]) -> str:
-    def milliseconds(values: list[float]) -> str:
-        return f"{1e3 * statistics.median(values):8.1f} ({1e3 * min(values):.1f} .. {1e3 * max(values):.1f})" if values else "-"
+def milliseconds(values: list[float]) -> str:
+    return f"{1e3 * statistics.median(values):8.1f} ({1e3 * min(values):.1f} .. {1e3 * max(values):.1f})" if values else "-"
 
+
+def table(report: dict[str, Any], kinds: Sequence[str]) -> list[str]:
     lines = [
         f"{report['device']}, {report['machine']}; state {report['state_bytes'] / 1e6:.1f} MB; {report['saves']} saves each",
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         report["command"],
         "",
         "milliseconds: median (least .. most)",
-        f"{'':14}{'the loop waits':30}{'until complete':30}{'a step meanwhile':30}",
+        f"{'':16}{'the loop waits':30}{'until complete':30}{'a step meanwhile':30}",
     ]
-    for kind in KINDS:
+    for kind in kinds:
         columns = (milliseconds(report[kind][name]) for name in ("wait_s", "write_s", "step_s"))
-        lines.append(f"{kind:14}" + "".join(f"{column:30}" for column in columns).rstrip())
-    lines.append(f"{'no save':14}{'':60}{milliseconds(report['quiet_step_s'])}")
+        lines.append(f"{kind:16}" + "".join(f"{column:30}" for column in columns).rstrip())
+    return [*lines, f"{'no save':16}{'':60}{milliseconds(report['quiet_step_s'])}"]
+
+
+def store_text(report: dict[str, Any]) -> str:
+    waits = [statistics.median(found) for kind in STORE_KINDS if (found := report[kind]["wait_s"])]
+    lines = table(report, STORE_KINDS)
+    lines += ["", f"{'until it is in the store':30}{milliseconds(report['copy_s'])}"]
+    ratios = " and ".join(f"{wait / waits[0]:.2f}" for wait in waits[1:])
+    return "\n".join([*lines, f"the waits are {ratios} times those for a disk; load {statistics.median(report['load']):.1f}"])
+
+
+def text(report: dict[str, Any]) -> str:
+    lines = table(report, KINDS)
     lines += ["", f"{'a restore':30}{milliseconds(report['restore_s'])}"]
     lines += [f"{'without verification':30}{milliseconds(report['read_s'])}"]
     lines += [f"{'verification alone':30}{milliseconds(report['verify_s'])}"]

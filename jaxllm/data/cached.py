@@ -5,7 +5,8 @@
     *.array_record                                          copied when first read, or before in the background
 
 Training reads documents in a shuffled order, so a run soon needs every shard. The background therefore copies all of them, as
-long as there is room; a shard that a batch needs now takes the room of the one that was read longest ago.
+long as there is room, which it makes by removing shards of folders that no process of the host has open. A shard that a batch
+needs now takes the room of the one that was read longest ago, whosever it is.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ from jaxllm.data.stores import blocks, find_in_store, is_address
 from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, reason_of, shown
 
 log = logging.getLogger(__name__)
-RECORDS = DATA_ENDINGS[0]
+RECORDS, IN_USE = DATA_ENDINGS[0], ".in-use"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _QUESTIONS = 16
 _LONGEST_WAIT_S = 10.0
@@ -83,7 +85,9 @@ class ShardCache:
                 self._used[file] -= 1
 
     def make_room(self, size: int, may_remove: bool) -> bool:
-        """Whether a shard of so many bytes fits. Removes those that were read longest ago, if it may; then always True."""
+        """Whether a shard of so many bytes fits. Removes those that were read longest ago: if it may, any, and then it is always
+        True; otherwise those of folders that no process has open.
+        """
         with self._lock:
             there = []
             for file in self.folder.glob(f"*/*{RECORDS}"):
@@ -93,10 +97,10 @@ class ShardCache:
                     continue
                 there.append((found.st_mtime_ns, found.st_size, file))
             total = size + sum(bytes_there for _, bytes_there, _ in there)
-            for _, freed, file in sorted(there) if may_remove else ():
+            for _, freed, file in sorted(there):
                 if total <= self._most_bytes:
                     break
-                if not self._used[file]:
+                if not self._used[file] and (may_remove or _is_closed(file.parent)):
                     file.unlink(missing_ok=True)
                     total -= freed
             for close in self._closers if may_remove else ():
@@ -148,12 +152,21 @@ class CachedFolder:
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.folder)
+            self._keep_open()
             self._write(MANIFEST, [content])
         self.manifest = self._read_manifest()
         self._shards = {shard.name + RECORDS: shard for shard in self.manifest.shards}
         self._copy_small()
         cache.warn_if_small(address, sum(self._files[name].size for name in self._shards))
         self._background: threading.Thread | None = None
+
+    def _keep_open(self) -> None:
+        """Tells other processes, as long as this object lives, that the folder is open."""
+        file = open(self.folder / IN_USE, "w")
+        weakref.finalize(self, file.close)
+        with suppress(OSError):
+            # This disk has no locks: nothing is removed there in the background.
+            fcntl.flock(file, fcntl.LOCK_SH)
 
     @contextmanager
     def holding(self, file: Path) -> Iterator[None]:
@@ -334,3 +347,13 @@ def locked(file: Path, wait: bool) -> Iterator[bool]:
             # This disk has no locks. Two copies are equal, and the last one stays.
             pass
         yield True
+
+
+def _is_closed(folder: Path) -> bool:
+    """Whether no process has the folder open. False where the disk has no locks."""
+    try:
+        with open(folder / IN_USE, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -52,3 +52,18 @@ def test_the_cost_of_a_save_is_measured_both_ways():
         assert len(waits) == len(writes) == report["saves"] == 2
         assert all(0 < wait <= write for wait, write in zip(waits, writes, strict=True))
     assert report["synchronous"]["step_s"] == []
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_copy_to_a_store_is_measured_against_a_disk():
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    finished = run("--store", "--quick", "--json", script=CHECKPOINT)
+    assert finished.returncode == 0, finished.stderr
+    report = json.loads(finished.stdout)
+    assert report["store"] == "moto"
+    assert len(report["copy_s"]) == report["saves"] == 2
+    # A copy of the tiny model may be done before the next save.
+    assert [len(report[kind]["wait_s"]) for kind in ("disk", "disk and store")] == [2, 2]
+    copied = report["disk and store"]
+    assert all(0 < wait <= write for wait, write in zip(copied["wait_s"], copied["write_s"], strict=True))

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import jax
@@ -146,6 +147,32 @@ def test_parts_that_wait_for_their_turn_stay_on_hosts_that_share_no_disk(tiny_co
     shares.done, shares.committed = {4}, 4
     shares._prune()
     assert saved_steps(shares.folder) == [6, 7]
+
+
+def test_a_save_never_waits_for_the_store(door, bucket, tiny_config, tmp_path):
+    asked, answered, go = threading.Event(), [], threading.Event()
+
+    def rule(method, path):
+        if "holder.json" not in path:
+            asked.set()
+            go.wait(30)
+            answered.append(path)
+
+    config = tiny_config(f"checkpoint.store={bucket}", f"run.dir={tmp_path}")
+    with both_places(tmp_path, config) as (checkpoints, _):
+        door.rule = rule
+        save(checkpoints, config, 1)
+        # Nothing is sent before a checkpoint is complete.
+        assert not asked.is_set()
+        save(checkpoints, config, 2)
+        assert asked.wait(30)
+        for step in (3, 4):
+            save(checkpoints, config, step)
+        assert saved_steps(tmp_path / "checkpoints")[-1] >= 3
+        assert answered == []
+        go.set()
+        checkpoints.wait()
+    assert committed(bucket)[-1] == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole runs

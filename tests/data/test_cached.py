@@ -1,5 +1,6 @@
 """Prepared folders of stores, through the cache, against the same folder on a disk."""
 
+import gc
 import json
 import os
 import threading
@@ -277,6 +278,38 @@ def test_what_was_read_longest_ago_leaves_first_and_what_is_read_stays(store, tm
     assert read_all(PreparedDocuments(cache.open(store.root))) == read_all(documents)
     assert removed == [first]
     filled()
+
+
+def test_a_cache_full_of_another_folder_is_filled_in_advance_unless_a_process_has_that_open(store, folder, tmp_path):
+    for file in folder.iterdir():
+        if file.is_file():
+            store.client.put_object(Bucket="texts", Key=f"{tmp_path.name}/other/{file.name}", Body=file.read_bytes())
+    expected, others = read_all(PreparedDocuments(folder)), f"s3://texts/{tmp_path.name}/other"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = (folder / "tokenizer" / name).read_bytes()
+        store.client.put_object(Bucket="texts", Key=f"{tmp_path.name}/other/tokenizer/{name}", Body=content)
+    # Each cache stands for a process: locks of files tell them apart.
+    old = ShardCache(tmp_path / "cache", 2**30).open(others)
+    assert read_all(PreparedDocuments(old)) == expected
+    filled()
+    size = bytes_of(tmp_path / "cache")
+
+    def first_batch():
+        """What is in the cache of one folder's size when a document is read, and the background is done."""
+        documents = PreparedDocuments(ShardCache(tmp_path / "cache", size).open(store.root))
+        documents.read([0], [0], [3])
+        filled()
+        found = [path.parent.name.partition("-")[0] for path in (tmp_path / "cache").glob("*/*.array_record")]
+        return {name: found.count(name) for name in ("other", "prepared")}
+
+    count = len(list(folder.glob("*.array_record")))
+    # In the background nothing is removed that a process may read next.
+    assert first_batch() == {"other": count - 1, "prepared": 1}
+    assert read_all(PreparedDocuments(old)) == expected
+    filled()
+    del old
+    gc.collect()
+    assert first_batch() == {"other": 0, "prepared": count}
 
 
 def test_a_store_that_stops_ends_with_one_sentence_and_leaves_no_part(store, folder, tmp_path, monkeypatch):
