@@ -85,8 +85,8 @@ class ShardCache:
                 self._used[file] -= 1
 
     def make_room(self, size: int, may_remove: bool) -> bool:
-        """Whether a shard of so many bytes fits. Removes those that were read longest ago: if it may, any, and then it is always
-        True; otherwise those of folders that no process has open.
+        """Whether a shard of so many bytes fits. Removes those that were read longest ago: any, if it may, so that it does;
+        otherwise those of folders that no process has open.
         """
         with self._lock:
             there = []
@@ -162,7 +162,7 @@ class CachedFolder:
 
     def _keep_open(self) -> None:
         """Tells other processes, as long as this object lives, that the folder is open."""
-        file = open(self.folder / IN_USE, "w")
+        file = open(self.folder / IN_USE, "w")  # noqa: SIM115
         weakref.finalize(self, file.close)
         with suppress(OSError):
             # This disk has no locks: nothing is removed there in the background.

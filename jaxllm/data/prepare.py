@@ -18,13 +18,13 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hub import pin
 from jaxllm.data.manifest import FORMAT, INDEX_SHA256, INPUTS, MANIFEST, TOKENIZER, VERSION, read_stored
+from jaxllm.data.origin import Origin, check_same_origin
 from jaxllm.data.parts import InputFile
-from jaxllm.data.prepare_inputs import check_same_origin, cut, find_inputs, origin_of
+from jaxllm.data.prepare_inputs import cut, find_inputs, origin_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.shards import (
     FOR_MANIFEST,
-    Origin,
     Task,
     position_of,
     read_shard,

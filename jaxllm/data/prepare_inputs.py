@@ -1,4 +1,4 @@
-"""Inputs of `jaxllm data prepare`: the files, their division into shards, and the check for shards of other inputs."""
+"""Inputs of `jaxllm data prepare`: the files, and their division into shards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.manifest import is_shard, read_stored
+from jaxllm.data.origin import Origin
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.records import require_column, with_kind
 from jaxllm.data.rows import row_groups
-from jaxllm.data.shards import Origin, Task
+from jaxllm.data.shards import Task
 from jaxllm.data.stores import find_in_store, is_address, unreadable
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.file_patterns import Listing
@@ -129,35 +129,3 @@ def _listed(file: InputFile) -> dict[str, Any]:
     # An address of the Hub has the commit in it; others may have a signature.
     name = file.address if file.address.startswith("hf://") else file.path
     return {"file": name, "bytes": file.size, **({"version": file.version} if file.version else {})}
-
-
-def check_same_origin(folder: Path, origin: Origin) -> None:
-    """Raises ConfigError if the folder holds shards of another origin."""
-    for file in sorted(folder.glob("tokens-*-of-*.json")):
-        there: Any = read_stored(file)
-        # A shard without a recorded origin is made again, like one without its .json.
-        if not is_shard(there):
-            continue
-        ours, theirs = origin.options, there["options"]
-        if theirs["tokenizer"]["sha256"] != ours["tokenizer"]["sha256"]:
-            names = theirs["tokenizer"]["name"], ours["tokenizer"]["name"]
-            which = f"the tokenizer {names[0]}, not {names[1]}" if names[0] != names[1] else f"another tokenizer {names[0]}"
-            raise ConfigError(f"{folder} holds shards made with {which}: choose another --out, or use that tokenizer again.")
-        if there["inputs"] != origin.inputs:
-            counts = [_size(inputs) for inputs in (there["inputs"], origin.inputs)]
-            which = f"{counts[0]}, not {counts[1]}" if counts[0] != counts[1] else "their names or dates differ"
-            raise ConfigError(
-                f"{folder} holds shards of other inputs ({which}): choose another --out, or give the same inputs."
-            )
-        # Checked after the inputs, because the default shard size depends on them.
-        for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
-            if theirs[key] != ours[key]:
-                values = [f"{v / 2**20:g}" if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
-                raise ConfigError(
-                    f"{folder} holds shards made with {flag} {values[0]}, not {values[1]}: "
-                    f"choose another --out, or use {flag} {values[0]} again."
-                )
-
-
-def _size(inputs: dict[str, Any]) -> str:
-    return f"{inputs['bytes']:,} bytes in {inputs['count']:,} file{'s' if inputs['count'] != 1 else ''}"

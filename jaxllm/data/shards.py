@@ -33,6 +33,7 @@ from jaxllm.data.manifest import (
     read_stored,
     shard_name,
 )
+from jaxllm.data.origin import Origin, adding_to, check_same_origin
 from jaxllm.data.parts import Part, Record
 from jaxllm.data.records import read_part, records_before
 from jaxllm.data.stores import has_changed
@@ -67,18 +68,6 @@ class Task:
         return sum(part.size for part in self.parts)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Properties that all shards of one folder share, as recorded in their .json."""
-
-    options: dict[str, Any]
-    """tokenizer {name, sha256}, text_key, shard_bytes, record_tokens."""
-    inputs: dict[str, Any]
-    """count, bytes, and sha256 of names, sizes and dates, or versions."""
-    stored: tuple[dict[str, Any], ...] = ()
-    """What INPUTS keeps: path or address, bytes and version of each input, if any came from a store."""
-
-
 def write_shard(
     folder: Path, task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
 ) -> None:
@@ -88,22 +77,25 @@ def write_shard(
       report: receives the bytes of input and the tokens since its last call.
 
     Raises:
-      ConfigError: an input cannot be read, the folder cannot be written, or (strict) a record is broken.
+      ConfigError: an input cannot be read, the folder cannot be written or holds shards of another origin, or (strict) a record
+        is broken.
     """
     temporary = {ending: temporary_path(folder, task.name + ending) for ending in DATA_ENDINGS}
     try:
         shard = _write(temporary, task, origin, tokenizer, strict, report)
-        if read_shard(folder, task.name) is not None:
-            return
-        final = folder / f"{task.name}.json"
-        # The .json of a damaged shard must not vouch for files that are being replaced.
-        final.unlink(missing_ok=True)
-        for ending in DATA_ENDINGS:
-            os.replace(temporary[ending], folder / (task.name + ending))
-        replace_json(final, shard)
+        with adding_to(folder, origin):
+            if read_shard(folder, task.name) is not None:
+                return
+            final = folder / f"{task.name}.json"
+            # The .json of a damaged shard must not vouch for files that are being replaced.
+            final.unlink(missing_ok=True)
+            for ending in DATA_ENDINGS:
+                os.replace(temporary[ending], folder / (task.name + ending))
+            replace_json(final, shard)
     except OSError as error:
         # A faster process may have removed these files as leftovers.
         if read_shard(folder, task.name) is None:
+            check_same_origin(folder, origin)
             raise unwritable(folder, error.strerror or str(error)) from None
     finally:
         for file in temporary.values():

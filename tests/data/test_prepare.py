@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxllm import untrusted
 from jaxllm.config import ConfigError
-from jaxllm.data import prepared, records
+from jaxllm.data import prepared, records, shards
 from jaxllm.data.prepare import parse_shard, prepare
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.tokenizer import load_tokenizer
@@ -350,6 +350,24 @@ def test_two_commands_at_once_make_one_folder(tmp_path):
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors.decode()
     here([tmp_path / "a.jsonl"], tmp_path / "alone", shard_bytes=20000)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")
+
+
+def test_of_two_commands_at_once_with_other_inputs_the_first_finished_shard_decides(tmp_path, monkeypatch):
+    for name, count in (("first", 60), ("second", 90)):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines(made_up(count, seed=count)))
+    write = shards._write
+
+    def while_another_command_ends(*arguments):
+        monkeypatch.setattr(shards, "_write", write)
+        written = write(*arguments)
+        here([tmp_path / "second.jsonl"], tmp_path / "out", shard_bytes=2000)
+        return written
+
+    monkeypatch.setattr(shards, "_write", while_another_command_ends)
+    with pytest.raises(ConfigError, match=r"out holds shards of other inputs \(.* bytes in 1 file, not .*: choose another"):
+        here([tmp_path / "first.jsonl"], tmp_path / "out", shard_bytes=2000)
+    here([tmp_path / "second.jsonl"], tmp_path / "alone", shard_bytes=2000)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")
 
 
