@@ -58,7 +58,6 @@ class StoredCheckpoints:
 
     Attributes:
       damaged: {step: reason} of the checkpoints there that are damaged. They stay, until the run saves the step again.
-      lock: as given.
       safe_in: where a checkpoint is that is not in the store.
       copied: the steps that this start has copied, or found whole in the store.
     """
@@ -67,13 +66,11 @@ class StoredCheckpoints:
         # Its own, so that it can be closed before the lock's.
         self._store, self.lock, self._run_dir, self._config = Store(store.address), lock, run_dir, config
         self._folder, self._twins = run_dir.absolute() / "checkpoints", run_dir.absolute() / ".to-store"
-        self.safe_in = str(self._folder)
-        self.damaged: dict[int, str] = {}
+        self.safe_in, self.damaged = str(self._folder), dict[int, str]()
         self._fetched, self._waiting, self.copied = set[int](), set[int](), set[int]()
         self._changed = threading.Condition()
         self._copying: int | None = None
-        self._failed: dict[int, tuple[str, int]] = {}
-        self._ended = False
+        self._failed, self._ended = dict[int, tuple[str, int]](), False
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------------------------- from the store
