@@ -16,11 +16,9 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-
-import jax
 
 from jaxllm.checkpoint import stored_run_files as run_files
 from jaxllm.checkpoint.checksums import changed
@@ -40,8 +38,7 @@ from jaxllm.checkpoint.files import (
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.store import ANSWER_S, CopyError, GoneError, LostError, Store, StoreError, StoreLock, unusable
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.runtime import distributed, exit_codes
-from jaxllm.runtime.shared_errors import raise_together
+from jaxllm.runtime import exit_codes
 
 WAITS_S = (1.0, 5.0, 20.0)
 """Before each further try to copy a checkpoint."""
@@ -193,19 +190,38 @@ class StoredCheckpoints:
     # --------------------------------------------------------------------------------------------------- to the store
 
     def offer_local(self, latest: int) -> None:
-        """Offers what a run has at its start: a copy may be missing because the store failed, or the run was killed."""
-        due = [step for step in saved_steps(self._folder) if step <= latest and self._config.goes_to_store(step)]
+        """Offers what a run has at its start: a copy may be missing because the store failed, or the run was killed. Where the
+        last checkpoint that was due is neither here nor there, `latest` stands in for it.
+        """
+        # Left by a run that was killed.
+        shutil.rmtree(self._twins, ignore_errors=True)
+        try:
+            stored = {step for step, files in self._store.steps().items() if FILES in files and step not in self.damaged}
+        except StoreError:
+            # Each copy tries again.
+            stored = set[int]()
+        local = [step for step in saved_steps(self._folder) if step <= latest]
+        due = [step for step in local if self._config.goes_to_store(step) and not self._is_of_another(step, latest, stored)]
+        every = self._config.store_every_steps
+        if every is not None and max((*due, *stored), default=0) < latest - latest % every:
+            due.append(latest)
         for step in sorted({*due[-1:], *filter(self._config.keeps_forever, due)}):
             self.offer(step)
+
+    def _is_of_another(self, step: int, latest: int, stored: set[int]) -> bool:
+        """Whether the store has an older step that another machine made, from which the run went on."""
+        if step == latest or step not in stored:
+            return False
+        try:
+            return self._store.read(f"{step}/{FILES}", FILES_BYTES) != (self._folder / str(step) / FILES).read_bytes()
+        except (StoreError, OSError):
+            return True
 
     def offer(self, step: int) -> None:
         """Copies a complete local checkpoint in the background. Those that wait for their turn give way to it, but for the ones
         of checkpoint.keep_every_steps.
         """
         with self._changed:
-            if self._thread is None:
-                # Left by a run that was killed.
-                shutil.rmtree(self._twins, ignore_errors=True)
             if step != self._copying:
                 self._link(step)
             dropped = {one for one in self._waiting if one != step and not self._config.keeps_forever(one)}
@@ -363,38 +379,3 @@ class StoredCheckpoints:
     def _remove_step(self, step: int, names: Iterable[str]) -> None:
         """Removes files.json first: what is left after a kill does not exist."""
         self._store.remove(f"{step}/{name}" for name in sorted(names, key=lambda name: name != FILES))
-
-
-@contextmanager
-def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[StoredCheckpoints | None, bool]]:
-    """Holds checkpoint.store for this run; every process must call it. Yields its checkpoints on process 0, None on the others
-    and without a store; and whether there is one.
-
-    Raises:
-      ConfigError: on all processes, if another run holds the store, or it cannot be read and written.
-    """
-    if config.store is None:
-        yield None, False
-        return
-    lock, stored, has_one, refusal = None, None, False, None
-    # A process that runs alone has no number before JAX has devices, which are not needed yet.
-    is_main = not jax.distributed.is_initialized() or distributed.is_main_process()
-    if is_main:
-        try:
-            store = Store(config.store)
-            lock = StoreLock(store)
-            lock.take()
-            has_one = any(FILES in files for files in store.steps().values())
-            stored = StoredCheckpoints(store, lock, run_dir, config)
-        except ConfigError as error:
-            refusal = error
-        except (StoreError, OSError) as error:
-            refusal = unusable(config.store, error)
-    try:
-        raise_together(refusal)
-        yield stored, bool(distributed.broadcast("yes" if has_one else ""))
-    finally:
-        if stored is not None:
-            stored.close()
-        if lock is not None:
-            lock.release()

@@ -13,12 +13,13 @@ import jax
 import optax
 
 from jaxllm.checkpoint.files import Meta, describe_run, saved_steps
+from jaxllm.checkpoint.held_store import hold_store
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints, joined_checkpoints
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.memory import STORED, MemoryCheckpoints, forget
 from jaxllm.checkpoint.memory_restore import LostPieces
 from jaxllm.checkpoint.run_lock import hold_run_dir
-from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import mfu
 from jaxllm.cost_model.hardware import gpu_from_device_kind

@@ -24,8 +24,9 @@ from store_servers import gcs_door, s3_door
 from jaxllm.checkpoint import store, stored_checkpoints
 from jaxllm.checkpoint.checksums import describe_files
 from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.held_store import hold_store
 from jaxllm.checkpoint.store import Store, StoreLock
-from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
 from jaxllm.runtime import exit_codes, shared_errors

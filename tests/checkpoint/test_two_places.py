@@ -123,6 +123,50 @@ def test_one_that_the_store_lacks_is_not_given_up_and_the_next_one_stands_in(doo
     assert committed(bucket) == [2, 4, 6, 8, 10]
 
 
+def test_after_a_failed_copy_and_a_kill_the_newest_stands_in_for_what_is_gone(door, bucket, tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_checkpoints, "WAITS_S", ())
+    config = tiny_config(*SOME, "checkpoint.keep=1", f"checkpoint.store={bucket}", f"run.dir={tmp_path}")
+    (tmp_path / ".to-store/1").mkdir(parents=True)
+    with both_places(tmp_path, config) as (checkpoints, stored):
+        door.rule = lambda method, path: 403 if method == "PUT" and re.search(r"/\d+/", path) else None
+        for step in (2, 3):
+            save(checkpoints, config, step)
+            stored.wait()
+    door.rule = None
+    assert (saved_steps(tmp_path / "checkpoints"), committed(bucket)) == ([3], [])
+    with both_places(tmp_path, config) as (checkpoints, stored):
+        checkpoints.offer_saved()
+        assert stored.wait() is None
+    assert committed(bucket) == [3]
+    with both_places(tmp_path, config) as (checkpoints, stored):
+        checkpoints.offer_saved()
+        assert stored.wait() is None
+    assert committed(bucket) == [3]
+    assert not (tmp_path / ".to-store").exists()
+
+
+def test_an_older_one_of_another_machine_stays_in_the_store(door, bucket, tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_checkpoints, "WAITS_S", ())
+    first, second = tmp_path / "first", tmp_path / "second"
+    config = tiny_config(*SOME, f"checkpoint.store={bucket}")
+    with both_places(first, config) as (checkpoints, stored):
+        door.rule = lambda method, path: 403 if method == "PUT" and "/2/" in path else None
+        save(checkpoints, config, 2)
+        stored.wait()
+    door.rule = None
+    with both_places(second, config) as (checkpoints, stored):
+        for step in (2, 4):
+            checkpoints.save(step, {"weight": jnp.full(4, 10 * step)}, describe_run(config, step, "text"))
+            assert stored.wait() is None
+    listed = Store(bucket).read("2/files.json", 10**6)
+    with both_places(first, config) as (checkpoints, stored):
+        assert checkpoints.latest == 4
+        checkpoints.offer_saved()
+        assert stored.wait() is None
+    assert listed != (first / "checkpoints/2/files.json").read_bytes()
+    assert Store(bucket).read("2/files.json", 10**6) == listed
+
+
 def test_one_that_is_to_be_exported_waits(bucket, tiny_config, tmp_path):
     keys = [*SOME, "checkpoint.keep=1", "checkpoint.keep_every_steps=2", "checkpoint.export_every_steps=2"]
     config, found = tiny_config(*keys, f"checkpoint.store={bucket}", f"run.dir={tmp_path}"), []
