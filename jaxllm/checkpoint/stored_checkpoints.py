@@ -193,8 +193,7 @@ class StoredCheckpoints:
         """Offers what a run has at its start: a copy may be missing because the store failed, or the run was killed. Where the
         last checkpoint that was due is neither here nor there, `latest` stands in for it.
         """
-        # Left by a run that was killed.
-        shutil.rmtree(self._twins, ignore_errors=True)
+        self._remove_left_twins()
         try:
             stored = {step for step, files in self._store.steps().items() if FILES in files and step not in self.damaged}
         except StoreError:
@@ -222,6 +221,7 @@ class StoredCheckpoints:
         of checkpoint.keep_every_steps.
         """
         with self._changed:
+            self._remove_left_twins()
             if step != self._copying:
                 self._link(step)
             dropped = {one for one in self._waiting if one != step and not self._config.keeps_forever(one)}
@@ -267,6 +267,11 @@ class StoredCheckpoints:
         """Gives a checkpoint its second name. Where the file system has no links, checkpoint.keep may delete it too early."""
         with suppress(OSError):
             shutil.copytree(self._folder / str(step), self._twins / str(step), copy_function=os.link)
+
+    def _remove_left_twins(self) -> None:
+        """At the start of a run: those of one that was killed."""
+        if self._thread is None:
+            shutil.rmtree(self._twins, ignore_errors=True)
 
     def _unlink(self, step: int) -> None:
         shutil.rmtree(self._twins / str(step), ignore_errors=True)
