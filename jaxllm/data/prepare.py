@@ -160,9 +160,9 @@ def prepare(
             remove_leftovers(folder)
 
     shards = list(_shards_there(folder, tasks).values())
-    complete = len(shards) == len(tasks)
-    if complete:
-        check_same_origin(folder, origin)
+    # Another command may have made shards with these names meanwhile.
+    check_same_origin(folder, origin)
+    if len(shards) == len(tasks):
         _finish(folder, shards, _total(shards), loaded, origin)
     return _summary(out, shards, len(tasks), len(todo), time.monotonic() - started)
 

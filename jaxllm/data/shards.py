@@ -94,8 +94,8 @@ def write_shard(
             replace_json(final, shard)
     except OSError as error:
         # A faster process may have removed these files as leftovers.
+        check_same_origin(folder, origin)
         if read_shard(folder, task.name) is None:
-            check_same_origin(folder, origin)
             raise unwritable(folder, error.strerror or str(error)) from None
     finally:
         for file in temporary.values():

@@ -59,12 +59,26 @@ def new_folder(destination: str, size_bytes: int, force: bool = False, only: str
         if os.path.lexists(target):
             require_new(destination, force, only is not None)
             target.rename(_before(target))
-        (aside if only is None else aside / only).rename(target)
+        if only is None:
+            aside.rename(target)
+        else:
+            _put(aside / only, target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{destination} could not be written ({reason}): remove the cause, or choose another.") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put(file: Path, target: Path) -> None:
+    """Gives a file its name, if nothing has it: unlike a folder's, a file's rename would replace another file."""
+    try:
+        os.link(file, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Not every file system has links.
+        file.rename(target)
 
 
 def _before(target: Path) -> Path:

@@ -15,6 +15,7 @@ from jaxllm.checkpoint.hf_convert import from_hf, to_hf
 from jaxllm.config import ConfigError
 from jaxllm.data.byte_tokenizer import save_byte_tokenizer
 from jaxllm.data.tokenizer import load_tokenizer
+from jaxllm.pretrained import staging
 from jaxllm.train.loop import fit
 
 gguf = pytest.importorskip("gguf")
@@ -284,6 +285,14 @@ def command(monkeypatch, capsys):
         return end.value.code, said.out, said.err
 
     return called
+
+
+def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path):
+    (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "there").write_bytes(b"there")
+    with pytest.raises(FileExistsError):
+        staging._put(tmp_path / "new", tmp_path / "there")
+    assert (tmp_path / "there").read_bytes() == b"there"
 
 
 def test_a_run_on_bytes_becomes_a_file(tiny_config, command, tmp_path, capsys):

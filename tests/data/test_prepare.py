@@ -371,6 +371,24 @@ def test_of_two_commands_at_once_with_other_inputs_the_first_finished_shard_deci
     assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")
 
 
+def test_a_share_of_the_work_does_not_take_another_commands_shards_for_its_own(tmp_path, monkeypatch):
+    """Which has made all of them since this command looked at the folder, and their names are the same."""
+    text = lines(made_up(60, seed=60))
+    (tmp_path / "first.jsonl").write_bytes(text)
+    (tmp_path / "second.jsonl").write_bytes(text.replace(b"a", b"b"))
+    module = sys.modules[prepare.__module__]
+    not_done = module._not_done
+
+    def after_another_command(*arguments):
+        monkeypatch.setattr(module, "_not_done", not_done)
+        here([tmp_path / "second.jsonl"], tmp_path / "out", shard_bytes=2000)
+        return not_done(*arguments)
+
+    monkeypatch.setattr(module, "_not_done", after_another_command)
+    with pytest.raises(ConfigError, match="out holds shards of other inputs"):
+        here([tmp_path / "first.jsonl"], tmp_path / "out", shard_bytes=2000, shard=(0, 2))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
