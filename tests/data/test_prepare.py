@@ -372,7 +372,7 @@ def test_of_two_commands_at_once_with_other_inputs_the_first_finished_shard_deci
 
 
 def test_a_share_of_the_work_does_not_take_another_commands_shards_for_its_own(tmp_path, monkeypatch):
-    """Which has made all of them since this command looked at the folder, and their names are the same."""
+    """Which has made the same share since this command looked at the folder; the names are the same."""
     text = lines(made_up(60, seed=60))
     (tmp_path / "first.jsonl").write_bytes(text)
     (tmp_path / "second.jsonl").write_bytes(text.replace(b"a", b"b"))
@@ -381,7 +381,7 @@ def test_a_share_of_the_work_does_not_take_another_commands_shards_for_its_own(t
 
     def after_another_command(*arguments):
         monkeypatch.setattr(module, "_not_done", not_done)
-        here([tmp_path / "second.jsonl"], tmp_path / "out", shard_bytes=2000)
+        here([tmp_path / "second.jsonl"], tmp_path / "out", shard_bytes=2000, shard=(0, 2))
         return not_done(*arguments)
 
     monkeypatch.setattr(module, "_not_done", after_another_command)
