@@ -6,7 +6,8 @@
 
 Process 0 says on a board which checkpoint is copied now, and the others answer there when their parts have arrived. So what
 an earlier start left in the store, or one of more processes, is never taken for a part. A part stays until its checkpoint, or
-a newer one, is whole there: if a run ends before, the next start copies it, where all parts of it are left.
+a newer one, is whole there, and one of a permanent checkpoint until that one is: if a run ends before, the next start copies
+it, where all parts of it are left.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import shutil
 import socket
 import threading
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
+from jaxllm.checkpoint.checksums import checksum
 from jaxllm.checkpoint.files import FILES, META, STATE, damage, read_files, saved_steps, why
 from jaxllm.checkpoint.store import Store, StoreError
 from jaxllm.config import CheckpointConfig
@@ -33,6 +36,11 @@ SHARES, PARTS = "shares", "parts"
 LOOK_S = 1.0
 """Seconds between looks at the board."""
 JOB, COMMITTED = "job", "committed"
+
+Folder = tuple[str, int, int, list[int], list[int]]
+"""Of a process of an earlier start: start, rank, number of processes, steps of intact parts, and of torn ones."""
+Left = tuple[int, str, int]
+"""A checkpoint of an earlier start: step, start, number of processes."""
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +54,7 @@ class HostShares:
       done: the steps that this start has made whole there.
       kept: (step, number of parts on these hosts, start) of an earlier start's checkpoint whose parts stay until this start has
         made one whole; None if there is none.
+      stored: the steps that were whole in the store before this start made one.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, store: Store):
@@ -57,6 +66,7 @@ class HostShares:
         self.committed: int | None = None
         self.done: set[int] = set()
         self.kept: tuple[int, int, str] | None = None
+        self.stored: set[int] = set()
         self._board, self._number = distributed.Board(), 0
         self._arrived: set[str] = set()
         self._copying: int | None = None
@@ -73,19 +83,29 @@ class HostShares:
         self._thread.start()
 
     def remove_left(self) -> None:
-        """Removes what earlier starts left in run.dir/shares, but for the parts to be kept; on the process that leads there.
+        """Removes what earlier starts left in run.dir/shares, but for the parts to be kept, and permanent ones that the store
+        lacks; on the process that leads there.
 
         One of their processes may still run on this host, and copy. That copy then fails; with the lock on the store, it could
         not have been committed anyway.
         """
         step, _, start = self.kept or (None, 0, "")
         for folder in self.home.glob("*"):
-            if folder.name == start:
-                for one in folder.glob("*/*"):
-                    if one.name != str(step):
-                        shutil.rmtree(one, ignore_errors=True)
-            elif folder != self.folder.parent:
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder != self.folder.parent:
+                self._remove(folder, step if folder.name == start else None)
+
+    def _remove(self, folder: Path, kept: int | None = None) -> None:
+        """Removes an earlier start's parts, but for those of step `kept`, and permanent ones that the store lacks."""
+        stays = False
+        for one in folder.glob("*/*"):
+            step = int(one.name) if one.name.isdecimal() else None
+            is_lacked = step is not None and step not in self.stored | self.done
+            if step is not None and (step == kept or (is_lacked and self._config.keeps_forever(step))):
+                stays = True
+            else:
+                shutil.rmtree(one, ignore_errors=True)
+        if not stays:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         self._ended.set()
@@ -143,7 +163,7 @@ class HostShares:
             self.committed = max(*self.done, self.committed or 0)
             if self.kept is not None:
                 # The run has continued without it.
-                shutil.rmtree(self.home / self.kept[2], ignore_errors=True)
+                self._remove(self.home / self.kept[2])
                 self.kept = None
         self._prune()
         return texts
@@ -191,23 +211,40 @@ class HostShares:
             shutil.rmtree(self.folder / str(step), ignore_errors=True)
 
 
-def parts_in(home: Path) -> list[tuple[str, int, int, int]]:
-    """(start, rank, number of processes, step) of each part that an earlier start left in run.dir/shares."""
+def parts_in(home: Path) -> list[Folder]:
+    """What each process of an earlier start left in run.dir/shares."""
     found = []
     for folder in home.glob("*-*/*"):
         start, count = folder.parent.name, folder.parent.name.rpartition("-")[2]
         if count.isdecimal() and folder.name.isdecimal():
-            steps = [step for step in saved_steps(folder) if not _is_torn(folder / str(step))]
-            found += [(start, int(folder.name), int(count), step) for step in steps]
+            steps = saved_steps(folder)
+            torn = [step for step in steps if _is_torn(folder / str(step))]
+            found.append((start, int(folder.name), int(count), [step for step in steps if step not in torn], torn))
     return found
 
 
+def by_checkpoint(lists: Sequence[list[Folder]]) -> tuple[dict[Left, dict[int, int]], set[Left]]:
+    """What all processes found with `parts_in`: for each checkpoint {rank: process that has its intact part}, and those that
+    never were whole, since a process that is here was killed before it had saved its part."""
+    places: dict[Left, dict[int, int]] = {}
+    written: dict[tuple[str, int], set[int]] = {}
+    for process, folders in enumerate(lists):
+        for start, rank, count, intact, torn in folders:
+            written.setdefault((start, rank), set()).update(intact, torn)
+            for step in [*intact, *torn]:
+                found = places.setdefault((step, start, count), {})
+                if step in intact:
+                    found.setdefault(rank, process)
+    return places, {one for one in places for (start, _), steps in written.items() if start == one[1] and one[0] not in steps}
+
+
 def _is_torn(folder: Path) -> bool:
-    """Whether a part lacks something, as after a power cut."""
+    """Whether a part lacks something, as after a power cut, or has a damaged index, which cannot be joined."""
     try:
         listed = read_files(folder)
         return damage(folder, META) is not None or any(
-            (folder / name).stat().st_size != size for name, (size, _) in listed.items()
+            (folder / name).stat().st_size != size or (is_of_index(name) and checksum(folder / name) != crc)
+            for name, (size, crc) in listed.items()
         )
     except (OSError, ValueError):
         return True

@@ -34,7 +34,7 @@ from jaxllm.checkpoint.files import (
     saved_steps,
     set_aside,
 )
-from jaxllm.checkpoint.host_shares import PARTS, HostShares, is_brought_by, is_of_index, parts_in
+from jaxllm.checkpoint.host_shares import PARTS, HostShares, by_checkpoint, is_brought_by, is_of_index, parts_in
 from jaxllm.checkpoint.share_index import MANIFEST, NODES, join_indexes
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
@@ -63,7 +63,10 @@ class JoinedCheckpoints(StoredCheckpoints):
     def __init__(self, store: Store, lock: StoreLock, run_dir: Path, config: CheckpointConfig, groups: DiskGroups):
         super().__init__(store, lock, run_dir, config)
         self.shares = HostShares(run_dir, config, self._store)
-        self._groups, self._is_first_choice, self._begun = groups, True, set[int]()
+        self._groups, self._begun = groups, set[int]()
+        self._is_first_choice, self._may_have_left = True, True
+        # (step, intact parts here, number of parts) of the newest one that other hosts, or a backup, may complete.
+        self._lacking: tuple[int, int, int] | None = None
         self.safe_in = f"{self.shares.home} of each host"
         probe = f"{PARTS}/{self.shares.start}-{jax.process_index()}"
         _together(lambda: (self._store.write(probe, b"{}"), self._store.remove([probe])), store)
@@ -94,6 +97,8 @@ class JoinedCheckpoints(StoredCheckpoints):
             if not reason:
                 said.append(f"took checkpoint {step} from {self._store.address}")
                 said += self._newer_here(step)
+                if self._lacking and self._lacking[0] > step:
+                    said.append(f"{self._parts_said()}: a start with all of them copies it, until the run has saved again")
                 self.shares.committed = step
                 return step, said
             self.damaged[step] = reason
@@ -108,43 +113,78 @@ class JoinedCheckpoints(StoredCheckpoints):
                 f"checkpoint.store to start again."
             )
         _together(self._require_none_here, self._store)
+        if self._lacking:
+            raise ConfigError(
+                f"{self._parts_said()}, and {self._store.address} has no checkpoint: start the run on all hosts that have its "
+                f"parts, which copies it, or move {self.safe_in} away."
+            )
         return None, said
+
+    def _parts_said(self) -> str:
+        step, count, of = self._lacking or (0, 0, 0)
+        return f"{self.safe_in} has {count} of the {of} parts of checkpoint {step} intact"
 
     def _next(self, require: Callable[[], None], accept: Callable[[str, Meta], None], said: list[str]) -> int | None:
         """The newest step of the store that was not tried yet, the same on all processes."""
         if self._is_first_choice:
             self._is_first_choice = False
-            newest = self._on_main(lambda: (self._remove_partial(), max(self._whole(), default=-1))[1])
-            if (step := self._copy_left(newest, require, accept)) is not None:
-                said.append(f"copied checkpoint {step}, of which the hosts had all parts, to {self._store.address}")
+            self._on_main(self._remove_partial)
+        if self._may_have_left:
+            # Again after the newest of them has proved damaged.
+            whole, untried = self._on_main(lambda: (self._whole(), self._untried()))
+            copied = self._copy_left(set(whole), -1 if untried is None else untried, require, accept)
+            self._may_have_left = bool(copied)
+            said += [f"copied checkpoint {step}, of which the hosts had all parts, to {self._store.address}" for step in copied]
+        return self._on_main(self._untried)
 
-        def untried() -> int | None:
-            return max((step for step in self._whole() if step not in self.damaged and step not in self._fetched), default=None)
-
-        return self._on_main(untried)
+    def _untried(self) -> int | None:
+        return max((step for step in self._whole() if step not in self.damaged and step not in self._fetched), default=None)
 
     def _on_main(self, ask: Callable[[], T]) -> T:
         """What `ask` returns on process 0, on all processes; it fails on all."""
         found = _together(lambda: ask() if distributed.is_main_process() else None, self._store)
         return parse_json(distributed.broadcast(json.dumps(found)))
 
-    def _copy_left(self, newest: int, require: Callable[[], None], accept: Callable[[str, Meta], None]) -> int | None:
-        """Copies the newest checkpoint that the store lacks and of which these hosts have all parts, as after a run whose store
-        failed. Returns its step; None if there is none. Of one that lacks parts, those here are kept: other hosts may have the
-        rest."""
+    def _copy_left(
+        self, whole: set[int], newest: int, require: Callable[[], None], accept: Callable[[str, Meta], None]
+    ) -> list[int]:
+        """Copies what the store lacks and of which these hosts have all parts, as after a run whose store failed: the newest
+        checkpoint, and permanent ones of any age. Of one that lacks parts, those here are kept: other hosts may have the rest.
+
+        Args:
+          whole: steps that are whole in the store.
+          newest: the newest of them that may be intact.
+
+        Returns:
+          The steps that it copied.
+        """
         here = _together(lambda: parts_in(self.shares.home) if self._groups.leads else [], self._store)
-        found: dict[tuple[int, str, int], dict[int, int]] = {}
-        for process, parts in enumerate(_exchange(here)):
-            for start, rank, count, step in parts:
-                if step > newest:
-                    found.setdefault((step, start, count), {}).setdefault(rank, process)
-        left = max((one for one, places in found.items() if len(places) == one[2]), default=None)
-        partial = [(one[0], len(places), one[1]) for one, places in found.items() if left is None or one[0] > left[0]]
-        self.shares.kept = max(partial, default=None)
-        if left is None:
-            return None
-        step, start, _ = left
-        own = [rank for rank, process in found[left].items() if process == jax.process_index()]
+        found, never_whole = by_checkpoint(_exchange(here))
+        found = {one: places for one, places in found.items() if one[0] not in whole}
+        complete = {one[0]: one for one, places in sorted(found.items()) if len(places) == one[2]}
+        left = max((step for step in complete if step > newest), default=None)
+        partial = {one: places for one, places in found.items() if one[0] > (newest if left is None else left)}
+        self.shares.kept = max(
+            ((step, len(places), start) for (step, start, _), places in partial.items() if places), default=None
+        )
+        lacking = [(one[0], len(places), one[2]) for one, places in partial.items() if one not in never_whole]
+        self._lacking = max(lacking, default=None)
+        copied = sorted(step for step in complete if step == left or self._config.keeps_forever(step))
+        for step in copied:
+            self._copy_parts(step, complete[step][1], found[complete[step]], require, accept)
+        self.shares.stored = whole | {*copied}
+        return copied
+
+    def _copy_parts(
+        self,
+        step: int,
+        start: str,
+        places: dict[int, int],
+        require: Callable[[], None],
+        accept: Callable[[str, Meta], None],
+    ) -> None:
+        """Makes a checkpoint of an earlier start whole in the store; `places` says which process has the part of a rank."""
+        own = [rank for rank, process in places.items() if process == jax.process_index()]
         folders = {rank: self.shares.home / start / str(rank) / str(step) for rank in own}
 
         def upload() -> list[tuple[int, int]]:
@@ -158,7 +198,6 @@ class JoinedCheckpoints(StoredCheckpoints):
         _together(lambda: accept(str(folders[0]), read_meta(folders[0])) if 0 in own else None, self._store)
         sent = sorted(tuple(pair) for pairs in _exchange(_together(upload, self._store)) for pair in pairs)
         self._on_main(lambda: self._join(step, [crc for _, crc in sent]))
-        return step
 
     def _whole(self) -> list[int]:
         return [step for step, files in self._store.steps().items() if FILES in files]

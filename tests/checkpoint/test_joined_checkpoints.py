@@ -249,15 +249,68 @@ def test_a_torn_part_is_passed_over(door, start, store, tmp_path):
         ("a", "0/4/meta/metadata", "?"),
         ("b", "1/4/state/array_metadatas/process_1", ""),
         ("b", "1/4/files.json", "["),
+        ("b", "1/4/state/manifest.ocdbt", "?"),
     ):
         (path,) = (tmp_path / host / "shares").glob(f"*/{name}")
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + b"?" if content == "?" else content.encode())
         run = start("a", "b")
-        assert (run.latest, len(run.said)) == (2, 1)
+        assert (run.latest, len(run.said)) == (2, 2)
+        assert re.search(r"a/shares of each host has 1 of the 2 parts of checkpoint 4 intact: a start with all", run.said[1])
         run.end()
         path.write_bytes(whole)
     assert start("a", "b").latest == 4
+
+
+def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_parts(door, start, store, tmp_path):
+    run = start("a", "b", "c")
+    with failing(door, "PUT", "/2/", 403, -1):
+        run.save(2)
+        assert run.copy(2) is not None
+    run.end()
+    rest = f"and {store.address} has no checkpoint: start the run on all hosts that have its parts"
+    with pytest.raises(ConfigError, match=rf"^\S*/a/shares of each host has 2 of the 3 parts of checkpoint 2 intact, {rest}"):
+        start("a", "b")
+    (path,) = (tmp_path / "c/shares").glob("*/2/2/meta/metadata")
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"has 2 of the 3 parts of checkpoint 2 intact, {rest}"):
+        start("a", "b", "c")
+    path.write_bytes(whole)
+    assert [shares(tmp_path / host) for host in "abc"] == [["0/2"], ["1/2"], ["2/2"]]
+    assert start("c", "b", "a").latest == 2
+
+
+def test_parts_of_a_first_save_that_never_ended_do_not_refuse_a_start(start, store, tmp_path):
+    run = start("a", "b")
+    run.save(2, ranks=[0])
+    run.end()
+    run = start("a", "b")
+    assert (run.latest, run.said) == (None, [])
+    run.save(2)
+    assert run.copy(2) is None
+    run.look()
+    assert [shares(tmp_path / host) for host in "ab"] == [[], []]
+
+
+def test_an_older_checkpoint_of_the_hosts_is_copied_if_the_newest_is_damaged(door, start, store, tmp_path):
+    run = start("a", "b")
+    with failing(door, "PUT", "/[24]/", 403, -1):
+        for step in (2, 4):
+            run.save(step)
+            assert run.copy(step) is not None
+    run.end()
+    for path in (tmp_path / "b/shares").glob("*/1/4/state/ocdbt.process_1/d/*"):
+        path.write_bytes(b"?" * path.stat().st_size)
+    run = start("a", "b")
+    assert run.latest == 2
+    assert [re.sub(r" \(.*\)| in s3.*|, of .*| from .*", "", line) for line in run.said] == [
+        "copied checkpoint 4",
+        "checkpoint 4",
+        "copied checkpoint 2",
+        "took checkpoint 2",
+    ]
+    assert values_in(tmp_path / "a/checkpoints/2") == whole_values(2, 2)
 
 
 @contextmanager
@@ -335,6 +388,33 @@ def test_permanent_parts_stay_until_they_are_copied(door, start, store, tmp_path
     run.look()
     assert committed(store) == [2, 4, 7]
     assert [shares(tmp_path / host) for host in "ab"] == [[], []]
+
+
+def test_permanent_parts_of_any_age_stay_until_all_their_hosts_are_back(door, start, store, tmp_path):
+    more = ["checkpoint.keep=1", "checkpoint.keep_every_steps=2"]
+    run = start("a", "b", config=more)
+    for step in (2, 3, 4):
+        run.save(step)
+        with failing(door, "PUT", "/[24]/", 403, -1):
+            assert run.copy(step) is not None
+    run.look()
+    run.end()
+    assert committed(store) == [3]
+    for step in (5, 7):
+        run = start("a", config=more)
+        assert run.latest == {5: 3, 7: 5}[step]
+        run.save(step)
+        assert run.copy(step) is None
+        run.look()
+        run.end()
+        assert [shares(tmp_path / host) for host in "ab"] == [["0/2", "0/4"], ["1/2", "1/4"]]
+    run = start("a", "b", config=more)
+    copied = [f"copied checkpoint {step}, of which the hosts had all parts, to {store.address}" for step in (2, 4)]
+    assert (run.latest, run.said) == (7, [*copied, f"took checkpoint 7 from {store.address}"])
+    assert committed(store) == [2, 4, 7]
+    assert [shares(tmp_path / host) for host in "ab"] == [[], []]
+    for step in (2, 4):
+        assert values_in(plain_copy(store, step, tmp_path / "plain")) == whole_values(step, 2)
 
 
 def test_a_part_that_is_deleted_under_its_copy_commits_nothing(start, store, tmp_path):
