@@ -104,7 +104,8 @@ def check_remat(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
+def check_diloco(train: TrainConfig, parallel: ParallelConfig, chunk_layers: int) -> None:
+    """chunk_layers: Config.chunk_layers."""
     if train.diloco_steps is None:
         return
     if parallel.offload_state != "none":
@@ -117,6 +118,11 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig) -> None:
             f"train.diloco_after_steps={train.diloco_after_steps} leaves DiLoCo none of train.steps={train.steps}: "
             f"make it smaller, or leave train.diloco_steps out."
         )
+    if (H := train.diloco_steps) % (count := train.diloco_fragments) or count > chunk_layers:
+        above = f"is above {chunk_layers}, the layers of a stage's chunk"
+        why = f"does not divide train.diloco_steps={H}" if H % count else above
+        fitting = ", ".join(str(n) for n in range(1, chunk_layers + 1) if H % n == 0)
+        raise refuse(f"train.diloco_fragments={count} {why}: use one of {fitting}.")
 
 
 def check_optimizer(optimizer: OptimizerConfig, parallel: ParallelConfig) -> None:

@@ -82,7 +82,7 @@ class Config(Section):
                 f"and with parallel.pipe={parallel.pipe} and context={parallel.context} all stages send at the same time: set "
                 f"one of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
-        check_diloco(train, parallel)
+        check_diloco(train, parallel, self.chunk_layers)
         check_optimizer(self.optimizer, parallel)
         check_loss(train, parallel, self.log)
         check_tokens(train)

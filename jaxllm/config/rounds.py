@@ -18,6 +18,11 @@ def sends_codes(config: Config) -> bool:
     return config.train.diloco_steps is not None and are_codes(config.train.diloco_bits, config.parallel.replica)
 
 
+def fragments_of(config: Config) -> int:
+    """Number of outer steps in a round, each of a part of the weights (train/fragments.py)."""
+    return 1 if config.train.diloco_steps is None else config.train.diloco_fragments
+
+
 def without_rounds(config: Config) -> Config:
     """The config of the steps before the first round, in which replicas train synchronously."""
     return config.model_copy(update={"train": config.train.model_copy(update={"diloco_steps": None})})

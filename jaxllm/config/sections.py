@@ -312,6 +312,9 @@ class TrainConfig(Section):
     diloco_bits: Literal[32, 8, 4] = 32
     """Bits of each number that replicas send in an outer step. 8 and 4: multiples of a step for each 128 numbers, and what they
     leave out is kept and sent in the next rounds (error feedback)."""
+    diloco_fragments: PositiveInt = 1
+    """Cuts the weights into so many parts, by layers; each has an outer step of its own in every round, one after the other at
+    equal distances. It divides train.diloco_steps. A transfer between replicas is so many times smaller (Streaming DiLoCo)."""
     diloco_after_steps: Count = 0
     """Number of first steps without DiLoCo, synchronised at every step: a fifth of a run is a good start."""
     eval_every_steps: PositiveInt | None = None

@@ -1,7 +1,8 @@
 """What replicas send each other, and the network that connects them.
 
 Hybrid sharding sums the gradients of all replicas once a step, in float32. DiLoCo sums their weights once a round, in float32,
-or as codes (train.diloco_bits), which take an all-to-all and an all-gather. Each rank sends its shard of its replica's master
+or as codes (train.diloco_bits), which take an all-to-all and an all-gather. With train.diloco_fragments an exchange is of one
+fragment, and there are as many in a round. Each rank sends its shard of its replica's master
 weights, so all GPUs of a replica send at the same time. Where a network of their own connects the replicas
 (parallel.replica_gbit_per_s, replica_latency_ms), each has one link, which its GPUs share.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 from jaxllm.config import Config, ParallelConfig
 from jaxllm.config.model_spec import parameters
-from jaxllm.config.rounds import OUTER_BLOCK, sends_codes, without_rounds
+from jaxllm.config.rounds import OUTER_BLOCK, fragments_of, sends_codes, without_rounds
 from jaxllm.cost_model.network import Group, Links, all_reduce_s, ring_all_reduce_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
@@ -31,7 +32,7 @@ class Exchange:
     rank_bytes: int
     """Bytes that each GPU has to sum with those of the other replicas. Of codes, without the zeros that fill the last block."""
     steps: int
-    """Steps from one exchange to the next: 1, or a round of DiLoCo."""
+    """Steps from one exchange to the next: 1, or a round of DiLoCo, or the part of it that belongs to a fragment."""
     reductions: int
     """All-reduces, one after another: one for each matrix, of all its layers at once. Vectors and a few numbers are not
     counted, and XLA combines some of the matrices: compiled for two replicas of four H100s (ZeRO 1), a step of Llama 3 8B has
@@ -57,9 +58,11 @@ def exchange_of(config: Config) -> Exchange | None:
         return None
     codes = sends_codes(config)
     each = config.train.diloco_bits / 8 + FLOAT32 / OUTER_BLOCK if codes else FLOAT32
-    rank_bytes = round(each * StepSizes(config).trained.master)
+    fragments = fragments_of(config)
+    rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
-    return Exchange(replicas, config.devices // replicas, rank_bytes, config.train.diloco_steps or 1, matrices, codes)
+    steps = (config.train.diloco_steps or 1) // fragments
+    return Exchange(replicas, config.devices // replicas, rank_bytes, steps, matrices, codes)
 
 
 def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> tuple[Group, Links]:
@@ -111,18 +114,20 @@ def exchange_lines(config: Config, step_s: float | None) -> Iterator[str]:
     yield f"Between {exchange.replicas} replicas of {_gpus(exchange.gpus)} ({network_text(config.parallel)})"
     sent = readable(exchange.sent_bytes)
     codes = f" in {config.train.diloco_bits} bits" if exchange.codes else ""
-    if (steps := config.train.diloco_steps) is None:
+    if config.train.diloco_steps is None:
         time = "" if step_s is None else f": {step_s:.3g} s exposed"
         yield f"  each sends {sent} of gradients every step, and receives as much{time}"
         return
+    steps, count = exchange.steps, fragments_of(config)
     time = "" if step_s is None else f": {steps * step_s:.3g} s exposed, {step_s:.3g} s a step"
+    part = f", one of {count} fragments," if count > 1 else ""
     every = f"every {steps:,} step{'s' if steps > 1 else ''}"
     after = config.train.diloco_after_steps
     together = exchange_of(without_rounds(config))
     assert together is not None, "it has replicas"
-    much = readable(together.sent_bytes) if exchange.codes else "as much"
+    much = readable(together.sent_bytes) if exchange.codes or count > 1 else "as much"
     before = f"; {much} of gradients in each of the first {after:,} steps" if after else ""
-    yield f"  each sends {sent} of weights{codes} {every}, and receives as much{time}{before}"
+    yield f"  each sends {sent} of weights{codes}{part} {every}, and receives as much{time}{before}"
 
 
 def _gpus(count: int) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import AUTO, Config, ConfigError, divisors, load_config, sequence_unit
+from jaxllm.config.rounds import fragments_of
 from jaxllm.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.untrusted import MIB, RefusedInput
 
@@ -146,9 +147,10 @@ def _model(config: Config) -> dict[str, Any]:
     }
     if model.sliding_window is not None and model.sliding_window < S:
         values["sliding_window"] = max(1, min(model.sliding_window, _sequence_length(config) // 2))
-    # Windows alternate in each chunk, and a last chunk with fewer layers than the others stays one.
+    # Windows alternate in each chunk, DiLoCo may cut it, and a last chunk with fewer layers than the others stays one.
     alternates, is_ragged = model.full_attention_every is not None, model.num_layers % chunks > 0
-    each = 4 if alternates and model.full_attention_first else 1 if chunks > 1 and not (alternates or is_ragged) else 2
+    needs_two = chunks == 1 or alternates or is_ragged or fragments_of(config) > 1
+    each = 4 if alternates and model.full_attention_first else 2 if needs_two else 1
     if (layers := each * chunks - is_ragged) < model.num_layers:
         values["num_layers"] = layers
         if alternates:
@@ -197,5 +199,8 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
     else:
         values["batch_lr"] = "none"
     if train.diloco_steps is not None:
-        values |= {"diloco_steps": min(train.diloco_steps, 4), "diloco_after_steps": min(train.diloco_after_steps, 4)}
+        # The shrunk model may have two layers in a chunk.
+        fragments, steps = min(train.diloco_fragments, 2), min(train.diloco_steps, 4)
+        values |= {"diloco_fragments": fragments, "diloco_steps": steps // fragments * fragments}
+        values |= {"diloco_after_steps": min(train.diloco_after_steps, 4)}
     return values

@@ -13,13 +13,16 @@ The loss of a replica is the mean over its own targets, and its gradients are cl
 train step over arrays with a leading replica dim, [replica, ...]. parallelize.py returns gradients in this form; the rest is
 vmapped. Each device stores its part of t and v in addition to its replica's state: 8 bytes per parameter, sharded by ZeRO.
 With train.diloco_bits below 32 replicas send codes, and keep what these leave out in a residual of 4 more (outer_codes.py).
+
+With train.diloco_fragments=F the weights are cut into F fragments (fragments.py), and each has an outer step of its own once a
+round: fragment f after step f H / F of the round. An outer step sends a fragment, F times as often.
 Metrics and state keys call a replica an island.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,17 +34,19 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.rounds import are_codes, sends_codes
+from jaxllm.config.rounds import are_codes, fragments_of, sends_codes
 from jaxllm.mesh import REPLICA, replicated
+from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.runtime import progress
 from jaxllm.sharding import replica_spec
+from jaxllm.train.fragments import Fragments, dims_to_cut
 from jaxllm.train.outer_codes import coded_mean
 from jaxllm.train.state import TrainState
 
 Metrics = dict[str, Any]
 
-ISLANDS = "islands"
-"""Key of the inner step's metrics, each [replica, ...]."""
+ISLANDS, OUTER = "islands", "outer"
+"""Keys of the inner step's metrics, each [replica, ...], and of the list of those of the outer steps after it."""
 
 
 @jax.tree_util.register_dataclass
@@ -149,53 +154,106 @@ def outer_step(state: DilocoState, rate: float, momentum: float, mean: Mean = me
     return DilocoState(state.step, params, velocity, moved, residual), metrics
 
 
+def of_fragment(
+    step: Callable[[DilocoState], tuple[DilocoState, Metrics]], number: int, shared: Fragments, own: Fragments
+) -> Callable[[DilocoState], tuple[DilocoState, Metrics]]:
+    """`step` of one fragment of the weights. All others stay as they are.
+
+    Args:
+      shared, own: how t and v are cut, and arrays of [replica, ...].
+    """
+
+    def take(state: DilocoState) -> tuple[DilocoState, Metrics]:
+        with jax.named_scope("fragment"):
+            islands = dataclasses.replace(state.islands, params=own.cut(state.islands.params, number))
+            residual = None if state.residual is None else own.cut(state.residual, number)
+            t, v = (shared.cut(tree, number) for tree in (state.params, state.momentum))
+            part, metrics = step(DilocoState(state.step, t, v, islands, residual))
+            t, v = (shared.put(a, b, number) for a, b in ((state.params, part.params), (state.momentum, part.momentum)))
+            residual = None if state.residual is None else own.put(state.residual, part.residual, number)
+            params = own.put(state.islands.params, part.islands.params, number)
+        return DilocoState(state.step, t, v, dataclasses.replace(part.islands, params=params), residual), metrics
+
+    return take
+
+
 class Rounds:
-    """Decides when replicas are synchronised, and holds the compiled outer step.
+    """Decides when replicas are synchronised, and holds the compiled outer steps.
 
     Args:
       shardings: shardings of the state.
+
+    Attributes:
+      jitted_steps: the outer step of each fragment.
+      names: their names.
     """
 
     def __init__(self, config: Config, mesh: Mesh, shardings: DilocoState):
-        train = config.train
+        train, count = config.train, fragments_of(config)
         assert train.diloco_steps is not None, "there are no rounds"
-        self._first, self._every, self._last = train.diloco_after_steps, train.diloco_steps, train.steps
+        self._first, self._last, self._between = train.diloco_after_steps, train.steps, train.diloco_steps // count
         step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
+        shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.islands.params))
         if sends_codes(config):
-            shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.residual))
             step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))
-        self.jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-        self._compiled_step: Any = None
+        stack_dims = len(stacking_of(config).shape)
+        cuts = [Fragments(count, mesh, tree, dims_to_cut(tree, stack_dims, at)) for at, tree in enumerate((shared, own))]
+        steps = [of_fragment(step, number, *cuts) for number in range(count)] if count > 1 else [step]
+        self.jitted_steps = [jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh))) for step in steps]
+        self.names = [f"outer step of fragment {number}" for number in range(count)] if count > 1 else ["outer step"]
+        self._compiled: dict[int, Any] = {}
 
-    def end_with(self, step: int) -> bool:
-        """Whether a round ends with this step (the first is 1). It is a function of the step alone, so a resumed run continues
-        its round."""
-        return step == self._last or (step - self._first) % self._every == 0
+    def fragments_after(self, step: int) -> list[int]:
+        """The fragments that are synchronised after this step (the first is 1). It is a function of the step alone, so a
+        resumed run continues its round."""
+        count = len(self.jitted_steps)
+        if step == self._last:
+            return list(range(count))
+        done = step - self._first
+        return [] if done % self._between else [done // self._between % count]
 
     def bring_together(
-        self, state: DilocoState, take: Callable[[Any], Any] = lambda lowered: None
+        self, state: DilocoState, step: int, take: Callable[[str, Any], Any] = lambda name, lowered: None
     ) -> tuple[DilocoState, Metrics]:
-        """Runs the outer step, which donates `state`. Compiled at the first call, unless take(lowered)
-        returns the compiled program."""
-        if self._compiled_step is None:
-            with progress.phase("compile"):
-                lowered = self.jitted_step.lower(state)
-                self._compiled_step = take(lowered) or lowered.compile()
-        return self._compiled_step(state)
+        """Runs the outer steps that follow inner step `step`, which donate `state`. Each is compiled at its first call, unless
+        take(its name, lowered) returns the compiled program. Returns no metrics if there are none."""
+        outer = []
+        for number in self.fragments_after(step):
+            if number not in self._compiled:
+                with progress.phase("compile"):
+                    lowered = self.jitted_steps[number].lower(state)
+                    self._compiled[number] = take(self.names[number], lowered) or lowered.compile()
+            state, metrics = self._compiled[number](state)
+            outer.append(metrics)
+        return state, {OUTER: outer} if outer else {}
 
 
 def combine_replicas(metrics: Metrics) -> dict[str, np.ndarray]:
     """Reads metrics from the devices and combines those of replicas: the mean of numbers, and the logical or of booleans, over
-    the replicas on this process's devices. With several replicas, loss_spread is the largest loss minus the smallest.
+    the replicas on this process's devices. With several replicas, loss_spread is the largest loss minus the smallest. Those of
+    several fragments become those of all their weights.
     """
     own = metrics.get(ISLANDS, {})
-    values = jax.device_get({name: x for name, x in metrics.items() if name != ISLANDS})
+    values = jax.device_get({name: x for name, x in metrics.items() if name not in (ISLANDS, OUTER)})
+    values |= combine_fragments(jax.device_get(metrics.get(OUTER, [])))
     for name, x in own.items():
         rows = _addressable_rows(x)
         values[name] = rows.any(0) if rows.dtype == bool else rows.mean(0)
         if name == "loss" and len(rows) > 1:
             values["loss_spread"] = rows.max(0) - rows.min(0)
     return values
+
+
+def combine_fragments(outer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The metrics of one outer step of all the weights, from those of fragments."""
+    if len(outer) < 2:
+        return dict(*outer)
+    rows = {name: np.array([np.float64(metrics[name]) for metrics in outer]) for name in outer[0]}
+    drifts = np.square(rows["island_drift"])
+    found = {name: np.sqrt(np.square(rows[name]).sum()) for name in ("outer_grad_norm", "island_drift")}
+    if "island_cosine" in rows:
+        found["island_cosine"] = (rows["island_cosine"] * drifts).sum() / max(drifts.sum(), np.finfo(np.float32).tiny)
+    return found
 
 
 def _addressable_rows(x: jax.Array) -> np.ndarray:

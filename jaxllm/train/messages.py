@@ -114,7 +114,8 @@ def diloco_line(config: Config) -> str:
     start = f" after {train.diloco_after_steps} synchronous steps" if train.diloco_after_steps else ""
     outer = f"Nesterov step of {train.diloco_lr:g}, momentum {train.diloco_momentum:g}"
     outer += f", in {train.diloco_bits} bits" if sends_codes(config) else ""
-    return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps and after the last"
+    each = f" for each of {train.diloco_fragments} fragments" if train.diloco_fragments > 1 else ""
+    return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps{each} and after the last"
 
 
 def note_epochs(console: Console, trainer: Trainer) -> None:

@@ -69,6 +69,8 @@ def exchange(change: jax.Array, residual: jax.Array, bits: int, replicas: int) -
       (what all replicas apply, the next residual), in that shape.
     """
     shape, count = change.shape, math.prod(change.shape)
+    if not count:
+        return change, residual
     x = (change + residual).reshape(-1)
     x = jnp.pad(x, (0, -count % (replicas * BLOCK))).reshape(replicas, -1, BLOCK)
     sent = encode(x, bits)

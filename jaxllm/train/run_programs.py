@@ -23,7 +23,7 @@ from jaxllm.train.build import Training, build_trainings
 from jaxllm.train.saved_programs import step_name
 
 INITIAL_STATE, EVALUATION, TOKEN_LOSSES = "initial state", "evaluation", "token losses"
-FIRST_ROUND, OUTER_STEP = "start of the first round", "outer step"
+FIRST_ROUND = "start of the first round"
 
 
 def jit_evaluation(training: Training, mesh: Mesh) -> Any:
@@ -90,7 +90,8 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
         trainings, rounds = [(of_first, 0, begin), (of_rounds, begin, config.train.steps)], of_rounds[1]
         yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config), (first.layout(),))
         outer: Any = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
-        yield RunProgram(OUTER_STEP, outer.jitted_step, (rounds.layout(),))
+        for name, jitted in zip(outer.names, outer.jitted_steps, strict=True):
+            yield RunProgram(name, jitted, (rounds.layout(),))
     ends = [*(phase.first_step for phase in config.phases[1:]), config.train.steps]
     for by_parts, begin, end in trainings:
         for phase, phase_end in zip(config.phases, ends, strict=True):

@@ -251,9 +251,9 @@ class Trainer:
         with defer_sigint():
             self.state, metrics = self.programs.current(self.state, batch)
             self.step += 1
-            if self.rounds is not None and self.rounds.end_with(self.step):
-                take = partial(self.saved.take, run_programs.OUTER_STEP, options={})
-                self.state, outer = self.rounds.bring_together(self.state, take)  # type: ignore[arg-type]
+            if self.rounds is not None:
+                take = partial(self.saved.take, options={})
+                self.state, outer = self.rounds.bring_together(self.state, self.step, take)  # type: ignore[arg-type]
                 metrics |= outer
             previous, self._pending = self._pending, (self.step, metrics | norms)
         return previous
