@@ -1,7 +1,8 @@
 """Held-out loss and bytes between replicas: data parallelism, and DiLoCo in 32, 8 and 4 bits.
 
-python benchmarks/islands.py ROWS.jsonl [--replicas 4] [--rounds 50] [--steps 2000]      trains on CPUs; resumes
-python benchmarks/islands.py ROWS.jsonl --table                                          prints the rows as Markdown
+python benchmarks/islands.py ROWS.jsonl [--replicas 4] [--rounds 50] [--bits 32 8 4] [--fragments 1] [--steps 2000]
+                                                                   trains on CPUs; resumes
+python benchmarks/islands.py ROWS.jsonl --table                    prints the rows as Markdown
 
 The model of tests/train/test_diloco.py::test_four_replicas_learn_as_well_as_one reads the Python standard library. All runs see
 the same tokens. A fifth of the steps comes before the first round, and counts in the losses but not in the bytes.
@@ -10,6 +11,7 @@ the same tokens. A fifth of the steps comes before the first round, and counts i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -32,14 +34,18 @@ RECIPE: dict[str, Any] = {
     "log": {"baselines": False},
     "parallel": {"data": 1},
 }
-KEYS = ("replicas", "steps", "round", "bits")
+KEYS = ("replicas", "steps", "round", "bits", "fragments")
 
 
-def cases(replicas: int, steps: int, rounds: list[int]) -> Iterator[dict[str, Any]]:
-    """The runs; round 0 is data parallelism on one device, whose numbers are those of any."""
+def cases(replicas: int, steps: int, rounds: list[int], each: tuple[list[int], list[int]]) -> Iterator[dict[str, Any]]:
+    """The runs; round 0 is data parallelism on one device, whose numbers are those of any.
+
+    Args:
+      each: bits and numbers of fragments of the runs in rounds.
+    """
     for length in (0, *rounds):
-        for bits in (32, 8, 4) if length else (32,):
-            yield {"replicas": replicas, "steps": steps, "round": length, "bits": bits}
+        for bits, fragments in itertools.product(*each) if length else [(32, 1)]:
+            yield {"replicas": replicas, "steps": steps, "round": length, "bits": bits, "fragments": fragments}
 
 
 def overrides(case: dict[str, Any]) -> list[str]:
@@ -47,7 +53,7 @@ def overrides(case: dict[str, Any]) -> list[str]:
     given = [f"train.steps={steps}", f"run.cpu_devices={case['replicas'] if length else 1}"]
     if length:
         given += [f"parallel.replica={case['replicas']}", f"train.diloco_steps={length}", f"train.diloco_bits={case['bits']}"]
-        given += [f"train.diloco_after_steps={steps // 5}"]
+        given += [f"train.diloco_after_steps={steps // 5}", f"train.diloco_fragments={case['fragments']}"]
     return given
 
 
@@ -59,6 +65,11 @@ def sent_bytes(case: dict[str, Any]) -> float:
     exchange = exchange_of(load_config(RECIPE, given).resolve(case["replicas"]))
     assert exchange is not None, "there are several replicas"
     return exchange.sent_bytes / exchange.steps
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a row the run of a case; older rows are of one fragment."""
+    return tuple(row.get(name, 1) for name in KEYS)
 
 
 def trained(case: dict[str, Any]) -> dict[str, Any]:
@@ -73,15 +84,15 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| replicas | steps | H | bits | held-out loss | to data parallelism | bytes a step | fewer |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| replicas | steps | H | bits | fragments | held-out loss | to data parallelism | bytes a step | fewer |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         base = next(r for r in rows if r["round"] == 0 and (r["replicas"], r["steps"]) == (row["replicas"], row["steps"]))
         worse, fewer = row["eval_loss"] / base["eval_loss"] - 1, base["sent_bytes_per_step"] / row["sent_bytes_per_step"]
         name = row["round"] or "data parallel"
         yield (
-            f"| {row['replicas']} | {row['steps']:,} | {name} | {row['bits']} | {row['eval_loss']:.4f} | {100 * worse:+.1f}% | "
-            f"{row['sent_bytes_per_step']:,.0f} | {fewer:,.0f} |"
+            f"| {row['replicas']} | {row['steps']:,} | {name} | {row['bits']} | {row.get('fragments', 1)} | "
+            f"{row['eval_loss']:.4f} | {100 * worse:+.1f}% | {row['sent_bytes_per_step']:,.0f} | {fewer:,.0f} |"
         )
 
 
@@ -90,6 +101,8 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--replicas", type=int, nargs="+", default=[4])
     parser.add_argument("--rounds", type=int, nargs="+", default=[50])
+    parser.add_argument("--bits", type=int, nargs="+", default=[32, 8, 4])
+    parser.add_argument("--fragments", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
@@ -97,10 +110,10 @@ def main() -> None:
     if given.table:
         print("\n".join(table(rows)))
         return
-    done = {tuple(row[key] for key in KEYS) for row in rows}
+    done = {key(row) for row in rows}
     for replicas in given.replicas:
-        for case in cases(replicas, given.steps, given.rounds):
-            if tuple(case[key] for key in KEYS) not in done:
+        for case in cases(replicas, given.steps, given.rounds, (given.bits, given.fragments)):
+            if key(case) not in done:
                 row = json.dumps(trained(case))
                 with given.rows.open("a") as file:
                     file.write(f"{row}\n")

@@ -17,6 +17,9 @@ from jaxllm.config import ConfigError
 from jaxllm.mesh import HOST
 from jaxllm.sharding import Parameter, stack_dims
 
+OF_REPLICAS = ("islands", "residual")
+"""Names of a state's arrays that each replica has its own copy of (diloco.py). They have a leading replica dim."""
+
 
 def read_arrays(folder: Path, like: Any, table: Any) -> Any:
     """Reads the arrays that `like` names from an Orbax folder, and no others. A layer stack that was saved for another pipeline
@@ -67,15 +70,17 @@ def as_saved(source: Path | str, saved: Mapping[tuple[str, ...], tuple[int, ...]
         if names not in saved:
             raise ConfigError(f"{source} has no array {'.'.join(names)}: it was saved by another model or optimizer.")
         name = next((names[i:] for i in range(len(names)) if names[i:] in parameters), names)
-        parameter = parameters.get(name, Parameter(".".join(name), x.shape, x.dtype, ("",) * x.ndim, is_matrix=False))
+        of_replicas = names[0] in OF_REPLICAS
+        own = x.shape[of_replicas:]
+        parameter = parameters.get(name, Parameter(".".join(name), own, x.dtype, ("",) * len(own), is_matrix=False))
         may_be_padded = parameter.is_matrix
-        # Arrays that each replica has its own copy of (diloco.py) have a leading replica dim.
         replica_dims = x.ndim - len(parameter.dims)
         shape, wanted = saved[names][replica_dims:], x.shape[replica_dims:]
         stacked = stack_dims(parameter.dims)
         of_stack = len(shape) - (len(wanted) - stacked)
         sizes = zip(shape[of_stack:], parameter.shape[stacked:], parameter.dims[stacked:], strict=False)
-        is_other = tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
+        # Other replicas are cut off, or are zeros until they join (restored.py).
+        is_other = not of_replicas and tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
         # The rows of a vocabulary are padded for pipe x tensor too, here or in the run.
         is_other = is_other or any(d != "vocab" and (a < least or (a > least and not may_be_padded)) for a, least, d in sizes)
         if is_other or (of_stack not in (1, 3) if stacked else of_stack):

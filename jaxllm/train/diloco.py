@@ -14,6 +14,9 @@ train step over arrays with a leading replica dim, [replica, ...]. parallelize.p
 vmapped. Each device stores its part of t and v in addition to its replica's state: 8 bytes per parameter, sharded by ZeRO.
 With train.diloco_bits below 32 replicas send codes, and keep what these leave out in a residual of 4 more (outer_codes.py).
 
+A replica whose change is not finite is left out of D. It continues from t like the others, without those of its moments that
+are not finite. Without any change D is unknown, and t and v stay.
+
 With train.diloco_fragments=F the weights are cut into F fragments (fragments.py), and each has an outer step of its own once a
 round: fragment f after step f H / F of the round. An outer step sends a fragment, F times as often.
 Metrics and state keys call a replica an island.
@@ -119,39 +122,58 @@ def inner_step(
 # ------------------------------------------------------------------------------------------------------------ what a loop does
 
 
-Mean = Callable[[Any, Any], tuple[Any, Any]]
-"""(changes, residuals), each [replica, ...] -> (D, the next residuals)."""
+Mean = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
+"""(changes, residuals, the replicas that count), each [replica, ...] -> (D, the next residuals). 0 if no replica counts."""
 
 
-def mean_in_float32(changes: Any, residual: None) -> tuple[Any, None]:
-    return jax.tree.map(lambda d: d.mean(0), changes), residual
+def mean_in_float32(changes: Any, residual: None, counts: jax.Array) -> tuple[Any, None]:
+    number = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
+    return jax.tree.map(lambda d: where_replica(counts, d, 0).sum(0) / number, changes), residual
 
 
 def outer_step(state: DilocoState, rate: float, momentum: float, mean: Mean = mean_in_float32) -> tuple[DilocoState, Metrics]:
     """Synchronises the replicas. It is a pure function, to be jitted with the state donated. Its mean over replicas is the only
     communication of DiLoCo between replicas.
 
-    Metrics: outer_grad_norm, |D|. island_drift, the distance of a replica from t, as root mean square over replicas. With
-    several replicas also island_cosine, the mean product of two replicas' changes divided by the mean square of one; where D
-    comes from codes it has their error.
+    Metrics, without the replicas that are left out: outer_grad_norm, |D|. island_drift, the distance of a replica from t, as
+    root mean square over replicas. With several replicas also island_cosine, the mean product of two replicas' changes divided
+    by the mean square of one; where D comes from codes it has their error. islands_left_out is their number.
     """
     own = state.islands.params
     with jax.named_scope("outer_step"):
         # Subtract before the mean: the differences are small, so their sum keeps more digits.
         changes = jax.tree.map(lambda t, own_t: t[None] - own_t, state.params, own)
-        change, residual = mean(changes, state.residual)
-        velocity = jax.tree.map(lambda v, d: momentum * v + d, state.momentum, change)
-        params = jax.tree.map(lambda t, d, v: t - rate * (d + momentum * v), state.params, change, velocity)
+        squares = jax.tree.reduce(jnp.add, jax.tree.map(lambda d: jnp.square(d).sum(tuple(range(1, d.ndim))), changes))
+        counts = jnp.isfinite(squares)
+        change, residual = mean(changes, state.residual, counts)
+        velocity = jax.tree.map(lambda v, d: jnp.where(counts.any(), momentum * v + d, v), state.momentum, change)
+        moved = jax.tree.map(lambda t, d, v: t - rate * (d + momentum * v), state.params, change, velocity)
+        params = jax.tree.map(lambda t, new: jnp.where(counts.any(), new, t), state.params, moved)
         synced = jax.tree.map(lambda t, own_t: jnp.broadcast_to(t[None], own_t.shape), params, own)
-        count = jax.tree.leaves(own)[0].shape[0]
-        norm, square = optax.global_norm(change), jnp.square(optax.global_norm(changes)) / count
-        metrics = {"outer_grad_norm": norm, "island_drift": jnp.sqrt(square)}
-        if count > 1:
+        number = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
+        norm, square = optax.global_norm(change), jnp.where(counts, squares, 0).sum() / number
+        left_out = counts.size - counts.sum()
+        metrics = {"outer_grad_norm": norm, "island_drift": jnp.sqrt(square), "islands_left_out": left_out}
+        if counts.size > 1:
             # |sum of d|^2 = K^2 |D|^2 is K squares and K (K - 1) products.
-            products = (count * jnp.square(norm) - square) / (count - 1)
+            products = (number * jnp.square(norm) - square) / jnp.maximum(number - 1, 1)
             metrics["island_cosine"] = products / jnp.maximum(square, jnp.finfo(jnp.float32).tiny)
-    moved = dataclasses.replace(state.islands, params=synced)
-    return DilocoState(state.step, params, velocity, moved, residual), metrics
+    islands = dataclasses.replace(state.islands, params=synced, opt_state=_repaired(state.islands.opt_state, counts))
+    return DilocoState(state.step, params, velocity, islands, residual), metrics
+
+
+def where_replica(of_replica: jax.Array, x: jax.Array, otherwise: Any) -> jax.Array:
+    """`x` [replica, ...] for the replicas of a mask, and `otherwise` for the others."""
+    return jnp.where(jnp.expand_dims(of_replica, tuple(range(1, x.ndim))), x, otherwise)
+
+
+def _repaired(opt_state: Any, counts: jax.Array) -> Any:
+    """Moments [replica, ...] with 0 for what is not finite in the replicas that do not count."""
+
+    def repair(x: jax.Array) -> jax.Array:
+        return where_replica(counts, x, jnp.where(jnp.isfinite(x), x, 0)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(repair, opt_state)
 
 
 def of_fragment(
@@ -250,7 +272,8 @@ def combine_fragments(outer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np
         return dict(*outer)
     rows = {name: np.array([np.float64(metrics[name]) for metrics in outer]) for name in outer[0]}
     drifts = np.square(rows["island_drift"])
-    found = {name: np.sqrt(np.square(rows[name]).sum()) for name in ("outer_grad_norm", "island_drift")}
+    found = {"islands_left_out": rows["islands_left_out"].max()}
+    found |= {name: np.sqrt(np.square(rows[name]).sum()) for name in ("outer_grad_norm", "island_drift")}
     if "island_cosine" in rows:
         found["island_cosine"] = (rows["island_cosine"] * drifts).sum() / max(drifts.sum(), np.finfo(np.float32).tiny)
     return found
@@ -281,8 +304,8 @@ def as_saved(state: DilocoState, meta: Mapping[str, Any]) -> DilocoState:
     return state if has_residual else dataclasses.replace(state, residual=None)
 
 
-def require_same_replicas(meta: Mapping[str, Any], config: Config) -> None:
-    """Refuses a checkpoint with other replicas, because each has its own moments and weights. The round length may change.
+def require_rounds(meta: Mapping[str, Any], config: Config) -> None:
+    """Refuses to resume inside the rounds without rounds. Their length and the number of replicas may change.
 
     Raises:
       ConfigError: the message names what to set.
@@ -290,11 +313,11 @@ def require_same_replicas(meta: Mapping[str, Any], config: Config) -> None:
     if not in_rounds(meta):
         return
     step, parallel, train = meta["step"], meta["config"]["parallel"], meta["config"]["train"]
-    where, replicas = f"Step {step} of this run was saved", parallel["replica"]
-    if config.train.diloco_steps is None or config.parallel.replica != replicas:
+    where = f"Step {step} of this run was saved"
+    if config.train.diloco_steps is None:
         raise ConfigError(
-            f"{where} by {replicas} DiLoCo replicas: set train.diloco_steps={train['diloco_steps']} and "
-            f"parallel.replica={replicas}, or start a new run.dir from its weights with train.init_from."
+            f"{where} by {parallel['replica']} DiLoCo replicas: set train.diloco_steps={train['diloco_steps']}, or start a new "
+            f"run.dir from its weights with train.init_from."
         )
     if config.train.diloco_after_steps >= step:
         raise ConfigError(

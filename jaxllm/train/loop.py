@@ -32,7 +32,7 @@ from jaxllm.train.epilogue import conclude, record_evaluation
 from jaxllm.train.exports import exporting
 from jaxllm.train.given import Batches
 from jaxllm.train.memory_check import explain_out_of_memory
-from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong
+from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong, who_was_left_out
 from jaxllm.train.metrics import Record, Sink, open_sinks
 from jaxllm.train.run_dir import keep_companions, keep_reference, make_run_dir, require_same_run, write_config
 from jaxllm.train.run_timer import RunTimer
@@ -249,6 +249,8 @@ def train(
             sink.write(record)
         if record["skipped"] or record["loss_spike"]:
             console.say(what_went_wrong(record))
+        if record.get("islands_left_out"):
+            console.say(who_was_left_out(record))
         rate = float(record["tokens_per_s_per_device"])
         length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
         utilisation = mfu(rate, config.model, length, peak_flops, config.frozen) if peak_flops else None

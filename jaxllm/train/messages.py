@@ -151,6 +151,14 @@ def what_went_wrong(record: Record) -> str:
     return f"step {record['step']} is {what}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}{skipped}"
 
 
+def who_was_left_out(record: Record) -> str:
+    """Message about replicas that an outer step left out (diloco.py)."""
+    return (
+        f"step {record['step']}: the outer step left out {record['islands_left_out']:.0f} of the replicas, whose weights are "
+        f"not finite; they continue from the common weights"
+    )
+
+
 def by_source(found: Evaluation) -> str:
     several = len(found.by_source) > 1
     return " (" + ", ".join(f"{name} {loss:.4f}" for name, loss in found.by_source.items()) + ")" if several else ""

@@ -8,8 +8,8 @@ Each replica k has a residual e_k: what it has not sent yet. An exchange of its 
     e_k <- x_k - Q(x_k),              and on piece k also + K (D - Q(D)), which this replica alone knows
 
 So mean(e_k) is all that is missing from what was applied: over any number of rounds, the sum of Q(D) is the sum of the mean
-changes minus the last mean residual, up to rounding. One residual keeps both errors (Tang et al., 2019, DoubleSqueeze, has one
-on each side).
+changes minus the last mean residual, up to rounding. A replica that is left out sends zeros and keeps its residual, and D is
+the mean of the others. One residual keeps both errors (Tang et al., 2019, DoubleSqueeze, has one on each side).
 
 Q stores blocks of 128 numbers: each a whole multiple, from -127 to 127 or -7 to 7, of the block's step, which is its largest
 magnitude / 127 or / 7. The error is at most half a step. A block travels as one record: its codes, then its step in float32.
@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config.rounds import OUTER_BLOCK as BLOCK
 from jaxllm.mesh import REPLICA
@@ -59,11 +59,14 @@ def decode(records: jax.Array, bits: int) -> jax.Array:
     return signed.astype(jnp.float32) * jax.lax.bitcast_convert_type(scale, jnp.float32)[..., None]
 
 
-def exchange(change: jax.Array, residual: jax.Array, bits: int, replicas: int) -> tuple[jax.Array, jax.Array]:
+def exchange(
+    change: jax.Array, residual: jax.Array, counts: jax.Array, bits: int, replicas: int
+) -> tuple[jax.Array, jax.Array]:
     """The exchange of one array, on each device of a mesh, with the ranks of other replicas that have the same part.
 
     Args:
       change, residual: d_k and e_k of this replica, any shape.
+      counts: whether this replica is in the mean.
 
     Returns:
       (what all replicas apply, the next residual), in that shape.
@@ -71,31 +74,35 @@ def exchange(change: jax.Array, residual: jax.Array, bits: int, replicas: int) -
     shape, count = change.shape, math.prod(change.shape)
     if not count:
         return change, residual
-    x = (change + residual).reshape(-1)
+    x = (jnp.where(counts, change, 0) + residual).reshape(-1)
     x = jnp.pad(x, (0, -count % (replicas * BLOCK))).reshape(replicas, -1, BLOCK)
-    sent = encode(x, bits)
+    sent = encode(jnp.where(counts, x, 0), bits)
+    number = jnp.maximum(jax.lax.psum(counts.astype(jnp.float32), REPLICA), 1)
     residual = x - decode(sent, bits)
-    mean = decode(jax.lax.all_to_all(sent, REPLICA, 0, 0, tiled=True), bits).mean(0)
+    mean = decode(jax.lax.all_to_all(sent, REPLICA, 0, 0, tiled=True), bits).sum(0) / number
     answer = encode(mean, bits)
     own = jax.lax.axis_index(REPLICA)
-    residual = residual.at[own].add(replicas * (mean - decode(answer, bits)))
+    residual = residual.at[own].add(number * (mean - decode(answer, bits)))
     applied = decode(jax.lax.all_gather(answer, REPLICA), bits)
     return tuple(array.reshape(-1)[:count].reshape(shape) for array in (applied, residual))  # type: ignore[return-value]
 
 
-def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """A function (changes, residuals), trees of [replica, ...] -> (what is applied, the next residuals).
+def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
+    """A function (changes, residuals, the replicas that count), all [replica, ...] -> (what is applied, the next residuals).
 
     Args:
       shared, own: trees of PartitionSpecs, of what is applied and of the others.
     """
 
-    def of_device(changes: Any, residuals: Any) -> tuple[Any, Any]:
+    def of_device(changes: Any, residuals: Any, counts: jax.Array) -> tuple[Any, Any]:
         leaves, tree = jax.tree.flatten(changes)
         pairs = [
-            exchange(d[0], e[0], bits, mesh.shape[REPLICA]) for d, e in zip(leaves, jax.tree.leaves(residuals), strict=True)
+            exchange(d[0], e[0], counts[0], bits, mesh.shape[REPLICA])
+            for d, e in zip(leaves, jax.tree.leaves(residuals), strict=True)
         ]
         return tree.unflatten([applied for applied, _ in pairs]), tree.unflatten([residual[None] for _, residual in pairs])
 
     # The result is equal on all replicas, which JAX cannot see.
-    return jax.shard_map(of_device, mesh=mesh, in_specs=(own, own), out_specs=(shared, own), check_vma=False)
+    return jax.shard_map(
+        of_device, mesh=mesh, in_specs=(own, own, PartitionSpec(REPLICA)), out_specs=(shared, own), check_vma=False
+    )

@@ -21,7 +21,9 @@ class Watch:
     """
 
     def __init__(self, config: Config):
-        self._most, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
+        self._limit, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
+        # A replica with bad weights skips until an outer step replaces them (diloco.py).
+        self._most = max(self._limit, (config.train.diloco_steps or 0) + 1)
         self.begin(0)
 
     def begin(self, skipped_steps: int) -> None:
@@ -48,14 +50,14 @@ class Watch:
         return {"skipped": skipped, "skipped_steps": self.skipped_steps, "loss_spike": int(spike)}
 
     def require_progress(self) -> None:
-        """Raises ConfigError if the last train.max_skips_in_a_row steps were all skipped."""
+        """Raises ConfigError if the last train.max_skips_in_a_row steps, and more than a round of DiLoCo, were all skipped."""
         if self._in_a_row < self._most:
             return
         last, first = self._step, self._step - self._in_a_row + 1
         which = f"Steps {first} to {last} were" if first < last else f"Step {last} was"
         raise ConfigError(
             f"{which} skipped, with a loss or gradients that are not finite or far above the usual "
-            f"(train.max_skips_in_a_row={self._most}): lower optimizer.learning_rate, or look at the samples that "
+            f"(train.max_skips_in_a_row={self._limit}): lower optimizer.learning_rate, or look at the samples that "
             f"run.dir/spikes.jsonl names; the weights are those from before."
         )
 

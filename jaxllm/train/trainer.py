@@ -327,7 +327,7 @@ class Trainer:
                 raise ConfigError(
                     f"{checkpoints.folder} has a model with model.{key}={saved}, not {wanted}: set model.{key}={saved}."
                 )
-        diloco.require_same_replicas(meta, self.config)
+        diloco.require_rounds(meta, self.config)
         require_same_optimizer(checkpoints.folder, meta, self.config)
         self.close()
         self._pending = self._last_finish_s = None
@@ -346,7 +346,7 @@ class Trainer:
             return restored.layout_in(meta, layouts[in_rounds])
 
         found = checkpoints.restore(like, self.parallelized.table)
-        self.state = restored.completed(found, layouts[self.rounds is not None])
+        self.state = restored.completed(found, layouts[self.rounds is not None], checkpoints.meta())
         self.step = int(self.state.step)
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
         measured = self.config.log.noise_scale_every is not None

@@ -198,10 +198,20 @@ def test_arrays_with_fewer_rows_than_fragments(tiny_config):
 def test_metrics_of_fragments_are_those_of_all_weights():
     assert combine_fragments([]) == {}
     assert combine_fragments([{"outer_grad_norm": np.float32(3)}]) == {"outer_grad_norm": np.float32(3)}
-    one = {"outer_grad_norm": np.float32(3), "island_drift": np.float32(1), "island_cosine": np.float32(1)}
-    two = {"outer_grad_norm": np.float32(4), "island_drift": np.float32(2), "island_cosine": np.float32(0)}
+    one = {
+        "outer_grad_norm": np.float32(3),
+        "island_drift": np.float32(1),
+        "island_cosine": np.float32(1),
+        "islands_left_out": 0,
+    }
+    two = {
+        "outer_grad_norm": np.float32(4),
+        "island_drift": np.float32(2),
+        "island_cosine": np.float32(0),
+        "islands_left_out": 0,
+    }
     assert combine_fragments([one, two]) == pytest.approx(
-        {"outer_grad_norm": 5.0, "island_drift": 5**0.5, "island_cosine": 0.2}
+        {"outer_grad_norm": 5.0, "island_drift": 5**0.5, "island_cosine": 0.2, "islands_left_out": 0}
     )
 
 
