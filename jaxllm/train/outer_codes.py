@@ -60,13 +60,14 @@ def decode(records: jax.Array, bits: int) -> jax.Array:
 
 
 def exchange(
-    change: jax.Array, residual: jax.Array, counts: jax.Array, bits: int, replicas: int
+    change: jax.Array, residual: jax.Array, counts: jax.Array, number: jax.Array, bits: int, replicas: int
 ) -> tuple[jax.Array, jax.Array]:
     """The exchange of one array, on each device of a mesh, with the ranks of other replicas that have the same part.
 
     Args:
       change, residual: d_k and e_k of this replica, any shape.
       counts: whether this replica is in the mean.
+      number: of replicas in the mean, at least 1.
 
     Returns:
       (what all replicas apply, the next residual), in that shape.
@@ -77,7 +78,6 @@ def exchange(
     x = (jnp.where(counts, change, 0) + residual).reshape(-1)
     x = jnp.pad(x, (0, -count % (replicas * BLOCK))).reshape(replicas, -1, BLOCK)
     sent = encode(jnp.where(counts, x, 0), bits)
-    number = jnp.maximum(jax.lax.psum(counts.astype(jnp.float32), REPLICA), 1)
     residual = x - decode(sent, bits)
     mean = decode(jax.lax.all_to_all(sent, REPLICA, 0, 0, tiled=True), bits).sum(0) / number
     answer = encode(mean, bits)
@@ -96,8 +96,9 @@ def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[[Any, A
 
     def of_device(changes: Any, residuals: Any, counts: jax.Array) -> tuple[Any, Any]:
         leaves, tree = jax.tree.flatten(changes)
+        number = jnp.maximum(jax.lax.psum(counts[0].astype(jnp.float32), REPLICA), 1)
         pairs = [
-            exchange(d[0], e[0], counts[0], bits, mesh.shape[REPLICA])
+            exchange(d[0], e[0], counts[0], number, bits, mesh.shape[REPLICA])
             for d, e in zip(leaves, jax.tree.leaves(residuals), strict=True)
         ]
         return tree.unflatten([applied for applied, _ in pairs]), tree.unflatten([residual[None] for _, residual in pairs])

@@ -1,7 +1,6 @@
 """DiLoCo's outer gradients as codes of 8 or 4 bits, with error feedback."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -68,8 +67,12 @@ def mean_of_four(tiny_config):
     mesh = make_mesh(tiny_config(*FOUR).resolve(8).parallel, jax.devices())
     spec = jax.sharding.PartitionSpec(None, "data")
     own = jax.sharding.NamedSharding(mesh, replica_spec(spec, 4))
-    of_bits = {bits: jax.jit(coded_mean(bits, mesh, {"w": spec}, {"w": own.spec})) for bits in (8, 4)}
-    mean = {bits: partial(of_all, counts=np.ones(4, bool)) for bits, of_all in of_bits.items()}
+
+    def mean_of_all(bits):
+        mean = jax.jit(coded_mean(bits, mesh, {"w": spec}, {"w": own.spec}))
+        return lambda changes, residual: mean(changes, residual, np.ones(4, bool))
+
+    mean = {bits: mean_of_all(bits) for bits in (8, 4)}
     return mean, lambda x: {"w": jax.device_put(jnp.asarray(x, jnp.float32), own)}
 
 
