@@ -294,7 +294,7 @@ class TrainConfig(Section):
     """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4). The reported loss does not include it."""
     max_skips_in_a_row: PositiveInt = 10
     """A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor moments. This many skipped
-    steps in a row end the run, with DiLoCo if they are more than a round."""
+    steps in a row end the run, during DiLoCo's rounds if they are more than a round."""
     spike_deviations: PositiveFloat | None = 6.0
     """A step whose loss or gradient norm is this many standard deviations above the mean of the last 128 steps is a spike:
     metrics.jsonl marks it, and run.dir/spikes.jsonl names the samples it read. null: no spikes are detected."""

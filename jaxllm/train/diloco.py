@@ -14,8 +14,8 @@ train step over arrays with a leading replica dim, [replica, ...]. parallelize.p
 vmapped. Each device stores its part of t and v in addition to its replica's state: 8 bytes per parameter, sharded by ZeRO.
 With train.diloco_bits below 32 replicas send codes, and keep what these leave out in a residual of 4 more (outer_codes.py).
 
-A replica whose change is not finite is left out of D. It continues from t like the others, without those of its moments that
-are not finite. Without any change D is unknown, and t and v stay.
+A replica whose change is not finite is left out of D. It continues from t like the others, with its moments if they are all
+finite, and otherwise with moments of 0. Without any change D is unknown, and t and v stay.
 
 With train.diloco_fragments=F the weights are cut into F fragments (fragments.py), and each has an outer step of its own once a
 round: fragment f after step f H / F of the round. An outer step sends a fragment, F times as often.
@@ -169,12 +169,12 @@ def where_replica(of_replica: jax.Array, x: jax.Array, otherwise: Any) -> jax.Ar
 
 
 def _repaired(opt_state: Any, counts: jax.Array) -> Any:
-    """Moments [replica, ...] with 0 for what is not finite in the replicas that do not count."""
-
-    def repair(x: jax.Array) -> jax.Array:
-        return where_replica(counts, x, jnp.where(jnp.isfinite(x), x, 0)) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(repair, opt_state)
+    """Moments [replica, ...], all 0 in a replica that does not count and has any that is not finite. A 0 for single numbers
+    would leave a first moment without its second, and the next step would divide by almost 0."""
+    moments = [x for x in jax.tree.leaves(opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    finite = [jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in moments]
+    keeps = counts | jnp.stack([jnp.ones_like(counts), *finite]).all(0)
+    return jax.tree.map(lambda x: where_replica(keeps, x, 0) if jnp.issubdtype(x.dtype, jnp.floating) else x, opt_state)
 
 
 def of_fragment(

@@ -4,8 +4,8 @@ As in Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512) fragment f of 
 also has those rows of the embedding and the head, and those numbers of the last norm, so each fragment has a share of 1 / F of
 everything. The outer optimizer works on each number by itself, so any cut is allowed.
 
-Each device cuts the part that it holds, by the place in that part, so a cut sends nothing. A pipeline's chunk or a tensor
-rank's rows then belong to the same fragments as on one device if F divides their number.
+Each device cuts the part that it holds, by the place in that part, so a cut sends nothing. A pipeline's chunk, and the rows of
+a tensor rank and of a ZeRO rank, then belong to the same fragments as on one device if F divides their number.
 """
 
 from __future__ import annotations

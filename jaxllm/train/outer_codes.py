@@ -8,8 +8,10 @@ Each replica k has a residual e_k: what it has not sent yet. An exchange of its 
     e_k <- x_k - Q(x_k),              and on piece k also + K (D - Q(D)), which this replica alone knows
 
 So mean(e_k) is all that is missing from what was applied: over any number of rounds, the sum of Q(D) is the sum of the mean
-changes minus the last mean residual, up to rounding. A replica that is left out sends zeros and keeps its residual, and D is
-the mean of the others. One residual keeps both errors (Tang et al., 2019, DoubleSqueeze, has one on each side).
+changes minus the last mean residual, up to rounding, as long as the number of replicas in the mean stays. If it changes,
+residuals get another weight than they had. A replica that is left out sends zeros and keeps its residual, and D is the mean of
+the others. Numbers of a residual that are not finite become 0, or its replica would send them in every later round. One
+residual keeps both errors (Tang et al., 2019, DoubleSqueeze, has one on each side).
 
 Q stores blocks of 128 numbers: each a whole multiple, from -127 to 127 or -7 to 7, of the block's step, which is its largest
 magnitude / 127 or / 7. The error is at most half a step. A block travels as one record: its codes, then its step in float32.
@@ -75,7 +77,7 @@ def exchange(
     shape, count = change.shape, math.prod(change.shape)
     if not count:
         return change, residual
-    x = (jnp.where(counts, change, 0) + residual).reshape(-1)
+    x = (jnp.where(counts, change, 0) + jnp.where(jnp.isfinite(residual), residual, 0)).reshape(-1)
     x = jnp.pad(x, (0, -count % (replicas * BLOCK))).reshape(replicas, -1, BLOCK)
     sent = encode(jnp.where(counts, x, 0), bits)
     residual = x - decode(sent, bits)

@@ -22,8 +22,7 @@ class Watch:
 
     def __init__(self, config: Config):
         self._limit, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
-        # A replica with bad weights skips until an outer step replaces them (diloco.py).
-        self._most = max(self._limit, (config.train.diloco_steps or 0) + 1)
+        self._together, self._round = config.train.diloco_after_steps, config.train.diloco_steps or 0
         self.begin(0)
 
     def begin(self, skipped_steps: int) -> None:
@@ -50,14 +49,18 @@ class Watch:
         return {"skipped": skipped, "skipped_steps": self.skipped_steps, "loss_spike": int(spike)}
 
     def require_progress(self) -> None:
-        """Raises ConfigError if the last train.max_skips_in_a_row steps, and more than a round of DiLoCo, were all skipped."""
-        if self._in_a_row < self._most:
+        """Raises ConfigError if the last train.max_skips_in_a_row steps were all skipped, and during DiLoCo's rounds more than
+        a round."""
+        # A replica with bad weights skips until an outer step replaces them (diloco.py).
+        waits = self._step > self._together and self._round >= self._limit
+        if self._in_a_row < (self._round + 1 if waits else self._limit):
             return
+        limit = f"{self._limit}, and more than train.diloco_steps={self._round}" if waits else self._limit
         last, first = self._step, self._step - self._in_a_row + 1
         which = f"Steps {first} to {last} were" if first < last else f"Step {last} was"
         raise ConfigError(
             f"{which} skipped, with a loss or gradients that are not finite or far above the usual "
-            f"(train.max_skips_in_a_row={self._limit}): lower optimizer.learning_rate, or look at the samples that "
+            f"(train.max_skips_in_a_row={limit}): lower optimizer.learning_rate, or look at the samples that "
             f"run.dir/spikes.jsonl names; the weights are those from before."
         )
 

@@ -70,7 +70,7 @@ def mean_of_four(tiny_config):
 
     def mean_of_all(bits):
         mean = jax.jit(coded_mean(bits, mesh, {"w": spec}, {"w": own.spec}))
-        return lambda changes, residual: mean(changes, residual, np.ones(4, bool))
+        return lambda changes, residual, counts=(True,) * 4: mean(changes, residual, np.array(counts))
 
     mean = {bits: mean_of_all(bits) for bits in (8, 4)}
     return mean, lambda x: {"w": jax.device_put(jnp.asarray(x, jnp.float32), own)}
@@ -99,6 +99,21 @@ def test_what_was_sent_is_the_sum_of_changes_up_to_the_last_residual(mean_of_fou
     # The residual does not grow: half a step of a replica's codes, and of the mean's, with room for what both add.
     assert max(errors) < 20 / MOST[bits]
     assert 0 < np.mean(errors[6:]) < 2 * np.mean(errors[:6])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_residual_that_is_not_finite_is_not_sent(mean_of_four, bits):
+    """Its bad numbers count as 0, whether its replica is in the mean or left out, so the next residuals are finite."""
+    mean, place = mean_of_four[0][bits], mean_of_four[1]
+    rng = np.random.default_rng(2)
+    change, waits = rng.normal(size=(2, 4, 7, 90)).astype(np.float32)
+    bad, sound = waits.copy(), waits.copy()
+    for value, at in ((np.nan, (1, 0, 3)), (np.inf, (1, 6, 80)), (-np.inf, (2, 3, 3))):
+        bad[at], sound[at] = value, 0
+    for counts in ((True, True, True, True), (True, False, True, True)):
+        found = mean(place(change), place(bad), counts)
+        assert_equal(found, mean(place(change), place(sound), counts))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(found)))
 
 
 # ------------------------------------------------------------------------------------------------------------- what is sent

@@ -1,6 +1,7 @@
 """DiLoCo's replicas that an outer step leaves out, and those that join or leave when a run resumes."""
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def drawn(count=4):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_the_mean_leaves_out_a_replica_that_is_not_finite(bad):
-    """It is the outer step of the others. The replica continues from their weights, with its own finite moments."""
+    """It is the outer step of the others. The replica continues from their weights."""
     own, moments = drawn()
     poisoned = own | {"u": own["u"].at[2, 1].set(bad)}
     found, metrics = jax.jit(outer_step)(replicas(poisoned, moments.at[2, 0, 0].set(bad)), 0.7, 0.9)
@@ -53,9 +54,20 @@ def test_the_mean_leaves_out_a_replica_that_is_not_finite(bad):
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)  # noqa: E731
     jax.tree.map(close, (found.params, found.momentum), (expected.params, expected.momentum))
     assert_equal(found.islands.params, jax.tree.map(lambda t: np.stack([t] * 4), found.params))
-    assert_equal(found.islands.opt_state["w"], moments.at[2, 0, 0].set(0.0))
+    assert_equal(found.islands.opt_state["w"], moments.at[2].set(0.0))
     assert (int(metrics.pop("islands_left_out")), int(of_others.pop("islands_left_out"))) == (1, 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), metrics, of_others)
+
+
+def test_one_moment_that_is_not_finite_clears_all_of_a_replica_that_is_left_out():
+    """Else v would be 0 beside a living m. Finite moments stay, and so do those of replicas that count, and counters."""
+    own, m = drawn()
+    own = own | {"u": own["u"].at[1:3, 0].set(np.nan)}
+    state = replicas(own, m)
+    before = {"m": m, "v": jnp.square(m).at[2, 1, 1].set(np.nan).at[3, 0, 0].set(np.inf), "count": jnp.full(4, 7, jnp.int32)}
+    state = dataclasses.replace(state, islands=dataclasses.replace(state.islands, opt_state=before))
+    found = outer_step(state, 0.7, 0.9)[0].islands.opt_state
+    assert_equal(found, before | {name: before[name].at[2].set(0.0) for name in ("m", "v")})
 
 
 def test_without_any_finite_replica_the_outer_step_is_skipped():
@@ -84,20 +96,29 @@ def test_codes_of_a_replica_that_is_left_out_are_zeros(tiny_config, bits):
     applied, residual = mean(*({"w": jax.device_put(x, own)} for x in (poisoned, waits)), counts)
     applied, residual = np.asarray(applied["w"]), np.asarray(residual["w"])
     np.testing.assert_allclose(3 * applied + residual.sum(0), change[counts].sum(0) + waits.sum(0), atol=1e-4)
-    # Apart from the errors of the mean, which it adds to the quarter that it summed up.
-    assert (residual[1] == waits[1]).mean() >= 0.75
+    # Apart from the errors of the mean, which it adds to the quarter that it summed up: two of eight rows, on each device.
+    others = [0, 1, 4, 5, 6, 7]
+    assert_equal(residual[1, others], waits[1, others])
     error = np.abs(applied - (change + waits)[counts].mean(0)).max()
     assert error < 2 * np.abs(change + waits)[counts].max() / {8: 127, 4: 7}[bits]
 
 
 def test_a_replica_may_skip_the_steps_of_a_round(tiny_config):
-    """The outer step after them may repair it."""
-    for more, most in (((), 3), (("train.diloco_steps=8",), 9)):
-        watch = Watch(tiny_config("train.max_skips_in_a_row=3", *more))
-        for step in range(1, most + 1):
+    """The outer step after them may repair it. Before the first round nothing does."""
+    rounds, together = "train.diloco_steps=8", "train.diloco_after_steps=4"
+    for more, first, last, limit in (
+        ((), 1, 3, "3"),
+        ((rounds,), 1, 9, "3, and more than train.diloco_steps=8"),
+        ((rounds, together), 1, 3, "3"),
+        ((rounds, together), 5, 13, "3, and more than train.diloco_steps=8"),
+        (("train.diloco_steps=2",), 1, 3, "3"),
+    ):
+        watch = Watch(tiny_config("train.steps=20", "train.max_skips_in_a_row=3", *more))
+        for step in range(first, last + 1):
             watch.require_progress()
             watch.see(step, {"skipped": True, "loss": np.nan, "grad_norm": np.nan})
-        with pytest.raises(jaxllm.ConfigError, match=rf"Steps 1 to {most} were skipped, .*max_skips_in_a_row=3"):
+        text = re.escape(f"(train.max_skips_in_a_row={limit}): lower")
+        with pytest.raises(jaxllm.ConfigError, match=rf"Steps {first} to {last} were skipped, .*{text}"):
             watch.require_progress()
 
 
@@ -144,6 +165,7 @@ def test_a_run_continues_without_a_replica_and_takes_it_back(whole, tmp_path):
     assert_equal(trainer.state.islands.params, jax.tree.map(lambda t: np.stack([t, t]), trainer.state.params))
 
 
+@pytest.mark.slow
 def test_replicas_join_and_leave(whole, tiny_config, tmp_path, caplog):
     """At the end of a round, two become four that all have the weights of the outer step, whose momentum stays. Inside a round
     the first two keep their own weights. One of two leaves."""
