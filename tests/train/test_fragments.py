@@ -163,7 +163,8 @@ def test_each_fragments_bytes_are_a_share_of_the_round(tiny_config, bits):
 
     def crossing(placed, number):
         found = Module(placed.text(number), axis_sizes(placed.config.parallel)).collectives()
-        large = [c for c in found if c.elements > 20]
+        # Beside a few numbers of metrics, and for each array of moments whether it is finite.
+        large = [c for c in found if c.elements > 20 and {dtype for dtype, _ in c.buffers} != {"pred"}]
         assert {c.axes for c in large} == {("replica",)}
         kinds = {c.kind for c in large}
         assert kinds == ({"all-reduce"} if bits == 32 else {"all-to-all", "all-gather"})
