@@ -38,7 +38,7 @@ LOOK_S = 1.0
 JOB, COMMITTED = "job", "committed"
 
 Folder = tuple[str, int, int, list[int], list[int]]
-"""Of a process of an earlier start: start, rank, number of processes, steps of intact parts, and of torn ones."""
+"""What a process of an earlier start left: start, rank, number of processes, steps of intact parts, and of torn ones."""
 Left = tuple[int, str, int]
 """A checkpoint of an earlier start: step, start, number of processes."""
 

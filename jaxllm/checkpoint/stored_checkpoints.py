@@ -208,7 +208,7 @@ class StoredCheckpoints:
             self.offer(step)
 
     def _is_of_another(self, step: int, latest: int, stored: set[int]) -> bool:
-        """Whether the store has an older step that another machine made, from which the run went on."""
+        """Whether the store has an older step that another machine made, from which the run continued."""
         if step == latest or step not in stored:
             return False
         try:

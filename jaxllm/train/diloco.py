@@ -170,11 +170,17 @@ def where_replica(of_replica: jax.Array, x: jax.Array, otherwise: Any) -> jax.Ar
 
 def _repaired(opt_state: Any, counts: jax.Array) -> Any:
     """Moments [replica, ...], all 0 in a replica that does not count and has any that is not finite. A 0 for single numbers
-    would leave a first moment without its second, and the next step would divide by almost 0."""
-    moments = [x for x in jax.tree.leaves(opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    would leave a first moment without its second, and the next step would divide by almost 0. A single number of each replica
+    is no moment, but perhaps a rate of the caller's optimizer.
+    """
+
+    def is_moment(x: jax.Array) -> bool:
+        return x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+
+    moments = [x for x in jax.tree.leaves(opt_state) if is_moment(x)]
     finite = [jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in moments]
     keeps = counts | jnp.stack([jnp.ones_like(counts), *finite]).all(0)
-    return jax.tree.map(lambda x: where_replica(keeps, x, 0) if jnp.issubdtype(x.dtype, jnp.floating) else x, opt_state)
+    return jax.tree.map(lambda x: where_replica(keeps, x, 0) if is_moment(x) else x, opt_state)
 
 
 def of_fragment(
