@@ -1,15 +1,21 @@
-"""Gain of a larger batch: steps and tokens to a held-out loss over a 16x range of batches, and the measured noise scale.
+"""Gain of a larger batch: steps and tokens to a held-out loss, losses at equal tokens and at equal steps, and the noise scale.
 
 python benchmarks/batch_study.py RESULTS.jsonl [--workers 2] [--picture FILE.png]      on CPUs; resumes
+python benchmarks/batch_study.py RESULTS.jsonl --seconds                               times a step of each batch, alone
 python benchmarks/batch_study.py RESULTS.jsonl --table                                 prints the results as Markdown
 python benchmarks/batch_study.py RESULTS.jsonl --dry-run                               a trial at tiny sizes
 
-A Llama of about a million parameters reads the Python standard library, byte by byte. Part one: for each batch the learning
-rate (constant after ten steps) is swept by factors of two with one seed until the best rate is inside the swept range; two more
-seeds then repeat the best. A run ends when its held-out loss reaches the target. Every step measures the gradient noise scale
-with four parts. Part two: all runs read the same number of tokens, with a rate that falls to zero: the smallest batch, the
-largest, and the smallest for half of the tokens followed by the largest, with the rate proportional to the square root of the
-batch. Rates are swept in the same way, with three seeds.
+A Llama of about a million parameters reads the Python standard library, byte by byte. For each batch the learning rate is swept
+by factors of two with one seed until the best rate is inside the swept range; two more seeds then repeat the best. The kinds of
+runs:
+
+    target    five batches over 16x, the rate constant after ten steps, until the held-out loss reaches the target; every step
+              measures the gradient noise scale with four parts
+    tokens    eight batches over 128x, all with the same tokens; the rate falls to zero
+    steps     four of these batches, all with the same number of steps: what differs is the noise of a step
+    ramp      as many tokens as `tokens`, half of them with a small batch, then a jump to a large one; the rate is proportional to
+              the square root of the batch
+    grows     the same between the same batches by train.batch_grows_to, which follows the measured noise scale
 """
 
 from __future__ import annotations
@@ -37,13 +43,15 @@ from jaxllm.plots.schedule import new_figure, save
 SEQUENCE = 64
 PARTS = 4
 SEEDS = (0, 1, 2)
+LARGEST_MICROBATCH = 32
 GIVEN_UP = 1.5
 """Limit of a run as a multiple of the fewest tokens at the same batch so far: a rate that needs more is not the best."""
 SPACING = 1.04
 """Ratio of tokens between two evaluations."""
 NEAR = 0.25
 """Distance of the mean training loss from the target, in nats, at which evaluation starts."""
-KINDS = ("small", "large", "ramp")
+ENDS = (8, 128)
+"""First and last batch of the kinds ramp and grows, in sequences."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,15 @@ class Size:
 
     model: tuple[str, ...]
     batches: tuple[int, ...]
-    """Sequences."""
+    """Sequences; of the kind target."""
+    at_equal_tokens: tuple[int, ...]
+    at_equal_steps: tuple[int, ...]
     target: float
     """Held-out loss in nats per byte."""
     most_tokens: int
     """Number of tokens after which a run counts as not reaching the target."""
     equal_tokens: int
-    """Tokens of each run of part two."""
+    equal_steps: int
     held_out: int
     """Sequences in an evaluation."""
 
@@ -66,17 +76,23 @@ class Size:
 FULL = Size(
     ("model.num_layers=5", "model.hidden_size=128", "model.intermediate_size=352", "model.num_heads=4"),
     (8, 16, 32, 64, 128),
+    at_equal_tokens=(2, 4, 8, 16, 32, 64, 128, 256),
+    at_equal_steps=(2, 8, 32, 128),
     target=2.2,
     most_tokens=4_000_000,
     equal_tokens=2**19,
+    equal_steps=128,
     held_out=256,
 )
 TINY = Size(
     ("model.num_layers=1", "model.hidden_size=16", "model.intermediate_size=32", "model.num_heads=2"),
     (8, 32),
+    at_equal_tokens=(4, 16),
+    at_equal_steps=(4, 16),
     target=4.6,
     most_tokens=40_000,
-    equal_tokens=2**13,
+    equal_tokens=2**15,
+    equal_steps=16,
     held_out=16,
 )
 
@@ -84,12 +100,20 @@ TINY = Size(
 @dataclass(frozen=True)
 class Run:
     batch: int
-    """Number of sequences; of a ramp, the last batch's."""
+    """Number of sequences; of a batch that changes, the last one's."""
     rate: int
-    """The learning rate is 2**rate / 1000; of a ramp, the last batch's."""
+    """The learning rate is 2**rate / 1000; of a batch that changes, the last one's."""
     seed: int
     kind: str = "target"
-    """target, or one of KINDS for part two."""
+
+    @property
+    def changes(self) -> bool:
+        return self.kind in ("ramp", "grows")
+
+    @property
+    def measures(self) -> bool:
+        """Whether every step measures the noise scale."""
+        return self.kind == "target" or self.changes
 
     @property
     def learning_rate(self) -> float:
@@ -108,25 +132,29 @@ def configured(run: Run, size: Size) -> Config:
             "run.cpu_devices=1",
         ),
         *(f"train.sequence_length={SEQUENCE}", f"train.seed={run.seed}", f"optimizer.learning_rate={run.learning_rate}"),
-        *("log.noise_scale_every=1", f"optimizer.warmup_tokens={10 * tokens}", "train.spike_deviations=null"),
+        *(f"optimizer.warmup_tokens={10 * tokens}", "train.spike_deviations=null"),
     ]
+    first, microbatch = ENDS[0] if run.changes else run.batch, min(run.batch, LARGEST_MICROBATCH)
+    if run.measures:
+        # The microbatches of a batch that changes are those of the first one.
+        microbatch = first // PARTS
+        overrides.append("log.noise_scale_every=1")
     if run.kind == "target":
         steps = math.ceil(size.most_tokens / tokens)
-        overrides += [f"train.global_batch_sequences={run.batch}", "optimizer.schedule=constant"]
+        overrides.append("optimizer.schedule=constant")
     else:
-        small, large = size.batches[0], size.batches[-1]
+        steps = size.equal_steps if run.kind == "steps" else size.equal_tokens // (first * SEQUENCE)
         overrides += ["optimizer.schedule=linear", "optimizer.final_learning_rate_fraction=0.0"]
-        steps = size.equal_tokens // tokens
-        if run.kind == "ramp":
-            half = size.equal_tokens // 2
-            steps = half // (small * SEQUENCE) + half // tokens
-            overrides += [f"train.batch_schedule=[[{half}, {large}]]", "train.batch_lr=sqrt"]
-            overrides += [f"train.global_batch_sequences={small}", f"optimizer.warmup_tokens={10 * small * SEQUENCE}"]
-        else:
-            overrides += [f"train.global_batch_sequences={run.batch}"]
-    # The microbatches of a ramp are those of the small batch.
-    of_parts = size.batches[0] if run.kind == "ramp" else run.batch
-    return load_config({}, [*overrides, f"train.steps={steps}", f"train.microbatch_sequences={of_parts // PARTS}"])
+    if run.changes:
+        overrides += ["train.batch_lr=sqrt", f"optimizer.warmup_tokens={10 * first * SEQUENCE}"]
+    if run.kind == "ramp":
+        half = size.equal_tokens // 2
+        steps = half // (first * SEQUENCE) + half // tokens
+        overrides.append(f"train.batch_schedule=[[{half}, {run.batch}]]")
+    if run.kind == "grows":
+        overrides.append(f"train.batch_grows_to={run.batch}")
+    overrides += [f"train.global_batch_sequences={first}", f"train.microbatch_sequences={microbatch}"]
+    return load_config({}, [*overrides, f"train.steps={steps}"])
 
 
 def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
@@ -145,7 +173,7 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
     next_tokens, before = 0.0, None
 
     def remember(line: dict[str, Any]) -> None:
-        batches.append(config.phase_at(line["step"] - 1).sequences * SEQUENCE)
+        batches.append(trainer.config.phase_at(line["step"] - 1).sequences * SEQUENCE)
         scales.append(trainer.noise.found.tokens if trainer.noise.found else math.inf)
 
     for line in trainer.steps(config.train.steps):
@@ -153,6 +181,9 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
         smooth = loss if math.isinf(smooth) else 0.9 * smooth + 0.1 * loss
         remember(line)
         if run.kind != "target":
+            # A batch that grows needs fewer steps.
+            if trainer.step >= trainer.config.train.steps:
+                break
             continue
         if tokens > limit_tokens or not math.isfinite(loss):
             break
@@ -168,11 +199,16 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
                 break
             before = now
     if run.kind != "target":
-        found = {"tokens": size.equal_tokens, "steps": trainer.step, "loss": trainer.evaluate().loss}
+        tokens = trainer.config.tokens_before(trainer.step)
+        found = {"tokens": tokens, "steps": trainer.step, "loss": trainer.evaluate().loss}
+    if run.kind == "grows":
+        found["batch_schedule"] = trainer.config.train.batch_schedule
     noise = trainer.noise.found
     trainer.close()
-    needed = steps_to_loss(batches, filled(scales))
-    model = {"least_steps": needed.least_steps, "least_tokens": needed.least_tokens}
+    model = {}
+    if run.measures:
+        needed = steps_to_loss(batches, filled(scales))
+        model = {"least_steps": needed.least_steps, "least_tokens": needed.least_tokens}
     # JSON has no infinity.
     figures = None if noise is None else [x if math.isfinite(x) else None for x in noise]
     return {**asdict(run), **found, "noise": figures, **model, "parameters": parameter_count(config.model)}
@@ -208,8 +244,9 @@ class Study:
         return math.inf if value is None or not math.isfinite(value) else value
 
     def groups(self) -> list[tuple[int, str]]:
-        small, *_, large = self.size.batches
-        return [*((batch, "target") for batch in self.size.batches), (small, "small"), (large, "large"), (large, "ramp")]
+        of_kinds = {"target": self.size.batches, "tokens": self.size.at_equal_tokens, "steps": self.size.at_equal_steps}
+        of_kinds |= {"ramp": ENDS[1:], "grows": ENDS[1:]}
+        return [(batch, kind) for kind, batches in of_kinds.items() for batch in batches]
 
     def rates(self, batch: int, kind: str) -> dict[int, float]:
         """Learning rate -> score of the first seed."""
@@ -230,8 +267,10 @@ class Study:
             if best is not None:
                 wanted = [Run(batch, best, seed, kind) for seed in SEEDS[1:]]
             elif not rates:
-                # Scaling with the square root of the batch is a good first guess for Adam.
-                wanted = [Run(batch, 1 + round(math.log2(batch / self.size.batches[0]) / 2), SEEDS[0], kind)]
+                # For Adam the square root of the batch is a good first guess; with a rate that falls, at fewer steps, less.
+                doublings = math.log2(batch / self.size.batches[0])
+                guess = {"target": 1 + round(doublings / 2), "tokens": round(doublings / 4)}.get(kind, 1)
+                wanted = [Run(batch, guess, SEEDS[0], kind)]
             else:
                 # All infinite, so all rates are too low or too high. Try both sides.
                 least = min(rates, key=rates.__getitem__)
