@@ -13,8 +13,8 @@ runs:
               measures the gradient noise scale with four parts
     tokens    eight batches over 128x, all with the same tokens; the rate falls to zero
     steps     four of these batches, all with the same number of steps: what differs is the noise of a step
-    ramp      as many tokens as `tokens`, half of them with a small batch, then a jump to a large one; the rate is proportional to
-              the square root of the batch
+    ramp      as many tokens as `tokens`, half of them with a small batch, then a jump to a large one; the rate is proportional
+              to the square root of the batch
     grows     the same between the same batches by train.batch_grows_to, which follows the measured noise scale
 """
 
@@ -26,6 +26,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -44,6 +45,7 @@ SEQUENCE = 64
 PARTS = 4
 SEEDS = (0, 1, 2)
 LARGEST_MICROBATCH = 32
+TIMED_STEPS = 30
 GIVEN_UP = 1.5
 """Limit of a run as a multiple of the fewest tokens at the same batch so far: a rate that needs more is not the best."""
 SPACING = 1.04
@@ -158,12 +160,17 @@ def configured(run: Run, size: Size) -> Config:
 
 
 def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
-    """Trains one run in this process. `tokens` is null if the target was not reached within limit_tokens."""
+    """Trains one run in this process. `tokens` is null if the target was not reached within limit_tokens. Of the kind "seconds"
+    it only times a step."""
     config = configured(run, size)
     # Slow to import, and needed only by the child processes.
     from jaxllm.train.trainer import Trainer
 
     trainer = Trainer(config)
+    if run.kind == "seconds":
+        ends_s = [time.perf_counter() for _ in trainer.steps(min(config.train.steps, TIMED_STEPS + 1))]
+        trainer.close()
+        return {**asdict(run), "step_s": (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)}
 
     def held_out_loss() -> float:
         return trainer.evaluate(size.held_out // config.microbatch_rows).loss
@@ -288,23 +295,28 @@ class Study:
         runs = [] if best is None else [Run(batch, best, seed, kind) for seed in SEEDS]
         return [self.results[run] for run in runs if run in self.results]
 
+    def step_seconds(self) -> dict[int, float]:
+        """Batch -> seconds of a step, where they were measured."""
+        return {run.batch: line["step_s"] for run, line in self.results.items() if run.kind == "seconds"}
 
-def carry_out(study: Study, workers: int, command: Callable[[Run, float], list[str]]) -> None:
+
+def finished(command: list[str]) -> dict[str, Any]:
+    """The line that a process prints last."""
     # One thread per process: two small programs side by side are faster than one after the other with two threads.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{process.stderr[-2000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
 
-    def one(run: Run) -> dict[str, Any]:
-        finished = subprocess.run(command(run, study.limit(run)), env=environment, capture_output=True, text=True)
-        if finished.returncode:
-            raise SystemExit(f"{run} failed:\n{finished.stderr[-2000:]}")
-        return json.loads(finished.stdout.splitlines()[-1])
 
+def carry_out(study: Study, workers: int, command: Callable[[Run, float], list[str]]) -> None:
     with ThreadPoolExecutor(workers) as pool:
         under_way: dict[Any, Run] = {}
         while True:
             for run in study.wanted():
                 if len(under_way) < workers and run not in under_way.values():
-                    under_way[pool.submit(one, run)] = run
+                    under_way[pool.submit(finished, command(run, study.limit(run)))] = run
             if not under_way:
                 return
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
@@ -327,21 +339,30 @@ def table(study: Study) -> str:
         steps = mean(tokens) / (batch * SEQUENCE)
         apart = f"{(max(tokens) - min(tokens)) / mean(tokens):.0%}"
         lines.append(f"| {batch * SEQUENCE:,} | {rate} | {steps:,.0f} | {mean(tokens):,.0f} | {apart} | {noise} |")
-    lines += [
-        "",
-        law(study),
-        "",
-        "| at equal tokens | best rate | steps | held-out loss, each seed | mean |",
-        "|---|---|---|---|---|",
-    ]
-    for batch, kind in study.groups():
-        if kind == "target" or not (of_seeds := study.seeds_of(batch, kind)):
-            continue
-        losses = [line["loss"] for line in of_seeds]
-        rate, steps = Run(batch, of_seeds[0]["rate"], 0).learning_rate, of_seeds[0]["steps"]
-        each = ", ".join(f"{loss:.3f}" for loss in losses)
-        lines.append(f"| {kind} | {rate:g} | {steps:,} | {each} | {mean(losses):.3f} |")
+    lines += ["", law(study)]
+    seconds = study.step_seconds()
+    for title, kinds in (("equal tokens", ("tokens", "ramp", "grows")), ("equal steps", ("steps",))):
+        head = f"| at {title} | best rate | steps | held-out loss, each seed | mean | seconds of a core |"
+        lines += ["", head, "|---|---|---|---|---|---|"]
+        for batch, kind in study.groups():
+            if kind not in kinds or not (of_seeds := study.seeds_of(batch, kind)):
+                continue
+            losses, steps = ([line[key] for line in of_seeds] for key in ("loss", "steps"))
+            name = f"{batch * SEQUENCE:,}" if kind in ("tokens", "steps") else kind
+            rate, taken = f"{Run(batch, of_seeds[0]['rate'], 0).learning_rate:g}", "-"
+            if name != kind and batch in seconds:
+                taken = f"{seconds[batch] * mean(steps):,.0f}"
+            each = ", ".join(f"{loss:.3f}" for loss in losses)
+            lines.append(f"| {name} | {rate} | {_range(steps)} | {each} | {mean(losses):.3f} | {taken} |")
+    schedules = [line["batch_schedule"] for line in study.seeds_of(ENDS[1], "grows")]
+    if schedules:
+        lines += ["", f"Growths as [tokens, sequences]: {'; '.join(map(str, schedules))}."]
     return "\n".join(lines)
+
+
+def _range(values: list[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def law(study: Study) -> str:
@@ -380,42 +401,55 @@ def _interval(noise: list[float | None]) -> str:
 
 
 def picture(study: Study, path: str) -> None:
-    """Plots tokens and steps to the target with the middle batch's prediction, and the three runs at equal tokens."""
+    """Tokens and steps to the target with the middle batch's prediction; losses at equal tokens and at equal steps."""
+    figure = new_figure(12, 8, dpi=110)
+    (tokens_axes, steps_axes), (equal_tokens_axes, equal_steps_axes) = figure.subplots(2, 2)
     done = [batch for batch in study.size.batches if study.seeds_of(batch, "target")]
     batch_tokens = [batch * SEQUENCE for batch in done]
-    figure = new_figure(12, 4, dpi=110)
-    tokens_axes, steps_axes, equal_axes = figure.subplots(1, 3)
     middle = study.seeds_of(done[len(done) // 2], "target")
     least_steps, least_tokens = (mean(line[key] for line in middle) for key in ("least_steps", "least_tokens"))
     predicted = {"tokens": [least_steps * x + least_tokens for x in batch_tokens]}
     predicted["steps"] = [tokens / x for tokens, x in zip(predicted["tokens"], batch_tokens, strict=True)]
     scales = [line["noise"][0] for batch in done for line in study.seeds_of(batch, "target") if line["noise"][0]]
     for axes, what in ((tokens_axes, "tokens"), (steps_axes, "steps")):
-        for batch in done:
-            values = [line[what] for line in study.seeds_of(batch, "target") if line[what]]
-            axes.plot([batch * SEQUENCE] * len(values), values, "o", color="#1f5fa6", markersize=5)
-        axes.plot(
-            batch_tokens, predicted[what], "--", color="#b3401a", label="predicted by the noise scale of the middle batch"
-        )
-        axes.axvspan(min(scales), max(scales), color="#b3401a", alpha=0.12, label="noise scale at the target, all runs")
-        axes.set_xscale("log", base=2)
+        _draw_seeds(axes, study, "target", what)
+        label = "predicted by the noise scale of the middle batch"
+        axes.plot(batch_tokens, predicted[what], "--", color="#b3401a", label=label)
+        label = "noise scale at the target, all runs"
+        axes.axvspan(min(scales), max(scales), color="#b3401a", alpha=0.12, label=label)
         axes.set_yscale("log")
-        axes.set_xticks(batch_tokens, [f"{x:,}" for x in batch_tokens])
         for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             which(lambda x, _: f"{x / 1e3:,.0f}k" if x >= 1e4 else f"{x:,.0f}")
-        axes.set_xlabel("tokens of a batch")
         axes.set_ylabel(f"{what} to {study.size.target} nats per byte")
-    figure.legend(*steps_axes.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside upper center", ncols=2)
-    names = [kind for batch, kind in study.groups() if kind != "target" and study.seeds_of(batch, kind)]
-    for place, (batch, kind) in enumerate(group for group in study.groups() if group[1] in names):
-        of_seeds = study.seeds_of(batch, kind)
-        equal_axes.plot([place] * len(of_seeds), [line["loss"] for line in of_seeds], "o", color="#1f5fa6")
-        equal_axes.annotate(f"{of_seeds[0]['steps']:,} steps", (place, max(line["loss"] for line in of_seeds)), (0, 8),
-                            textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
-    equal_axes.set_xticks(range(len(names)), names)
-    equal_axes.margins(0.3)
-    equal_axes.set_ylabel(f"held-out loss after {study.size.equal_tokens:,} tokens")
+        axes.legend(fontsize=8, frameon=False)
+    _draw_seeds(equal_tokens_axes, study, "tokens", "loss")
+    for kind, color in (("ramp", "#b3401a"), ("grows", "#2e7d32")):
+        if of_seeds := study.seeds_of(ENDS[1], kind):
+            losses, steps = ([line[key] for line in of_seeds] for key in ("loss", "steps"))
+            label = f"{kind}, {ENDS[0] * SEQUENCE:,} to {ENDS[1] * SEQUENCE:,}: {_range(steps)} steps"
+            equal_tokens_axes.axhline(mean(losses), linestyle="--", color=color, label=label)
+            equal_tokens_axes.axhspan(min(losses), max(losses), color=color, alpha=0.12)
+    equal_tokens_axes.set_ylabel(f"held-out loss after {study.size.equal_tokens:,} tokens")
+    equal_tokens_axes.legend(fontsize=8, frameon=False)
+    _draw_seeds(equal_steps_axes, study, "steps", "loss")
+    equal_steps_axes.set_ylabel(f"held-out loss after {study.size.equal_steps:,} steps")
     save(figure, path)
+
+
+def _draw_seeds(axes: Any, study: Study, kind: str, what: str) -> None:
+    """Each seed at the best rate over the batch, and their mean."""
+    points = {
+        batch * SEQUENCE: [line[what] for line in study.seeds_of(batch, kind) if line[what]]
+        for batch, other in study.groups()
+        if other == kind
+    }
+    points = {x: values for x, values in points.items() if values}
+    axes.plot(points.keys(), list(map(mean, points.values())), "-", color="#1f5fa6", alpha=0.4)
+    for x, values in points.items():
+        axes.plot([x] * len(values), values, "o", color="#1f5fa6", markersize=5)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(points), [f"{x:,}" for x in points])
+    axes.set_xlabel("tokens of a batch")
 
 
 def main() -> None:
@@ -424,6 +458,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--picture", metavar="FILE.png")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--seconds", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -439,7 +474,10 @@ def main() -> None:
         one = json.dumps(asdict(run) | {"limit_tokens": limit_tokens})
         return [sys.executable, __file__, str(options.results), *(["--dry-run"] if options.dry_run else []), "--one", one]
 
-    if not options.table:
+    if options.seconds:
+        for batch in size.at_equal_tokens:
+            study.add(finished(command(Run(batch, 0, 0, "seconds"), 0)))
+    elif not options.table:
         carry_out(study, options.workers, command)
     print(table(study))
     if options.picture:

@@ -28,6 +28,24 @@ def test_a_run_stops_where_it_reaches_the_target(tmp_path):
     assert found["least_steps"] <= found["steps"] + 1
 
 
+def test_runs_of_a_kind_have_equal_tokens_or_equal_steps():
+    study = scripts.load("benchmarks/batch_study.py")
+    size = study.FULL
+    configs = {
+        (batch, kind): study.configured(study.Run(batch, 0, 0, kind), size)
+        for batch, kind in study.Study(Path("-"), size).groups()
+    }
+    tokens = {config.total_tokens for (_, kind), config in configs.items() if kind in ("tokens", "ramp", "grows")}
+    assert tokens == {size.equal_tokens}
+    assert {config.train.steps for (_, kind), config in configs.items() if kind == "steps"} == {size.equal_steps}
+    first, last = study.ENDS
+    for kind in ("ramp", "grows"):
+        config = configs[last, kind]
+        assert config.batches[0] == first
+        assert config.train.batch_grows_to == last if kind == "grows" else config.batches[-1] == last
+    assert min(size.at_equal_tokens) * 64 <= max(size.at_equal_tokens)
+
+
 def test_the_law_is_found_again():
     tokens = {batch: 90_000.0 + 45 * batch for batch in (512, 1024, 2048, 4096)}
     assert scripts.load("benchmarks/batch_study.py").fitted(tokens) == pytest.approx((90_000, 45))
