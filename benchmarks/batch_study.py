@@ -431,7 +431,10 @@ def picture(study: Study, path: str) -> None:
             equal_tokens_axes.axhspan(min(losses), max(losses), color=color, alpha=0.12)
     equal_tokens_axes.set_ylabel(f"held-out loss after {study.size.equal_tokens:,} tokens")
     equal_tokens_axes.legend(fontsize=8, frameon=False)
-    _draw_seeds(equal_steps_axes, study, "steps", "loss")
+    if any(kind == "steps" and study.seeds_of(batch, kind) for batch, kind in study.groups()):
+        _draw_seeds(equal_steps_axes, study, "steps", "loss")
+    else:
+        equal_steps_axes.set_axis_off()
     equal_steps_axes.set_ylabel(f"held-out loss after {study.size.equal_steps:,} steps")
     save(figure, path)
 
