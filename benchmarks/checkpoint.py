@@ -167,8 +167,8 @@ def measure_store(config: Config, saves: int, address: str) -> dict[str, Any]:
     Raises:
       ConfigError: as measure, or the store cannot be used.
     """
+    from jaxllm.checkpoint.held_store import hold_store
     from jaxllm.checkpoint.manager import Checkpoints
-    from jaxllm.checkpoint.stored_checkpoints import hold_store
 
     with tempfile.TemporaryDirectory() as home, some_store(address) as place:
         trainer, report = begun(config, saves, STORE_KINDS)
