@@ -235,6 +235,11 @@ def s3_environment(url: str) -> dict[str, str]:
     }
 
 
+def committed(store) -> list[int]:
+    """The steps that are complete in a jaxllm.checkpoint.store.Store."""
+    return [step for step, files in store.steps().items() if "files.json" in files]
+
+
 def forget_clients(scheme):
     """fsspec keeps a client with the address that its server had."""
     import fsspec

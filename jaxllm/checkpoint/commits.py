@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.checkpoint.files import FILES, META
+from jaxllm.checkpoint.files import META, committed_steps
 from jaxllm.checkpoint.store import Store, unusable
 from jaxllm.checkpoint.stored_models import copied, names_same_run
 from jaxllm.config import Config, ConfigError
@@ -80,8 +80,7 @@ def _config_of_run(config: Config) -> Mapping[str, Any]:
         return {}
     store = Store(address)
     try:
-        whole = [step for step, files in store.steps().items() if FILES in files]
-        for step in reversed(whole):
+        for step in reversed(committed_steps(store.steps())):
             with suppress(FileNotFoundError, RefusedInput):
                 meta = parse_json(store.read(f"{step}/{META}/metadata", META_BYTES), META_BYTES, finite=False)
                 return checked(checked(meta, dict[str, Any]).get("config"), dict[str, Any])

@@ -105,6 +105,11 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
 
+def committed_steps(there: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The complete ones of {step: {name of a file in it: ...}}, in that order: in a store files.json is written last."""
+    return [step for step, files in there.items() if FILES in files]
+
+
 def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tuple[int | None, dict[int, str]]:
     """Finds (the newest intact step in a folder of checkpoints, why each newer step is damaged). Steps in `refused`, with their
     reasons, are not examined. (None, {}) if the folder holds no checkpoints.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.files import FILES
+from jaxllm.checkpoint.files import committed_steps
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import CheckpointConfig, ConfigError
@@ -35,7 +35,7 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
             store = Store(config.store)
             lock = StoreLock(store)
             lock.take()
-            has_one = any(FILES in files for files in store.steps().values())
+            has_one = bool(committed_steps(store.steps()))
             stored = StoredCheckpoints(store, lock, run_dir, config)
         except ConfigError as error:
             refusal = error

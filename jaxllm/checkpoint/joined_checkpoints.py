@@ -27,6 +27,7 @@ from jaxllm.checkpoint.files import (
     FILES_BYTES,
     STATE,
     Meta,
+    committed_steps,
     damage,
     newest_whole,
     read_files,
@@ -200,7 +201,7 @@ class JoinedCheckpoints(StoredCheckpoints):
         self._on_main(lambda: self._join(step, [crc for _, crc in sent]))
 
     def _whole(self) -> list[int]:
-        return [step for step, files in self._store.steps().items() if FILES in files]
+        return committed_steps(self._store.steps())
 
     def _require_none_here(self) -> None:
         """A run starts from scratch only if no host has a checkpoint, intact or not, as on one disk."""

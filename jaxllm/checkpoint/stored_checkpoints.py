@@ -27,6 +27,7 @@ from jaxllm.checkpoint.files import (
     FILES_BYTES,
     META,
     Meta,
+    committed_steps,
     damage,
     differs,
     read_files,
@@ -95,7 +96,7 @@ class StoredCheckpoints:
         said = []
         try:
             there = self._store.steps()
-            for step in sorted((one for one, files in there.items() if FILES in files), reverse=True):
+            for step in reversed(committed_steps(there)):
                 if step <= newer_than:
                     if not (self._fetched or self.damaged):
                         # Copies of this run would displace what another one has there.
@@ -195,7 +196,7 @@ class StoredCheckpoints:
         """
         self._remove_left_twins()
         try:
-            stored = {step for step, files in self._store.steps().items() if FILES in files and step not in self.damaged}
+            stored = {*committed_steps(self._store.steps())} - self.damaged.keys()
         except StoreError:
             # Each copy tries again.
             stored = set[int]()
@@ -368,7 +369,7 @@ class StoredCheckpoints:
         Args:
           there: what was there before the newest was copied.
         """
-        whole = sorted({newest, *(step for step, files in there.items() if FILES in files and step not in self.damaged)})
+        whole = sorted({newest, *committed_steps(there)} - (self.damaged.keys() - {newest}))
         kept = {newest, *whole[-self._config.keep :], *filter(self._config.keeps_forever, whole), *self.damaged}
         try:
             if there.keys() - kept:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from hosts_in_threads import Run, plain_copy, values_in, whole_values, write_part
-from store_servers import Server, forget_clients, gcs, s3_door, serving
+from store_servers import Server, committed, forget_clients, gcs, s3_door, serving
 
 from jaxllm.checkpoint import disk_groups
 from jaxllm.checkpoint.files import describe_run, saved_steps
@@ -52,10 +52,6 @@ def start(monkeypatch, tiny_config, store, tmp_path):
     yield begin
     for run in runs:
         run.end()
-
-
-def committed(store) -> list[int]:
-    return [step for step, files in store.steps().items() if "files.json" in files]
 
 
 def here(folder) -> list[int]:

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 import pytest
 from outside import wait_until
-from store_servers import gcs_door, s3_door
+from store_servers import committed, gcs_door, s3_door
 
 from jaxllm.checkpoint import store, stored_checkpoints
 from jaxllm.checkpoint.checksums import describe_files
@@ -116,10 +116,6 @@ def copy(stored, *steps):
     for step in steps:
         stored.offer(step)
         assert stored.wait() is None
-
-
-def committed(place) -> list[int]:
-    return [step for step, files in place.steps().items() if "files.json" in files]
 
 
 def assert_a_new_machine_takes(step, place, here, config, folder):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import store_servers
 import yaml
 from run_files import saved_state, steps_of
 from store_servers import s3_door
@@ -47,7 +48,7 @@ def bucket(door, request):
 
 
 def committed(address) -> list[int]:
-    return [step for step, files in Store(address).steps().items() if "files.json" in files]
+    return store_servers.committed(Store(address))
 
 
 def ever_written(door, address) -> set[int]:
