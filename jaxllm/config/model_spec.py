@@ -214,9 +214,17 @@ def _lora(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]
 
 def layer_parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """Those of one layer."""
-    return tuple(spec for spec in parameters(model) if spec.in_layer)
+    hashable: Any = model
+    return _of_layer(hashable)[0]
 
 
 def layer_matmuls(model: Shape) -> tuple[ParameterSpec, ...]:
     """The matrices of one layer."""
-    return tuple(spec for spec in layer_parameters(model) if spec.output)
+    hashable: Any = model
+    return _of_layer(hashable)[1]
+
+
+@lru_cache(maxsize=64)
+def _of_layer(model: Shape) -> tuple[tuple[ParameterSpec, ...], tuple[ParameterSpec, ...]]:
+    found = tuple(spec for spec in parameters(model) if spec.in_layer)
+    return found, tuple(spec for spec in found if spec.output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from jaxllm.config.model_spec import Shape
 from jaxllm.config.types import BLOCK_INPUT, Remat, block_tensors
@@ -48,12 +49,16 @@ def policy_of(remat: Remat, model: Shape) -> Policy:
     `selective` keeps every name; the tensors between them are cheap to recompute. Plain XLA attention on one context rank has
     no ATTENTION_RESULTS, and runs once more.
     """
-    names = block_tensors(model)
+    return _policy_of(remat if isinstance(remat, str) else tuple(remat.items()), block_tensors(model))
+
+
+@lru_cache(maxsize=4096)
+def _policy_of(remat: str | tuple[tuple[str, str], ...], names: tuple[str, ...]) -> Policy:
     if isinstance(remat, str):
         action = {"full": "recompute", "offload": "offload"}.get(remat, "keep")
         actions = dict.fromkeys(names, action) | ({BLOCK_INPUT: "keep"} if remat == "full" else {})
     else:
-        actions = {BLOCK_INPUT: "keep", **remat}
+        actions = {BLOCK_INPUT: "keep", **dict(remat)}
     keep, offload, recompute = (
         tuple(name for name in names if actions.get(name, "recompute") == action) for action in ("keep", "offload", "recompute")
     )

@@ -37,7 +37,8 @@ def trained_parameter_count(config: Config) -> int:
 
 def trained_matrices(config: Config) -> list[ParameterSpec]:
     """One layer's matrices that are not frozen, adapters among them."""
-    return [spec for spec in layer_parameters(config.model) if spec.inputs and spec.path not in config.frozen]
+    frozen = config.frozen
+    return [spec for spec in layer_parameters(config.model) if spec.inputs and spec.path not in frozen]
 
 
 def moments_per_parameter(config: Config) -> float:

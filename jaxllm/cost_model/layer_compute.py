@@ -90,7 +90,8 @@ class LayerCompute:
         self.matmuls = self.block_matmuls()
         """Name -> columns of the output, length of the sum."""
         self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
-        self.frozen = {spec.output for spec in layer_matmuls(model) if spec.path in config.frozen}
+        frozen = config.frozen
+        self.frozen = {spec.output for spec in layer_matmuls(model) if spec.path in frozen}
         self.adapters = [] if model.lora is None else self.adapter_matmuls(model.lora)
         """LoRA's matmuls, as in `matmuls`."""
         self.trained_parameters = sum(columns * length for columns, length in self.trained_matmuls())

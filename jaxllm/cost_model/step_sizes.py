@@ -49,10 +49,11 @@ class StepSizes:
         self.local_length = train.sequence_length // p.context
         self.causal_block_length = causal_block_length(train.sequence_length, p.context)
         self.tokens = config.microbatch_sequences * self.local_length
-        table, none = parameters(self.model, p, config.frozen), Elements(0, 0)
+        frozen, none = config.frozen, Elements(0, 0)
+        table = parameters(self.model, p, frozen)
         of_layer = {path: elements for path, elements in table.items() if path.startswith(LAYERS)}
         # Frozen parameters have no gradients, and their weights are read in place.
-        trained = {path: none if path in config.frozen else elements for path, elements in table.items()}
+        trained = {path: none if path in frozen else elements for path, elements in table.items()}
         here = config.chunk_layers * p.virtual_stages
         self.layer = sum(of_layer.values(), Elements(0, 0))
         self.layers = self.layer.times(here)
@@ -68,7 +69,7 @@ class StepSizes:
         # trained weights are cast, and so turned for nothing.
         self.turned = 0
         if self.zero == 3 and p.pipe == 1:
-            last = [spec.path for spec in layer_matmuls(self.model) if spec.dims[-1] == "embed" and spec.path in config.frozen]
+            last = [spec.path for spec in layer_matmuls(self.model) if spec.dims[-1] == "embed" and spec.path in frozen]
             self.turned = here * sum(table[path].master for path in last)
         self.trained = self.trained_layers + self.trained_vocabulary + trained["final_norm.scale"]
         self.rows = self.head.compute // self.model.hidden_size
@@ -97,7 +98,7 @@ class StepSizes:
         in_matrices, elsewhere = self.config.optimizer.numbers
         return FLOAT32 * (in_matrices * self.block_matrices + elsewhere * (self.trained.master - self.block_matrices))
 
-    @property
+    @cached_property
     def block_matrices(self) -> int:
         """Elements of the blocks' trained matrices, adapters among them, between steps."""
         table = parameters(self.model, self.parallel, self.config.frozen)

@@ -92,7 +92,7 @@ class Choice:
         """The config with these values, resolved. Nothing is validated again: a choice divides by construction."""
         parallel = config.parallel.model_copy(
             update={
-                **asdict(self.mesh),
+                **vars(self.mesh),
                 "zero": self.zero,
                 "schedule": self.schedule,
                 "virtual_stages": self.virtual_stages,
