@@ -59,6 +59,9 @@ run_tests() {
   LD_PRELOAD="${preload:-${LD_PRELOAD:-}}" $limited "$python" -m pytest $processes $reasons -m "$markers" "$@"
 }
 
+# Some machines keep no bytecode. Hundreds of processes then compile the same code again, and each worker rewrites all asserts.
+unset PYTHONDONTWRITEBYTECODE
+
 prepare_environment test
 if $all && [[ "$venv" != none ]]; then
   install_jaxllm types 2>/dev/null || say "basedpyright cannot be installed here."
