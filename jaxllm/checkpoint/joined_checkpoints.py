@@ -278,7 +278,7 @@ class JoinedCheckpoints(StoredCheckpoints):
 
     def _copy(self, step: int) -> None:
         self.lock.require()
-        # The try before may have failed after the commit, when the parts are deleted.
+        # One that is offered again has no parts any more.
         if step not in self.shares.done:
             if step not in self._begun:
                 # A damaged one, or a part of an earlier copy.
@@ -289,7 +289,7 @@ class JoinedCheckpoints(StoredCheckpoints):
             self._join(step, crcs)
             self.damaged.pop(step, None)
             self.shares.commit(step)
-        self._prune(step, self._store.steps())
+        self._prune(step)
 
     def _join(self, step: int, crcs: Sequence[int]) -> None:
         """Makes one checkpoint of the parts that are there, and commits it.

@@ -363,15 +363,17 @@ class StoredCheckpoints:
                 arrived = f"{name} has arrived with {found.get(name, 0)} bytes of {path.stat().st_size}"
                 raise StoreError(arrived, passes=True)
 
-    def _prune(self, newest: int, there: dict[int, dict[str, int]]) -> None:
-        """Deletes what checkpoint.keep no longer covers and what was copied in part. Damaged ones stay and do not count.
+    def _prune(self, newest: int, there: dict[int, dict[str, int]] | None = None) -> None:
+        """Deletes what checkpoint.keep no longer covers and what was copied in part. Damaged ones stay and do not count. A
+        failure is a warning: the newest is whole.
 
         Args:
-          there: what was there before the newest was copied.
+          there: what was there before the newest was copied; None: what is there now.
         """
-        whole = sorted({newest, *committed_steps(there)} - (self.damaged.keys() - {newest}))
-        kept = {newest, *whole[-self._config.keep :], *filter(self._config.keeps_forever, whole), *self.damaged}
         try:
+            there = self._store.steps() if there is None else there
+            whole = sorted({newest, *committed_steps(there)} - (self.damaged.keys() - {newest}))
+            kept = {newest, *whole[-self._config.keep :], *filter(self._config.keeps_forever, whole), *self.damaged}
             if there.keys() - kept:
                 # What is there in part may be a copy of another run by now.
                 self.lock.require()

@@ -334,28 +334,31 @@ def test_a_failure_between_the_parts_and_the_list_of_files_is_tried_again(door, 
     assert values_in(plain_copy(store, 2, tmp_path / "plain")) == whole_values(2, 2)
 
 
-def test_a_failure_after_the_commit_does_not_wait_for_parts_that_are_gone(door, start, store, tmp_path):
+def test_a_copy_whose_store_cannot_be_listed_after_the_commit_is_whole_and_the_next_one_deletes_older_ones(
+    door, start, store, tmp_path, caplog
+):
     run = start("a", "b", config=["checkpoint.keep=1"])
     run.save(2)
     assert run.copy(2) is None
     run.save(4)
-    seen = []
+    is_committed = []
 
     def rule(asked, at):
         if asked == "PUT" and at.endswith("/4/files.json"):
-            seen.append("commit")
-        elif asked == "GET" and seen == ["commit"]:
-            # It lists what is there, to delete the older step.
-            seen.append("failure")
+            is_committed.append(True)
+        elif asked == "GET" and is_committed:
             return 503
 
     door.rule = rule
     assert run.copy(4) is None
     door.rule = None
-    assert seen == ["commit", "failure"]
+    assert "are not deleted (it answers 503" in caplog.text
     run.look()
-    assert committed(store) == [4]
+    assert committed(store) == [2, 4]
     assert [shares(tmp_path / host) for host in "ab"] == [[], []]
+    run.save(6)
+    assert run.copy(6) is None
+    assert committed(store) == [6]
 
 
 @pytest.mark.parametrize(("status", "code"), [(503, exit_codes.LOST), (403, exit_codes.BAD_INPUT)])
