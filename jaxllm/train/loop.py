@@ -140,15 +140,13 @@ def leave_early(name: str) -> None:
 def store_of(config: Config, folder: Path) -> Iterator[tuple[StoredCheckpoints | None, bool]]:
     """The run's checkpoints in its store, on process 0, and whether there are some, or in run.dir; the store is held until the
     end."""
-    if config.checkpoint.store is not None:
-        # Process 0 tells the others whether the run resumes, which the Trainer must know.
+    if config.checkpoint.store is not None or distributed.is_one_of_several():
+        # Whether the run resumes the Trainer must know, on all processes alike.
         fewer_hosts.meet(config)
     with hold_store(folder, config.checkpoint) as (stored, has_one):
         has_one = has_one or bool(saved_steps(folder / "checkpoints"))
-        if config.checkpoint.store is not None:
-            # Hosts may have run directories of their own.
-            has_one = bool(distributed.first_nonempty("yes" if has_one else ""))
-        yield stored, has_one
+        # Hosts may have run directories of their own.
+        yield stored, bool(distributed.first_nonempty("yes" if has_one else ""))
 
 
 def open_checkpoints(

@@ -520,14 +520,14 @@ def pair(text_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, tmp_path):
+def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, whole, tmp_path):
+    """Also where only one of them has a checkpoint, and would read no train.init_from."""
     folders = [tmp_path / "host-0", tmp_path / "host-1"]
-    for folder in folders:
-        folder.mkdir()
+    folders[1].mkdir()
+    shutil.copytree(whole[0], folders[0] / "run")
     # Half a second: these folders are on one host.
-    for code, _, error in pair(
-        folders=folders, first="from jaxllm.checkpoint import disk_groups; disk_groups.SHARED_LIMIT_S = 0.5"
-    ):
+    first = "from jaxllm.checkpoint import disk_groups; disk_groups.SHARED_LIMIT_S = 0.5"
+    for code, _, error in pair(f"train.init_from={tmp_path / 'gone'}", folders=folders, first=first):
         assert code == 2
         assert "run.dir=run of process 1 is not that of process 0: put it on storage that all hosts share, or set " in error
 
