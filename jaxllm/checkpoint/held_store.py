@@ -1,4 +1,4 @@
-"""Holds a run's store from its start to its end."""
+"""What a run opens at its start and closes at its end: its store, and checkpoints of hosts that share no disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import jax
 
+from jaxllm.checkpoint.disk_groups import find_disk_groups, not_shared
 from jaxllm.checkpoint.files import committed_steps
+from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import CheckpointConfig, ConfigError
@@ -49,3 +51,40 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
             stored.close()
         if lock is not None:
             lock.release()
+
+
+@contextmanager
+def joined_checkpoints(
+    run_dir: Path, config: CheckpointConfig, stored: StoredCheckpoints | None
+) -> Iterator[tuple[bool, JoinedCheckpoints | None]]:
+    """Whether this process leads those with its run.dir; and the run's checkpoints in its store, if its hosts share no disk,
+    None if they do. Every process must call it.
+
+    Args:
+      stored: those of a run on a shared disk, on process 0.
+
+    Raises:
+      ConfigError: on all processes, if there is no store, one cannot use it, or the config needs a shared disk.
+    """
+    if not jax.distributed.is_initialized():
+        # A run of one process, which may have no devices yet.
+        yield True, None
+        return
+    groups = find_disk_groups(run_dir)
+    if groups.is_one:
+        yield groups.leads, None
+        return
+    if config.store is None:
+        raise not_shared(run_dir, groups)
+    if config.export_every_steps is not None:
+        raise ConfigError(
+            "checkpoint.export_every_steps reads whole checkpoints in run.dir, and these hosts share none: put run.dir on "
+            "storage that all hosts share, or set checkpoint.export_every_steps=null and export a checkpoint of the store."
+        )
+    store = Store(config.store)
+    lock = StoreLock(store) if stored is None else stored.lock
+    joined = JoinedCheckpoints(store, lock, run_dir, config, groups)
+    try:
+        yield groups.leads, joined
+    finally:
+        joined.close()

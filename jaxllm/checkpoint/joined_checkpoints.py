@@ -13,15 +13,14 @@ import shutil
 import socket
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
 from jaxllm.checkpoint.checksums import changed, checksum, described
-from jaxllm.checkpoint.disk_groups import DiskGroups, find_disk_groups, not_shared
+from jaxllm.checkpoint.disk_groups import DiskGroups
 from jaxllm.checkpoint.files import (
     FILES,
     FILES_BYTES,
@@ -35,7 +34,7 @@ from jaxllm.checkpoint.files import (
     saved_steps,
     set_aside,
 )
-from jaxllm.checkpoint.host_shares import PARTS, HostShares, by_checkpoint, is_brought_by, is_of_index, parts_in
+from jaxllm.checkpoint.host_shares import PARTS, HostShares, Left, by_checkpoint, is_brought_by, is_of_index, parts_in
 from jaxllm.checkpoint.share_index import MANIFEST, NODES, join_indexes
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
@@ -146,6 +145,15 @@ class JoinedCheckpoints(StoredCheckpoints):
         found = _together(lambda: ask() if distributed.is_main_process() else None, self._store)
         return parse_json(distributed.broadcast(json.dumps(found)))
 
+    def has_parts_of_one(self) -> bool:
+        """Whether these hosts have all parts of a checkpoint, which `choose` copies. All processes call it together."""
+        return any(len(places) == one[2] for one, places in self._parts_left()[0].items())
+
+    def _parts_left(self) -> tuple[dict[Left, dict[int, int]], set[Left]]:
+        """As by_checkpoint."""
+        here = _together(lambda: parts_in(self.shares.home) if self._groups.leads else [], self._store)
+        return by_checkpoint(_exchange(here))
+
     def _copy_left(
         self, whole: set[int], newest: int, require: Callable[[], None], accept: Callable[[str, Meta], None]
     ) -> list[int]:
@@ -159,8 +167,7 @@ class JoinedCheckpoints(StoredCheckpoints):
         Returns:
           The steps that it copied.
         """
-        here = _together(lambda: parts_in(self.shares.home) if self._groups.leads else [], self._store)
-        found, never_whole = by_checkpoint(_exchange(here))
+        found, never_whole = self._parts_left()
         found = {one: places for one, places in found.items() if one[0] not in whole}
         complete = {one[0]: one for one, places in sorted(found.items()) if len(places) == one[2]}
         left = max((step for step in complete if step > newest), default=None)
@@ -342,39 +349,6 @@ class JoinedCheckpoints(StoredCheckpoints):
                 elif is_brought_by(name, rank):
                     listed[name] = list(entry)
         return listed
-
-
-@contextmanager
-def joined_checkpoints(
-    run_dir: Path, config: CheckpointConfig, stored: StoredCheckpoints | None
-) -> Iterator[tuple[bool, JoinedCheckpoints | None]]:
-    """Whether this process leads those with its run.dir; and the run's checkpoints in its store, if its hosts share no disk,
-    None if they do. Every process must call it.
-
-    Args:
-      stored: those of a run on a shared disk, on process 0.
-
-    Raises:
-      ConfigError: on all processes, if there is no store, one cannot use it, or the config needs a shared disk.
-    """
-    groups = find_disk_groups(run_dir)
-    if groups.is_one:
-        yield groups.leads, None
-        return
-    if config.store is None:
-        raise not_shared(run_dir, groups)
-    if config.export_every_steps is not None:
-        raise ConfigError(
-            "checkpoint.export_every_steps reads whole checkpoints in run.dir, and these hosts share none: put run.dir on "
-            "storage that all hosts share, or set checkpoint.export_every_steps=null and export a checkpoint of the store."
-        )
-    store = Store(config.store)
-    lock = StoreLock(store) if stored is None else stored.lock
-    joined = JoinedCheckpoints(store, lock, run_dir, config, groups)
-    try:
-        yield groups.leads, joined
-    finally:
-        joined.close()
 
 
 def _exchange(value: Any) -> list[Any]:

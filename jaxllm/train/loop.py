@@ -13,8 +13,8 @@ import jax
 import optax
 
 from jaxllm.checkpoint.files import Meta, describe_run, saved_steps
-from jaxllm.checkpoint.held_store import hold_store
-from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints, joined_checkpoints
+from jaxllm.checkpoint.held_store import hold_store, joined_checkpoints
+from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.memory import STORED, MemoryCheckpoints, forget
 from jaxllm.checkpoint.memory_restore import LostPieces
@@ -69,10 +69,11 @@ def fit(
         if launch.restarts:
             stack.enter_context(signals)
         stored, resumes = stack.enter_context(store_of(config, folder))
+        leads, joined = stack.enter_context(joined_checkpoints(folder, config.checkpoint, stored))
+        resumes = resumes or (joined is not None and joined.has_parts_of_one())
         given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
         trainer = advice.trainer = Trainer(config, **given, resumes=resumes)
         stack.callback(trainer.close)
-        leads, joined = stack.enter_context(joined_checkpoints(folder, config.checkpoint, stored))
         require = stack.enter_context(hold_run_dir(folder, leads))
         asked, config = config, trainer.config
         console = stack.enter_context(Console(config.train.steps, main=distributed.is_main_process()))

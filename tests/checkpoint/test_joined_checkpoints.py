@@ -264,6 +264,7 @@ def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_parts(door
         run.save(2)
         assert run.copy(2) is not None
     run.end()
+    assert run.on_all(lambda rank: run.joined[rank].has_parts_of_one()) == [True] * 3
     rest = f"and {store.address} has no checkpoint: start the run on all hosts that have its parts"
     with pytest.raises(ConfigError, match=rf"^\S*/a/shares of each host has 2 of the 3 parts of checkpoint 2 intact, {rest}"):
         start("a", "b")
@@ -280,6 +281,7 @@ def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_parts(door
 def test_parts_of_a_first_save_that_never_ended_do_not_refuse_a_start(start, store, tmp_path):
     run = start("a", "b")
     run.save(2, ranks=[0])
+    assert run.on_all(lambda rank: run.joined[rank].has_parts_of_one()) == [False] * 2
     run.end()
     run = start("a", "b")
     assert (run.latest, run.said) == (None, [])
