@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,9 @@ class Run:
             self._result[0] = combine(list(self._texts))
         self._barrier.wait(30)
         result = self._result[0]
-        self._barrier.wait(30)
+        # A process that fails after this one has its result, perhaps before another is awake, whose own error counts.
+        with suppress(threading.BrokenBarrierError):
+            self._barrier.wait(30)
         return result
 
     def on_all(self, work) -> list:
