@@ -80,6 +80,7 @@ class Checkpoints:
       newest_saved: the newest step in the folder when it was opened, or that has been completed since.
       damaged: sentences on the newer checkpoints, which are damaged.
       on_saved: called with the step of each checkpoint that has been completed.
+      is_awaited: whether something is still to read a step in the folder.
 
     Raises:
       ConfigError: there are checkpoints and none is intact.
@@ -106,6 +107,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._newest_saved: int | None = None
         self.on_saved: Callable[[int], None] = lambda step: None
+        self.is_awaited: Callable[[int], bool] = lambda step: False
         self._refused: dict[int, str] = {}
         self.latest: int | None = None
         self._choose()
@@ -317,14 +319,11 @@ class Checkpoints:
             self._give_up(step for step in saved_steps(self.folder)[: -self._config.keep] if step in self._stored.copied)
 
     def _give_up(self, steps: Iterable[int]) -> None:
-        """Removes checkpoints that Orbax keeps by checkpoint.keep_every_steps and the store has. One to be exported waits for
-        that.
-        """
-        every, run_dir = self._config.export_every_steps, self.folder.parent
+        """Removes checkpoints that Orbax keeps by checkpoint.keep_every_steps and the store has. One that is awaited stays."""
         for step in steps:
-            if every is None or step % every or (run_dir / "exports" / str(step)).exists():
+            if not self.is_awaited(step):
                 # What a kill leaves of it must have another name, or the next start would offer that to the store.
-                aside = run_dir / ".to-store" / f"{step}.old"
+                aside = self.folder.parent / ".to-store" / f"{step}.old"
                 with suppress(OSError):
                     aside.parent.mkdir(exist_ok=True)
                     (self.folder / str(step)).rename(aside)

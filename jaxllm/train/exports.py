@@ -36,7 +36,7 @@ def exporting(trainer: Trainer, checkpoints: Checkpoints, folder: Path, console:
         return
     exports = Exports(folder, every, console.say, trainer.config.run.phase_timeout_s)
     if distributed.is_main_process():
-        checkpoints.on_saved = exports.begin
+        checkpoints.on_saved, checkpoints.is_awaited = exports.begin, exports.waits_for
         if checkpoints.latest is not None:
             exports.begin(checkpoints.latest)
     try:
@@ -60,18 +60,22 @@ class Exports:
     def __init__(self, folder: Path, every: int, say: Callable[[str], None], limit_s: float):
         self._folder, self._every, self._say, self._limit_s = folder, every, say, limit_s
         self._one_at_a_time = ThreadPoolExecutor(max_workers=1)
-        self._jobs: list[Future] = []
+        self._jobs: dict[int, Future] = {}
         self._process: subprocess.Popen | None = None
         self._closed, self._starting = False, threading.Lock()
 
     def done(self, timeout_s: float) -> bool:
         """Whether all have ended, after at most so many seconds."""
-        return not wait(self._jobs, timeout_s).not_done
+        return not wait(self._jobs.values(), timeout_s).not_done
+
+    def waits_for(self, step: int) -> bool:
+        """Whether the export of this checkpoint is still to come: not one that has failed."""
+        return step in self._jobs and not self._jobs[step].done()
 
     def begin(self, step: int) -> None:
         """Exports the checkpoint of this step when those before it are done, unless it is exported already."""
         if step % self._every == 0 and not (self._folder / "exports" / str(step)).exists():
-            self._jobs.append(self._one_at_a_time.submit(self._export, step))
+            self._jobs[step] = self._one_at_a_time.submit(self._export, step)
 
     def close(self) -> None:
         """Stops what is still running."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from jaxllm.checkpoint.hf_convert import to_hf
 from jaxllm.commands.predict import tokenizer_of
 from jaxllm.data.tokenizer import BYTES, load_tokenizer
 from jaxllm.train import exports as module
-from jaxllm.train.exports import Exports
+from jaxllm.train.exports import Exports, exporting
 from jaxllm.train.loop import fit
 
 TEXTS = ["Grüße", "Ā and \0, U+0000", " a  b .\r\n\n don't", "日本語 🙂", "".join(map(chr, range(1, 0x250)))]
@@ -210,6 +211,21 @@ def test_training_does_not_wait_and_one_runs_at_a_time(tmp_path, monkeypatch):
     assert lines == [f"exported step {step} to {tmp_path / 'exports' / str(step)}" for step in (1, 2)]
 
 
+def test_a_checkpoint_waits_for_its_export_and_not_for_one_that_failed(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints/2").mkdir(parents=True)
+    monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", TWO_STEPS + "sys.exit(3)", str(tmp_path / "log")))
+    config = SimpleNamespace(checkpoint=SimpleNamespace(export_every_steps=2), run=SimpleNamespace(phase_timeout_s=60))
+    lines, checkpoints = [], SimpleNamespace(latest=None)
+    console = SimpleNamespace(say=lines.append)
+    with exporting(SimpleNamespace(config=config, stopped_by=None), checkpoints, tmp_path, console):
+        for step in (2, 3):
+            checkpoints.on_saved(step)
+        assert [checkpoints.is_awaited(step) for step in (1, 2, 3)] == [False, True, False]
+        (tmp_path / "go").touch()
+    assert not checkpoints.is_awaited(2)
+    assert lines == ["warning: checkpoint 2 was not exported (exit code 3)"]
+
+
 def test_a_start_exports_the_newest_checkpoint(tiny_config, run, tmp_path, capfd):
     """A run that was stopped may not have exported it."""
     folder = shutil.copytree(run, tmp_path / "run")
@@ -223,7 +239,7 @@ def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
     exports = Exports(tmp_path, 4, pytest.fail, 60)
     for step in (3, 4, 5):
         exports.begin(step)
-    assert exports._jobs == []
+    assert exports._jobs == {}
     exports.close()
 
 
@@ -233,5 +249,5 @@ def test_the_end_of_a_stopped_run_waits_for_none(tmp_path, monkeypatch):
     exports.begin(1)
     exports.begin(2)
     exports.close()
-    assert all(job.done() for job in exports._jobs)
+    assert all(job.done() for job in exports._jobs.values())
     assert exports._process is None or exports._process.returncode
