@@ -16,6 +16,7 @@ from gguf import GGUFWriter, SpecialVocab, TokenType
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.byte_tokenizer import byte_characters
+from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import DOCUMENT_END, Tokenizer, load_tokenizer
 from jaxllm.untrusted import read_json
 
@@ -42,7 +43,8 @@ END = "<|endoftext|>"
 
 
 def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_name: str) -> None:
-    """Writes the keys of the tokenizer in a folder: vocabulary, merges or scores, special tokens, chat template.
+    """Writes the keys of the tokenizer in a folder: vocabulary, merges or scores, special tokens, chat template and
+    the token that ends its turns.
 
     Args:
       vocab_size: that of the model, which may be larger.
@@ -77,11 +79,24 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
         special.merges = special.merges or [" ".join(2 * [byte_characters()[0]])]
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    template = _chat_template(folder)
+    if template is not None and isinstance(special.chat_template, str):
+        special.chat_template = template.source
+    turn = None if template is None else template.end_of_turn(tokenizer)
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "eot": turn}
     special.special_token_ids |= {name: number for name, number in ids.items() if number is not None}
     first = tokenizer.encode("a").tolist()[:1]
     special.add_special_token |= {"bos": first == [tokenizer.bos_id], "eos": False}
     special.add_to_gguf(writer, quiet=True)
+
+
+def _chat_template(folder: Path) -> ChatTemplate | None:
+    """That of a folder, by the rule of training, which differs from gguf's where two files have one. None if it is none."""
+    try:
+        return load_chat_template(folder)
+    except ConfigError:
+        # An export does not depend on it.
+        return None
 
 
 def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[TokenType]]:

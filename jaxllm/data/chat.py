@@ -20,7 +20,7 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.template_process import TemplateProcess, TemplateStopped, Wish
 from jaxllm.data.template_program import FAILED, NOT_JINJA, RENDERED
-from jaxllm.data.tokenizer import read_companion, token_text
+from jaxllm.data.tokenizer import Tokenizer, read_companion, token_text
 from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, reason_of, shown
 
 ASSISTANT = "assistant"
@@ -107,6 +107,21 @@ class ChatTemplate:
             if not self._has_marks:
                 raise
         return text, self._marked(messages, wanted, text, finder)
+
+    def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
+        """Special token that ends an answer. None if the template has none, or if it cannot be determined.
+
+        Raises:
+          ChatTemplateLimit: the template needs too much time or memory.
+        """
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+        try:
+            text, [(start, stop)] = self.render_answers(messages, {1}, tokenizer.special_tokens)
+        except ChatTemplateError:
+            return None
+        ((ids, _),) = tokenizer.encode_with_starts([text[start:stop]], parse_special=True)
+        # A special token decodes to nothing.
+        return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None
 
     def check(self) -> None:
         """Raises ConfigError if the source is not Jinja, or if compiling it needs too much time or memory."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError
+from jaxllm.data.chat import ChatTemplate
 from jaxllm.data.tokenizer import Tokenizer
 
 
@@ -80,17 +80,5 @@ def stop_ids(
     spelled = [text for text in stop_texts if text in tokenizer.special_tokens]
     found |= {int(ids[0]) for ids, _ in tokenizer.encode_with_starts(spelled, parse_special=True)}
     if template is not None:
-        found.add(_end_of_turn(tokenizer, template))
+        found.add(template.end_of_turn(tokenizer))
     return frozenset(token for token in found if isinstance(token, int))
-
-
-def _end_of_turn(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
-    """Special token that ends an answer. None if the template has none, or if it cannot be determined."""
-    messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
-    try:
-        text, [(start, stop)] = template.render_answers(messages, {1}, tokenizer.special_tokens)
-    except ChatTemplateError:
-        return None
-    ((ids, _),) = tokenizer.encode_with_starts([text[start:stop]], parse_special=True)
-    # A special token decodes to nothing.
-    return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None

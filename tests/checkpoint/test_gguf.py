@@ -409,6 +409,20 @@ def test_a_tokenizer_you_trained_gives_the_same_ids(name, tmp_path):
             assert model.tokenize(text.encode(), add_bos=True) == ours.encode(text).tolist()
 
 
+def test_the_end_of_a_turn_is_that_of_your_own_template(tmp_path):
+    """It is in chat_template.jinja, as a run keeps it, which comes before what the tokenizer came with."""
+    content, end, broken = trained(next(cuts())[1]), " your turn ", "{% if %}"
+    content["added_tokens"].append({**content["added_tokens"][1], "id": 313, "content": end})
+    own = "{% for one in messages %}{{ one.role + ': ' + one.content + '" + end + "' }}{% endfor %}"
+    cases = [(own, own, 313), ("{{ messages }}", "{{ messages }}", None), (broken, "{{ theirs }}", None)]
+    for number, (template, written, turn) in enumerate(cases):
+        source = with_tokenizer(tmp_path / f"{number}", content, chat_template="{{ theirs }}")
+        (source / "chat_template.jinja").write_text(template)
+        to_gguf(str(source), str(tmp_path / f"{number}.gguf"))
+        keys = keys_of(tmp_path / f"{number}.gguf")
+        assert (keys["tokenizer.chat_template"], keys.get("tokenizer.ggml.eot_token_id")) == (written, turn)
+
+
 class Again(dict):
     """Keys of a GGUF file as launch/get_smollm2.py reads them."""
 
