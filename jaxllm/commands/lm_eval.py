@@ -89,6 +89,8 @@ class JaxLLM(TemplateLM):
         bos = self._reader.bos_id
         self._bos = [bos] if bos is not None and self._reader.encode("").tolist()[:1] == [bos] else []
         self._template: ChatTemplate | None = None
+        # Hashes of the texts that the template has written.
+        self._conversations = set[int]()
         loaded = predict.open_model_for(model, overrides, predict.divisible(self.max_length, overrides), adapter)
         predict.say_model(say, loaded)
         self._generator = Generator(loaded.model)
@@ -127,11 +129,12 @@ class JaxLLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         text = self._conversation().render(chat_history, add_generation_prompt=add_generation_prompt)
-        if add_generation_prompt:
-            return text
-        # The task begins the answer, and the model continues it: without the end of its turn.
-        begun = chat_history[-1]["content"].strip()
-        return text[: text.rindex(begun) + len(begun)]
+        if not add_generation_prompt:
+            # The task begins the answer, and the model continues it: without the end of its turn.
+            begun = chat_history[-1]["content"].strip()
+            text = text[: text.rindex(begun) + len(begun)]
+        self._conversations.add(hash(text))
+        return text
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows, counts = [], []
@@ -175,20 +178,31 @@ class JaxLLM(TemplateLM):
         answers: dict[int, str] = {}
         encoded = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
 
+        def is_conversation(number: int) -> bool:
+            return hash(requests[number].args[0]) in self._conversations
+
         def alike(number: int) -> Hashable:
-            return repr(requests[number].args[1]), bucket(len(encoded[number]))
+            return repr(requests[number].args[1]), is_conversation(number), bucket(len(encoded[number]))
 
         for some in together(range(len(requests)), alike):
             for first in range(0, len(some), self._prompts):
                 numbers = some[first : first + self._prompts]
                 # A sample depends on the seed and its row: batches of one seed would repeat the samples of a repeated request.
-                texts = self._continue([encoded[number] for number in numbers], requests[numbers[0]].args[1], numbers[0])
+                template = self._template if is_conversation(numbers[0]) else None
+                prompts, options = [encoded[number] for number in numbers], requests[numbers[0]].args[1]
+                texts = self._continue(prompts, options, numbers[0], template)
                 for number, text in zip(numbers, texts, strict=True):
                     answers[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return [answers[number] for number in range(len(requests))]
 
-    def _continue(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> list[str]:
+    def _continue(
+        self, prompts: list[list[int]], options: dict[str, Any], seed: int, template: ChatTemplate | None
+    ) -> list[str]:
+        """
+        Args:
+          template: the one that wrote the prompts, whose answers also end with their turn.
+        """
         until = options.get("until") or []
         until = [text for text in ([until] if isinstance(until, str) else until) if text]
         new_tokens = next((int(options[key]) for key in NEW_TOKENS_KEYS if options.get(key)), NEW_TOKENS)
@@ -203,8 +217,7 @@ class JaxLLM(TemplateLM):
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         cut = {key: options[key] for key in ("top_p", "top_k") if options.get(key)} if temperature else {}
         sampling = Sampling(temperature=temperature, seed=seed, **cut)
-        # An answer in a conversation, which the harness has written by then, also ends with its turn.
-        ends = stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, self._template, until)
+        ends = stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, template, until)
         ids = [np.array(prompt, np.int32) for prompt in self._cut(prompts, self.max_length - new_tokens)]
         how = {"new_tokens": new_tokens, "sampling": sampling, "stop_ids": ends, "stop_texts": until}
         return [one.text for one in complete(self._generator, self._reader, ids, **how)]

@@ -124,7 +124,7 @@ def test_what_is_cut_is_counted(ours, caplog):
 
 
 def test_an_answer_in_a_conversation_ends_with_its_turn(folder, tmp_path):
-    """At the token by which the chat template ends a turn, which is not the EOS token."""
+    """At the token by which the chat template ends a turn, which is not the EOS token. A later one that is none does not."""
     options = ["parallel.data=1"]
     ids = jaxllm.generate(folder, "One", options, max_new_tokens=8)[0].ids
     end = next(number for number in ids[1:] if number not in ids[:1] and number not in b"One\0")
@@ -139,17 +139,25 @@ def test_an_answer_in_a_conversation_ends_with_its_turn(folder, tmp_path):
     model = JaxLLM(chat, options)
     asked = requests("generate_until", [("One", {"until": [], "max_gen_toks": 8})])
     seen = []
-    module_complete, module.complete = module.complete, lambda *a, **k: seen.extend(module_complete(*a, **k)) or seen[-1:]
+
+    def complete(*arguments, **options):
+        found = real(*arguments, **options)
+        seen.append((found[0], options["stop_ids"]))
+        return found
+
+    real, module.complete = module.complete, complete
     try:
         model.generate_until(asked)
         assert model.apply_chat_template([{"role": "user", "content": "One"}]) == "One"
         model.generate_until(asked)
+        model.generate_until(requests("generate_until", [("Two", {"until": [], "max_gen_toks": 8})]))
     finally:
-        module.complete = module_complete
-    assert [one.ids for one in seen] == [ids, ids[: ids.index(end) + 1]]
-    assert [one.ended_by for one in seen] == ["length", "stop_token"]
+        module.complete = real
+    assert [one.ids for one, _ in seen[:2]] == [ids, ids[: ids.index(end) + 1]]
+    assert [one.ended_by for one, _ in seen[:2]] == ["length", "stop_token"]
+    assert [ends for _, ends in seen] == [{0}, {0, end}, {0}]
     (answer,) = jaxllm.generate(chat, "One", options, chat=True, max_new_tokens=8)
-    assert answer.ids == seen[-1].ids
+    assert answer.ids == seen[1][0].ids
 
 
 def test_a_tokenizer_with_bos_is_read_as_transformers_does(folder, tmp_path):
