@@ -22,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -86,9 +86,9 @@ class ShardCache:
 
     def make_room(self, size: int, may_remove: bool) -> bool:
         """Whether a shard of so many bytes fits. Removes those that were read longest ago: any, if it may, so that it does;
-        otherwise those of folders that no process has open.
+        otherwise those of folders that no process has open, if that makes enough room.
         """
-        with self._lock:
+        with self._lock, ExitStack() as locks:
             there = []
             for file in self.folder.glob(f"*/*{RECORDS}"):
                 try:
@@ -96,16 +96,25 @@ class ShardCache:
                 except FileNotFoundError:
                     continue
                 there.append((found.st_mtime_ns, found.st_size, file))
-            total = size + sum(bytes_there for _, bytes_there, _ in there)
+            closed: dict[Path, bool] = {}
+
+            def may_go(file: Path) -> bool:
+                if not may_remove and file.parent not in closed:
+                    closed[file.parent] = locks.enter_context(_keeping_closed(file.parent))
+                return not self._used[file] and (may_remove or closed[file.parent])
+
+            excess, dropped = size + sum(bytes_there for _, bytes_there, _ in there) - self._most_bytes, []
             for _, freed, file in sorted(there):
-                if total <= self._most_bytes:
-                    break
-                if not self._used[file] and (may_remove or _is_closed(file.parent)):
-                    file.unlink(missing_ok=True)
-                    total -= freed
+                if excess > 0 and may_go(file):
+                    dropped.append(file)
+                    excess -= freed
+            if excess > 0 and not may_remove:
+                return False
+            for file in dropped:
+                file.unlink(missing_ok=True)
             for close in self._closers if may_remove else ():
                 close()
-            return may_remove or total <= self._most_bytes
+            return True
 
     def warn_if_small(self, address: str, size: int) -> None:
         if size > self._most_bytes:
@@ -349,11 +358,14 @@ def locked(file: Path, wait: bool) -> Iterator[bool]:
         yield True
 
 
-def _is_closed(folder: Path) -> bool:
-    """Whether no process has the folder open. False where the disk has no locks."""
-    try:
-        with open(folder / IN_USE, "w") as file:
+@contextmanager
+def _keeping_closed(folder: Path) -> Iterator[bool]:
+    """Whether no process has the folder open; then none opens it inside. False where the disk has no locks."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(folder / IN_USE, "w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+            is_closed = True
+        except OSError:
+            is_closed = False
+        yield is_closed

@@ -1,5 +1,6 @@
 """Prepared folders of stores, through the cache, against the same folder on a disk."""
 
+import fcntl
 import gc
 import json
 import os
@@ -13,7 +14,7 @@ from store_servers import Hub, Server, s3, s3_environment, serving
 from tiny import TINY
 
 from jaxllm.config import ConfigError, load_config
-from jaxllm.data import stores
+from jaxllm.data import cached, stores
 from jaxllm.data.cached import ShardCache
 from jaxllm.data.prepare import prepare
 from jaxllm.data.prepared import PreparedDocuments, _Readers
@@ -280,6 +281,25 @@ def test_what_was_read_longest_ago_leaves_first_and_what_is_read_stays(store, tm
     filled()
 
 
+def test_a_folder_cannot_be_opened_while_its_shards_are_removed(tmp_path, monkeypatch):
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left/0.array_record").write_bytes(b"?")
+    real, seen = Path.unlink, []
+
+    def unlink(self, **options):
+        with open(self.parent / cached.IN_USE, "w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        seen.append(self.name)
+        real(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        assert ShardCache(tmp_path, 1).make_room(1, may_remove=False)
+    assert seen == ["0.array_record"]
+    with open(tmp_path / "left" / cached.IN_USE, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_a_cache_full_of_another_folder_is_filled_in_advance_unless_a_process_has_that_open(store, folder, tmp_path):
     for file in folder.iterdir():
         if file.is_file():
@@ -303,7 +323,15 @@ def test_a_cache_full_of_another_folder_is_filled_in_advance_unless_a_process_ha
         return {name: found.count(name) for name in ("other", "prepared")}
 
     count = len(list(folder.glob("*.array_record")))
-    # In the background nothing is removed that a process may read next.
+    # In the background nothing is removed that a process may read next, nor where it does not make enough room.
+    cache = ShardCache(tmp_path / "cache", size)
+    (tmp_path / "cache/left").mkdir()
+    left = tmp_path / "cache/left/0.array_record"
+    left.write_bytes(b"?")
+    assert not cache.make_room(1, may_remove=False)
+    assert left.exists()
+    assert cache.make_room(0, may_remove=False)
+    assert not left.exists()
     assert first_batch() == {"other": count - 1, "prepared": 1}
     assert read_all(PreparedDocuments(old)) == expected
     filled()
