@@ -30,7 +30,7 @@ from jaxllm.train.batch_growth import resumed
 from jaxllm.train.console import Console
 from jaxllm.train.epilogue import conclude, record_evaluation
 from jaxllm.train.exports import exporting
-from jaxllm.train.given import Batches
+from jaxllm.train.given import Batches, Given, adopted
 from jaxllm.train.memory_check import explain_out_of_memory
 from jaxllm.train.messages import by_source, describe_phase, noise_note, print_header, what_went_wrong, who_was_left_out
 from jaxllm.train.metrics import Record, Sink, open_sinks
@@ -68,7 +68,7 @@ def fit(
         folder = make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
-        stored, resumes = stack.enter_context(store_of(config, folder))
+        stored, resumes = stack.enter_context(store_of(adopted(config, Given(batches, loss, optimizer)), folder))
         leads, joined = stack.enter_context(joined_checkpoints(folder, config.checkpoint, stored))
         resumes = resumes or (joined is not None and joined.has_parts_of_one())
         given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
