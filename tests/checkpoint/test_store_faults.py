@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,6 +290,25 @@ def test_a_store_that_is_busy_for_a_moment_changes_nothing(
     with moment("restore"):
         assert_a_new_machine_takes(4, place, here, config, tmp_path / "new")
     assert list(place.steps()) == [4]
+    assert [record.message for record in caplog.records if record.name.startswith("jaxllm")] == []
+
+
+def test_a_store_that_throttles_each_request_once_and_is_slow_is_only_slower(place, door, here, tiny_config, tmp_path, caplog):
+    """All requests of a run: lock, copies, retention, and the restore on a new machine."""
+    config, asked, gate = tiny_config(), Counter(), threading.Lock()
+
+    def rule(method, path):
+        time.sleep(0.02)
+        with gate:
+            asked[method, path] += 1
+            return (503, SLOW_DOWN) if asked[method, path] % 2 else None
+
+    door.rule = rule
+    with copier(place, here, config, keep=1) as stored:
+        copy(stored, 2, 4)
+    assert_a_new_machine_takes(4, place, here, config, tmp_path / "new")
+    assert list(place.steps()) == [4]
+    assert len(asked) > 10
     assert [record.message for record in caplog.records if record.name.startswith("jaxllm")] == []
 
 
