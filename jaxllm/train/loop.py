@@ -70,9 +70,8 @@ def fit(
             stack.enter_context(signals)
         stored, resumes = stack.enter_context(store_of(adopted(config, Given(batches, loss, optimizer)), folder))
         leads, joined = stack.enter_context(joined_checkpoints(folder, config.checkpoint, stored))
-        resumes = resumes or (joined is not None and joined.has_parts_of_one())
         given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
-        trainer = advice.trainer = Trainer(config, **given, resumes=resumes)
+        trainer = advice.trainer = Trainer(config, **given, resumes=resumes or (joined is not None and joined.has_parts()))
         stack.callback(trainer.close)
         require = stack.enter_context(hold_run_dir(folder, leads))
         asked, config = config, trainer.config
