@@ -64,12 +64,13 @@ class JoinedCheckpoints(StoredCheckpoints):
         super().__init__(store, lock, run_dir, config)
         self.shares = HostShares(run_dir, config, self._store)
         self._groups, self._begun = groups, set[int]()
-        self._is_first_choice, self._may_have_left = True, True
+        self._may_have_left = True
         # (step, intact parts here, number of parts) of the newest one that other hosts, or a backup, may complete.
         self._lacking: tuple[int, int, int] | None = None
         self.safe_in = f"{self.shares.home} of each host"
         probe = f"{PARTS}/{self.shares.start}-{jax.process_index()}"
         _together(lambda: (self._store.write(probe, b"{}"), self._store.remove([probe])), store)
+        self._on_main(self._remove_partial)
 
     def close(self) -> None:
         self.shares.close()
@@ -126,9 +127,6 @@ class JoinedCheckpoints(StoredCheckpoints):
 
     def _next(self, require: Callable[[], None], accept: Callable[[str, Meta], None], said: list[str]) -> int | None:
         """The newest step of the store that was not tried yet, the same on all processes."""
-        if self._is_first_choice:
-            self._is_first_choice = False
-            self._on_main(self._remove_partial)
         if self._may_have_left:
             # Again after the newest of them has proved damaged.
             whole, untried = self._on_main(lambda: (self._whole(), self._untried()))
@@ -145,7 +143,7 @@ class JoinedCheckpoints(StoredCheckpoints):
         found = _together(lambda: ask() if distributed.is_main_process() else None, self._store)
         return parse_json(distributed.broadcast(json.dumps(found)))
 
-    def has_parts_of_one(self) -> bool:
+    def has_parts(self) -> bool:
         """Whether these hosts have all parts of a checkpoint, which `choose` copies. All processes call it together."""
         return any(len(places) == one[2] for one, places in self._parts_left()[0].items())
 

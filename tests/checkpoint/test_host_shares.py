@@ -15,7 +15,6 @@ import pytest
 import yaml
 from outside import free_port, wait_until
 from run_files import saved_state, steps_of
-from store_servers import s3_door
 from tiny import TINY
 
 from jaxllm.cli import app
@@ -34,12 +33,6 @@ FIRST = """
 from jaxllm.checkpoint import disk_groups, host_shares, stored_checkpoints
 disk_groups.SHARED_LIMIT_S, host_shares.LOOK_S, stored_checkpoints.WAITS_S = 1.0, 0.05, (0.01,)
 """
-
-
-@pytest.fixture(scope="module")
-def door():
-    with s3_door("runs") as door:
-        yield door
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from hosts_in_threads import Run, plain_copy, values_in, whole_values, write_part
-from store_servers import Server, committed, forget_clients, gcs, s3_door, serving
+from store_servers import Server, committed, forget_clients, gcs, serving
 
 from jaxllm.checkpoint import disk_groups
 from jaxllm.checkpoint.files import describe_run, saved_steps
@@ -24,18 +24,11 @@ pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.fixture(scope="module")
-def door():
-    with s3_door("runs") as door:
-        yield door
-
-
 @pytest.fixture
-def store(door, request, monkeypatch):
+def store(bucket, monkeypatch):
     """An empty store. s3fs asks once."""
     monkeypatch.setattr(type(filesystem("s3")), "retries", 1)
-    yield Store("s3://runs/" + re.sub(r"\W", "-", request.node.name))
-    door.rule = None
+    return Store(bucket)
 
 
 @pytest.fixture
@@ -264,7 +257,7 @@ def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_parts(door
         run.save(2)
         assert run.copy(2) is not None
     run.end()
-    assert run.on_all(lambda rank: run.joined[rank].has_parts_of_one()) == [True] * 3
+    assert run.on_all(lambda rank: run.joined[rank].has_parts()) == [True] * 3
     rest = f"and {store.address} has no checkpoint: start the run on all hosts that have its parts"
     with pytest.raises(ConfigError, match=rf"^\S*/a/shares of each host has 2 of the 3 parts of checkpoint 2 intact, {rest}"):
         start("a", "b")
@@ -281,7 +274,7 @@ def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_parts(door
 def test_parts_of_a_first_save_that_never_ended_do_not_refuse_a_start(start, store, tmp_path):
     run = start("a", "b")
     run.save(2, ranks=[0])
-    assert run.on_all(lambda rank: run.joined[rank].has_parts_of_one()) == [False] * 2
+    assert run.on_all(lambda rank: run.joined[rank].has_parts()) == [False] * 2
     run.end()
     run = start("a", "b")
     assert (run.latest, run.said) == (None, [])
@@ -429,6 +422,10 @@ def test_a_part_that_is_deleted_under_its_copy_commits_nothing(start, store, tmp
     assert committed(store) == []
     shutil.rmtree(run.joined[1].shares.folder / "2")
     assert "it was deleted before it was copied, for process 1 on" in str(run.copy(2))
+    run.end()
+    assert [*store.steps()] == [2]
+    assert start("a", "b").latest is None
+    assert store.steps() == {}
 
 
 def test_a_damaged_checkpoint_of_the_store_counts_as_the_newest_for_memory(start, store, tmp_path):

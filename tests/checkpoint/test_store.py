@@ -20,7 +20,7 @@ import pytest
 import yaml
 from outside import free_port, wait_until
 from run_files import saved_state, steps_of
-from store_servers import gcs_door, s3_door
+from store_servers import gcs_door
 
 from jaxllm.checkpoint import held_store, manager, run_lock, store, stored_checkpoints
 from jaxllm.checkpoint.checksums import describe_files
@@ -43,20 +43,6 @@ CHECKOUT = Path(__file__).parents[2]
 COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "data.held_out_fraction=0.0")
 MESH = ("run.cpu_devices=8", "parallel.data=8", "parallel.zero=3", *COMMON)
 OTHER_MESH = ("run.cpu_devices=8", "parallel.data=4", "parallel.tensor=2", *COMMON)
-
-
-@pytest.fixture(scope="module")
-def door():
-    with s3_door("runs") as door:
-        yield door
-
-
-@pytest.fixture
-def bucket(door, request):
-    """The address of an empty store."""
-    yield "s3://runs/" + re.sub(r"\W", "-", request.node.name)
-    door.rule = None
-    door.failures.clear()
 
 
 def objects(door, address) -> dict[str, int]:

@@ -14,7 +14,6 @@ import pytest
 import store_servers
 import yaml
 from run_files import saved_state, steps_of
-from store_servers import s3_door
 
 from jaxllm.checkpoint import stored_checkpoints
 from jaxllm.checkpoint.files import describe_run, saved_steps
@@ -32,19 +31,6 @@ pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 MESH = ("run.cpu_devices=8", "parallel.data=8", "optimizer.schedule=constant", "data.held_out_fraction=0.0", "train.steps=6")
 SOME = ("checkpoint.every_steps=1", "checkpoint.store_every_steps=2", "checkpoint.asynchronous=false")
-
-
-@pytest.fixture(scope="module")
-def door():
-    with s3_door("runs") as door:
-        yield door
-
-
-@pytest.fixture
-def bucket(door, request):
-    """The address of an empty store."""
-    yield "s3://runs/" + re.sub(r"\W", "-", request.node.name)
-    door.rule = None
 
 
 def committed(address) -> list[int]:
