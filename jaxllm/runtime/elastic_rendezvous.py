@@ -62,12 +62,19 @@ class Elastic:
     Args:
       layout: (processes of each host that is there) -> keys of the config for them, as JSON; None if it cannot train there.
       too_few: (processes of each host of the launch) -> whether the config's mesh has more devices than all of them.
+      why_none: (processes of each host that is there) -> why no layout fits them, and what to change.
+      sites: number of groups of consecutive hosts that a slow network connects (replicas). Whole ones are taken first, and the
+        hosts of one have consecutive ranks.
     """
 
     least_hosts: int
     wait_s: float
     layout: Callable[[Sequence[Sequence[ProcessInfo]]], str | None]
     too_few: Callable[[Sequence[Sequence[ProcessInfo]]], bool] = lambda hosts: False
+    why_none: Callable[[Sequence[Sequence[ProcessInfo]]], str] = lambda hosts: (
+        "the batch does not divide over them, or their memory is too small"
+    )
+    sites: int = 1
 
 
 def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) -> tuple[Answer, WaitingRoom | None]:
@@ -140,6 +147,11 @@ def complete_hosts(launch: Launch, there: Collection[int]) -> list[list[int]]:
     return [ranks for ranks in by_host.values() if set(ranks) <= set(there)]
 
 
+def site_of(rank: int, count: int, sites: int) -> int:
+    """The group of hosts (Elastic.sites) of a rank of the launch, which has `count` processes."""
+    return rank * sites // count
+
+
 class _GivesWay(Exception):
     """Another process leads.
 
@@ -177,13 +189,26 @@ class _Patient(Rendezvous):
         home = next((ranks for ranks in hosts if self.own.rank in ranks), None)
         if home is None:
             return []
-        return [home, *(ranks for ranks in hosts if ranks != home and not why_incompatible(self._numbered([*home, *ranks])))]
+        fit = [ranks for ranks in hosts if ranks != home and not why_incompatible(self._numbered([*home, *ranks]))]
+        return [home, *sorted(fit, key=lambda ranks: self._order(ranks[0], [home, *fit]))]
+
+    def _order(self, rank: int, hosts: Sequence[Sequence[int]]) -> tuple[bool, bool, int]:
+        """Sort key of a process: this one's site first, and then whole ones."""
+        site = self._site(rank)
+        present = sum(len(ranks) for ranks in hosts if self._site(ranks[0]) == site)
+        return site != self._site(self.own.rank), present < self.own.count // self._elastic.sites, rank
+
+    def _site(self, rank: int) -> int:
+        return site_of(rank, self.own.count, self._elastic.sites)
 
     def layout(self, hosts: Sequence[Sequence[int]]) -> str | None:
         return self._elastic.layout([[self.infos[rank] for rank in ranks] for ranks in hosts])
 
     def too_few(self, hosts: Sequence[Sequence[int]]) -> bool:
         return self._elastic.too_few([[self.infos[rank] for rank in ranks] for ranks in hosts])
+
+    def why_none(self, hosts: Sequence[Sequence[int]]) -> str:
+        return self._elastic.why_none([[self.infos[rank] for rank in ranks] for ranks in hosts])
 
     def _numbered(self, ranks: Sequence[int]) -> list[ProcessInfo]:
         return [replace(self.infos[rank], rank=number) for number, rank in enumerate(ranks)]
@@ -237,8 +262,8 @@ class _Leader(_Patient):
                     return chosen
                 if len(hosts) >= (least := self._elastic.least_hosts):
                     sentence = (
-                        f"No layout fits {len(hosts)} hosts or fewer, down to launch.least_hosts={least} (the batch does not "
-                        f"divide over them, or their memory is too small)"
+                        f"No layout fits {len(hosts)} hosts or fewer, down to launch.least_hosts={least} "
+                        f"({self.why_none(hosts)})"
                     )
                     if whole:
                         raise ConfigError(f"{sentence}, and the launcher started no more.")
@@ -271,7 +296,8 @@ class _Leader(_Patient):
         return None
 
     def _release(self, ranks: list[int], layout: str) -> Answer:
-        ranks.sort(key=lambda rank: (rank != self.own.rank, rank))
+        own_site = self._site(self.own.rank)
+        ranks.sort(key=lambda rank: (self._site(rank) != own_site, self._site(rank), rank != self.own.rank, rank))
         absent = list(dict.fromkeys(host for rank, host in enumerate(self.launch.hosts) if rank not in ranks))
         attempt = max(self.infos[rank].attempt for rank in ranks)
         # Closed before JAX opens it: another program could take it between, and the supervisors would start all again.

@@ -3,7 +3,8 @@
     trainer's start      meet(config); config = adapted(config)
 
 The model, the global batch and the order of the samples stay; mesh and microbatch may change, and ZeRO level, schedule and
-remat where nothing fits otherwise.
+remat where nothing fits otherwise. A run with replicas (parallel.replica) may lose some: those whose hosts are all there keep
+their mesh, and otherwise the planner looks for one with as many replicas as possible.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +25,7 @@ from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig
 from jaxllm.cost_model.hardware import find_gpu, gpu_from_device_kind
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.runtime import distributed, progress
-from jaxllm.runtime.elastic_rendezvous import Elastic
+from jaxllm.runtime.elastic_rendezvous import Elastic, site_of
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.xla_flags import gpu_kinds
 from jaxllm.untrusted import Whole, checked, parse_json
@@ -57,7 +60,10 @@ def rules(config: Config) -> Elastic | None:
     least, wait_s = config.launch.least_hosts, config.launch.wait_s
     if least is None:
         return None
-    return Elastic(least, wait_s, partial(layout_here, config), partial(too_few, config))
+    own_networks = config.parallel.replica if _apart(config) else 1
+    return Elastic(
+        least, wait_s, partial(layout_here, config), partial(too_few, config), partial(why_none, config), own_networks
+    )
 
 
 def too_few(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> bool:
@@ -72,7 +78,37 @@ def layout_here(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str |
     if len(set(devices)) > 1:
         return None
     kinds = () if _on_cpu(hosts) else gpu_kinds()
-    return layout(config, len(hosts), devices[0], kinds[0] if kinds else "")
+    return layout(config, len(hosts), devices[0], kinds[0] if kinds else "", _together(config, hosts, devices[0]))
+
+
+def _together(config: Config, hosts: Sequence[Sequence[ProcessInfo]], per_host: int) -> list[int]:
+    """The number of these hosts that each replica of the launch had; [] if it is not known, or does not matter."""
+    if not _apart(config):
+        return []
+    count = hosts[0][0].count
+    if _wanted(config) not in (0, count // len(hosts[0]) * per_host):
+        # A launch of fewer hosts than the mesh has does not tell which of them were a replica's.
+        return []
+    return list(Counter(site_of(one[0].rank, count, config.parallel.replica) for one in hosts).values())
+
+
+def why_none(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str:
+    """Why no layout fits these hosts, and what to change, for the log."""
+    devices, replicas = sum(_devices(config, hosts)), config.parallel.replica
+    left = min(devices * replicas // _wanted(config), replicas) if _wanted(config) else replicas
+    uneven = [batch for batch in config.batches if left and batch % left]
+    if replicas == 1 or not uneven:
+        return "the batch does not divide over them, or their memory is too small"
+    apart = ", and one replica of several would use the slow network between them in every step" if _apart(config) else ""
+    return (
+        f"{uneven[0]} sequences cannot be shared by {left} replicas{apart}: with a train.global_batch_sequences that {left} "
+        f"divides they train on"
+    )
+
+
+def _apart(config: Config) -> bool:
+    """Whether a slow network connects the replicas, so that one never has hosts of two. DiLoCo is for such networks alone."""
+    return config.parallel.names_replica_network or (config.parallel.replica > 1 and config.train.diloco_steps is not None)
 
 
 def _on_cpu(hosts: Sequence[Sequence[ProcessInfo]]) -> bool:
@@ -105,13 +141,55 @@ def absent_hosts(given: Config) -> int:
     return max(len(distributed.absent_hosts()), room - here)
 
 
-def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> str | None:
-    """The fastest layout that fits by the step-time model, as JSON, with AS_BEFORE kept if that leaves any; None if none fits.
+def layout(config: Config, hosts: int, per_host: int, device_kind: str = "", together: Sequence[int] = ()) -> str | None:
+    """A layout for these devices, as JSON; None if none fits.
+
+    With as many devices as some of the config's replicas have, it is that of these replicas. Otherwise it is the fastest by the
+    step-time model, with AS_BEFORE kept if that leaves any, of the largest number of replicas with which any fits.
 
     Args:
       per_host: devices of each host.
       device_kind: theirs, as JAX names it.
+      together: number of hosts of each replica before. A slow network connects these groups, so a replica has hosts of one of
+        them only, and no part of a host unless it had before. Default: each host alone.
     """
+    devices, before = hosts * per_host, _wanted(config) // config.parallel.replica
+    groups = [per_host * count for count in together or [1] * hosts]
+    for replicas in _numbers_of_replicas(config, devices):
+        own = devices // replicas
+        if _apart(config) and (any(group % own for group in groups) or own < min(per_host, before)):
+            continue
+        if any(batch % replicas for batch in config.batches):
+            continue
+        fewer = config.model_copy(update={"parallel": config.parallel.model_copy(update={"replica": replicas})})
+        same = _same_mesh(config, fewer) if own == before and config.parallel.replica > 1 else None
+        if found := same or _fastest(fewer, hosts, per_host, device_kind):
+            return found
+    return None
+
+
+def _numbers_of_replicas(config: Config, devices: int) -> list[int]:
+    """Those to try, in their order: first that of the config's own replicas, then from the largest."""
+    most = config.parallel.replica
+    numbers = [replicas for replicas in range(most, 0, -1) if devices % replicas == 0]
+    return sorted(numbers, key=lambda replicas: devices * most != replicas * _wanted(config))
+
+
+def _same_mesh(config: Config, fewer: Config) -> str | None:
+    """The layout of fewer of the config's replicas, with as large a microbatch as divides and is not above the config's."""
+    ranks = fewer.data_ranks
+    for microbatch in range(config.microbatch_sequences, 0, -1):
+        if any(batch % (ranks * microbatch) for batch in config.batches):
+            continue
+        with suppress(ConfigError):
+            text = _as_text(fewer.parallel, microbatch)
+            with_layout(config, text).resolve(fewer.devices)
+            return text
+    return None
+
+
+def _fastest(config: Config, hosts: int, per_host: int, device_kind: str) -> str | None:
+    """The planner's layout."""
     gpu = gpu_from_device_kind(device_kind)
     for keep in (AS_BEFORE, AS_BEFORE[:-1], ()):
         options = SearchOptions(best=1, keep=keep, device_bytes=None if gpu else float("inf"))
@@ -120,10 +198,12 @@ def layout(config: Config, hosts: int, per_host: int, device_kind: str = "") -> 
         except ConfigError:
             continue
         if plan.candidates:
-            best = plan.best
-            parallel = best.parallel.model_dump(mode="json")
-            return json.dumps({"parallel": parallel, "microbatch_sequences": best.train.microbatch_sequences})
+            return _as_text(plan.best.parallel, plan.best.train.microbatch_sequences)
     return None
+
+
+def _as_text(parallel: ParallelConfig, microbatch_sequences: int | None) -> str:
+    return json.dumps({"parallel": parallel.model_dump(mode="json"), "microbatch_sequences": microbatch_sequences})
 
 
 def adapted(config: Config) -> Config:
@@ -172,7 +252,9 @@ def describe(given: Config, config: Config) -> str:
     returns = ("it returns" if count == 1 else "they return") if named else "the launcher starts all"
     before, now = (c.num_microbatches if c.parallel.data != AUTO else None for c in (given, config))
     of = f", not {before}" if before not in (None, now) else ""
+    replicas, left = given.parallel.replica, config.parallel.replica
+    how = f"with {left} of {replicas} replicas" if left < replicas else "without"
     return (
-        f"{who} {'is' if count == 1 else 'are'} missing: training on without, the same batches in {now} "
+        f"{who} {'is' if count == 1 else 'are'} missing: training on {how}, the same batches in {now} "
         f"microbatch{'es' if now != 1 else ''}{of}; with all again when {returns}"
     )

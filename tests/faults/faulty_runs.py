@@ -35,6 +35,8 @@ PACE_S = 0.2
 """Pause before each step, to leave time for a fault."""
 SLOW_SAVE_S = 1.0
 SLOW_COMPILATION_S = 5.0
+SECOND_WAIT_S = 3.0
+"""launch.wait_s of the start after the first fault. All other starts have to wait for all."""
 TRAINS = "told process 0 of a step"
 FIRST_BAD_BATCH = 4
 """Index in a launch, from 0: some steps and a save come before it."""
@@ -61,6 +63,7 @@ COMMON = (
 # jaxllm train, at a fixed pace, with one fault. It bypasses Python's buffers to print its progress: several threads print.
 PROGRAM = f"""
 import errno, os, sys, time
+from dataclasses import replace
 from jaxllm import cli
 from jaxllm.runtime import peer_monitor
 from jaxllm.checkpoint.manager import Checkpoints
@@ -70,7 +73,7 @@ from jaxllm.train.trainer import Trainer
 pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
 advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
 list_files, beat, first_batch, trains = Checkpoints._list_files, peer_monitor.PeerMonitor._beat, None, False
-saves = 0
+saves, rules = 0, fewer_hosts.rules
 
 def say(words):
     os.write(1, f"{{words}}\\n".encode())
@@ -102,6 +105,10 @@ def plan(*_):
     say("planning")
     time.sleep(1000)
 
+def waits_briefly_once(config):
+    found = rules(config)
+    return replace(found, wait_s={SECOND_WAIT_S}) if os.environ.get("JAXLLM_ATTEMPT") == "1" else found
+
 def read(self, step):
     global first_batch
     first_batch = step if first_batch is None else first_batch
@@ -123,6 +130,8 @@ def beat_and_say(self):
 Trainer.advance, Trainer.compile_step, peer_monitor.PeerMonitor._beat = at_its_pace, said, beat_and_say
 if fault == "slow save":
     Checkpoints._list_files = slowly
+elif fault == "short second wait":
+    fewer_hosts.rules = waits_briefly_once
 elif fault == "endless save and planning":
     Checkpoints._list_files, fewer_hosts.layout = never_done, plan
 elif fault.endswith("data"):
@@ -134,8 +143,8 @@ cli.main()
 
 
 class Run:
-    def __init__(self, folder: Path, text_file: Path):
-        self.dir = folder / "run"
+    def __init__(self, folder: Path, text_file: Path, name: str = "run"):
+        self.dir = folder / name
         self._recipe, self._program = folder / "tiny.yaml", folder / "disturbed.py"
         self._recipe.write_text(yaml.safe_dump(TINY | {"data": {"source": "files", "paths": [str(text_file)]}}))
         self._program.write_text(PROGRAM)

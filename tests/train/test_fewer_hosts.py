@@ -148,5 +148,105 @@ def test_fewer_devices_than_the_mesh_get_a_layout(tiny_config, monkeypatch, capl
     assert "3 devices, and the mesh has 4: training in a layout for those." in caplog.text
 
 
+# ------------------------------------------------------------------------------------------------------------------ replicas
+
+DILOCO = ("train.diloco_steps=4",)
+SLOW = ("parallel.replica_gbit_per_s=10",)
+
+
+def processes(of, ranks, each=1):
+    """Hosts of so many processes, by the rank of the first, in a launch of `of` processes."""
+    return [[SimpleNamespace(cpu=True, gpus=None, count=of, rank=rank + k) for k in range(each)] for rank in ranks]
+
+
+@pytest.mark.parametrize("more", [(), DILOCO, SLOW], ids=str)
+@pytest.mark.parametrize(
+    ("replicas", "mesh", "hosts", "per_host", "left", "microbatch"),
+    [
+        (4, ("parallel.data=1",), 3, 1, 3, 1),
+        (4, ("parallel.data=1",), 2, 1, 2, 1),
+        (4, ("parallel.data=2", "parallel.zero=3"), 3, 2, 3, 1),
+        (4, ("parallel.data=1", "train.microbatch_sequences=3"), 3, 1, 3, 2),
+        (4, ("parallel.data=1", "train.microbatch_sequences=null"), 3, 1, 3, 4),
+        (6, ("parallel.pipe=2", "parallel.data=1", "parallel.schedule=gpipe"), 4, 2, 4, 1),
+    ],
+)
+def test_replicas_that_are_left_keep_their_mesh(
+    tiny_config, monkeypatch, more, replicas, mesh, hosts, per_host, left, microbatch
+):
+    """Nothing is searched. A larger share of the batch is more microbatches, not larger ones."""
+    monkeypatch.setattr(fewer_hosts, "search", pytest.fail)
+    config = tiny_config(*BATCH, f"parallel.replica={replicas}", *mesh, *more)
+    found = with_layout(config, layout(config, hosts, per_host)).resolve(hosts * per_host)
+    assert found.parallel == config.parallel.model_copy(update={"replica": left})
+    assert found.train == config.train.model_copy(update={"microbatch_sequences": microbatch})
+    assert found.model_dump(exclude={"parallel", "train"}) == config.model_dump(exclude={"parallel", "train"})
+    assert found.num_microbatches * found.microbatch_rows == 24
+
+
+@pytest.mark.parametrize(
+    ("more", "hosts", "per_host", "together", "expected"),
+    [
+        # 32 sequences over three: one replica, but not over a slow network.
+        ((), 3, 1, (), 1),
+        (DILOCO, 3, 1, (), None),
+        (SLOW, 3, 1, (), None),
+        # Two halves of the first replica, and a whole one: replicas of half the size are too many.
+        (SLOW, 3, 2, (1, 2), None),
+        # Each replica has lost one of its hosts.
+        (SLOW, 4, 2, (1, 1, 1, 1), 4),
+        (DILOCO, 2, 2, (1, 1), 2),
+        # As many devices as a replica had, on hosts of two of them, or of one.
+        (SLOW, 2, 2, (1, 1), 2),
+        (SLOW, 2, 2, (2,), 1),
+        (DILOCO, 2, 2, (2,), 1),
+        # One host alone.
+        (SLOW, 1, 2, (1,), 1),
+    ],
+)
+def test_no_replica_has_hosts_of_two(tiny_config, more, hosts, per_host, together, expected):
+    sizes = "parallel.data=4" if per_host == 2 else "parallel.data=1"
+    batch = ("train.global_batch_sequences=32", "train.microbatch_sequences=1", "train.sequence_length=48")
+    config = tiny_config(*batch, "parallel.replica=4", sizes, *more)
+    text = layout(config, hosts, per_host, together=together)
+    assert (text and with_layout(config, text).resolve(hosts * per_host).parallel.replica) == expected
+
+
+def test_hosts_are_of_the_replica_that_their_rank_says(tiny_config):
+    """Two replicas of two hosts. What a launch of three hosts has is not known."""
+
+    def replicas(hosts, devices=2):
+        config = tiny_config(*BATCH, f"run.cpu_devices={devices}", "parallel.replica=2", "parallel.data=4", *DILOCO)
+        text = layout_here(config, hosts)
+        return text and json.loads(text)["parallel"]["replica"]
+
+    assert [replicas(processes(4, ranks)) for ranks in ((0, 1), (2, 3), (1, 2), (3,), (0, 2, 3))] == [1, 1, 2, 1, None]
+    assert [replicas(processes(8, ranks, each=2), 1) for ranks in ((4, 6), (2, 4))] == [1, 2]
+    assert replicas(processes(3, (0, 1))) == 2
+
+
+def test_what_cannot_be_shared_is_named(tiny_config):
+    config = tiny_config(
+        "train.global_batch_sequences=32", "run.cpu_devices=1", "parallel.replica=4", "parallel.data=1", *DILOCO
+    )
+    assert fewer_hosts.why_none(config, processes(4, range(3))) == (
+        "32 sequences cannot be shared by 3 replicas, and one replica of several would use the slow network between them in "
+        "every step: with a train.global_batch_sequences that 3 divides they train on"
+    )
+    assert fewer_hosts.why_none(config, processes(4, range(2))).startswith("the batch does not divide over them, or")
+    hybrid = config.model_copy(update={"train": config.train.model_copy(update={"diloco_steps": None})})
+    assert "slow" not in fewer_hosts.why_none(hybrid, processes(4, range(3)))
+
+
+def test_the_log_says_how_many_replicas_are_left(tiny_config, monkeypatch):
+    given = tiny_config(*BATCH, "parallel.replica=4", "parallel.data=1", "launch.least_hosts=2", *DILOCO)
+    config = with_layout(given, layout(given, 3, 1)).resolve(3)
+    monkeypatch.setattr(distributed, "absent_hosts", lambda: ["h3"])
+    assert fewer_hosts.describe(given, config) == (
+        "h3 is missing: training on with 3 of 4 replicas, the same batches in 8 microbatches, not 6; with all again when it "
+        "returns"
+    )
+
+
 def with_least(config, hosts):
     return config.model_copy(update={"launch": config.launch.model_copy(update={"least_hosts": hosts})})
