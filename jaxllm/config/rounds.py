@@ -23,6 +23,16 @@ def fragments_of(config: Config) -> int:
     return 1 if config.train.diloco_steps is None else config.train.diloco_fragments
 
 
+def next_common_step(config: Config, step: int) -> int:
+    """The first step after `step` whose end all processes wait for. In rounds these are the steps before an outer step: until
+    then each replica trains alone."""
+    train = config.train
+    if train.diloco_steps is None or config.parallel.replica == 1 or step < train.diloco_after_steps:
+        return step + 1
+    between, done = train.diloco_steps // fragments_of(config), step - train.diloco_after_steps
+    return max(step + 1, min(step + between - done % between, train.steps))
+
+
 def without_rounds(config: Config) -> Config:
     """The config of the steps before the first round, in which replicas train synchronously."""
     return config.model_copy(update={"train": config.train.model_copy(update={"diloco_steps": None})})

@@ -21,6 +21,7 @@ from jaxllm.checkpoint.memory_restore import LostPieces
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.config import Config
+from jaxllm.config.rounds import next_common_step
 from jaxllm.cost_model.flops import mfu
 from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.parallel.types import Loss
@@ -61,7 +62,11 @@ def fit(
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
     trackers.check(config)
-    signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
+    signals = SignalHandler(
+        minutes * 60 if minutes else None,
+        leave_early if launch.restarts else None,
+        lambda step: next_common_step(trainer.config, step),
+    )
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
         stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))

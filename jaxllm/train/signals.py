@@ -17,7 +17,8 @@ Several processes agree through a board at the coordinator. Process 0 alone make
 process reads them after starting a step. Why 4: losses are read one step behind, so `advance` returns for step n + 1 once step
 n is done, and that is done only when every process has started it, since its loss is a sum over all. When process 0 plans after
 starting step s, it has not started s + 1, so no process has s + 1 done, none has returned from starting s + 2, and all will
-read the plan after that: s + 2 would do. Two more steps are a margin, in case this argument has a flaw.
+read the plan after that: s + 2 would do. Two more steps are a margin, in case this argument has a flaw. In DiLoCo's rounds
+replicas do not wait for each other, so a fast one may be at the next outer step already: there that step stands for s + 1.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from jaxllm.runtime import distributed
 from jaxllm.stderr import print_sentence
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STEPS_AHEAD = 4
+STEPS_AHEAD = 3
+"""Steps of a plan after the next one that all wait for."""
 SAME_SIGNAL_S = 0.5
 """`timeout` and some schedulers send a signal to the process and then to its group: two within this time count as one."""
 
@@ -86,9 +88,16 @@ class SignalHandler:
       save_every_s: seconds between saves by the clock of process 0; None: never.
       leave_early: ends this process, and the others, given the signal's name; called in a thread when a signal comes before
         `begin`. None: no supervisor restarts this run, and such a signal waits for `begin`.
+      next_common: (step) -> the first later one whose end all processes wait for.
     """
 
-    def __init__(self, save_every_s: float | None = None, leave_early: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        save_every_s: float | None = None,
+        leave_early: Callable[[str], None] | None = None,
+        next_common: Callable[[int], int] = lambda step: step + 1,
+    ):
+        self._next_common = next_common
         self._save_every_s, self._leave_early = save_every_s, leave_early
         self._last_save_s = time.monotonic()
         self._signal: str | None = None
@@ -160,7 +169,7 @@ class SignalHandler:
         posted = self._board.read()
         if distributed.is_main_process():
             asked = next((text for name, text in sorted(posted.items()) if name.startswith("asked-")), self._signal)
-            plan = f"{step + STEPS_AHEAD} {asked or ''}"
+            plan = f"{self._next_common(step) + STEPS_AHEAD} {asked or ''}"
             if asked and "stop" not in posted:
                 posted["stop"] = plan
                 self._board.put("stop", plan)

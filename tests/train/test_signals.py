@@ -17,6 +17,7 @@ from outside import free_port, wait_until
 from run_files import steps_of
 from tiny import TINY
 
+from jaxllm.config.rounds import next_common_step
 from jaxllm.runtime import distributed, exit_codes
 from jaxllm.train import signals as module
 from jaxllm.train.signals import SignalHandler
@@ -299,7 +300,33 @@ def test_all_stop_at_one_step_however_far_apart_they_are(asked, lead, monkeypatc
                     stops[rank] = at
         assert len(stops) == 3
         assert len(set(stops.values())) == 1
-        assert asked_at < stops[0] <= asked_at + module.STEPS_AHEAD + 3
+        assert asked_at < stops[0] <= asked_at + module.STEPS_AHEAD + 4
+
+
+@pytest.mark.parametrize("together", [0, 10])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("slowest", [0, 1])
+def test_all_stop_at_one_step_of_a_round(together, fragments, slowest, tiny_config, monkeypatch):
+    """The others are as far ahead of the slowest replica as they can be: an outer step that it has not begun ends for nobody, and
+    while they train together, no step that it has not begun."""
+    sizes = ("train.steps=40", "parallel.replica=4", "parallel.data=2", "train.diloco_steps=8")
+    config = tiny_config(*sizes, f"train.diloco_fragments={fragments}", f"train.diloco_after_steps={together}")
+    common = [step for step in range(1, 41) if step <= together or (step - together) % (8 // fragments) == 0]
+    for asked_at in range(1, 24):
+        peer = Peer(monkeypatch)
+        handlers = [SignalHandler(next_common=lambda step: next_common_step(config, step)) for _ in range(3)]
+        stops, at = {}, dict.fromkeys(range(3), 0)
+        for step in range(1, 40):
+            ahead = min([n for n in common if n > step], default=39) + 1
+            for rank, until in sorted([(r, step if r == slowest else ahead) for r in range(3)], key=lambda pair: pair[1]):
+                while at[rank] < until and rank not in stops:
+                    at[rank] += 1
+                    if rank == slowest and at[rank] >= asked_at:
+                        handlers[rank]._signal = "SIGTERM"
+                    if peer.actions_after(handlers[rank], rank, at[rank]).stopped_by:
+                        stops[rank] = at[rank]
+        assert len(stops) == 3
+        assert len(set(stops.values())) == 1, (asked_at, stops)
 
 
 def test_the_clock_of_process_0_saves_on_all_at_one_step(monkeypatch):
