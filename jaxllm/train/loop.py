@@ -38,7 +38,7 @@ from jaxllm.train.metrics import Record, Sink, open_sinks
 from jaxllm.train.run_dir import keep_companions, keep_reference, make_run_dir, require_same_run, write_config
 from jaxllm.train.run_timer import RunTimer
 from jaxllm.train.signals import SignalHandler
-from jaxllm.train.stragglers import Stragglers
+from jaxllm.train.stragglers import Stragglers, replica_here
 from jaxllm.train.trainer import Trainer
 
 
@@ -242,7 +242,7 @@ def train(
     """
     config, first = trainer.config, trainer.step
     peak_flops = peak_flops_of(trainer)
-    stragglers = Stragglers(console.say)
+    stragglers = Stragglers(console.say, replica=lambda: replica_here(trainer.mesh) if trainer.rounds is not None else None)
 
     def publish(record: Record | None) -> None:
         if record is None:

@@ -4,6 +4,9 @@ In a step all processes wait for each other, so all take the same time, and the 
 measures do: the time of each step that a process spends on its own, reading data or in Python, rather than waiting for its
 devices; and, on GPUs, a fixed piece of work that needs no other process, run where the run pauses anyway, before a save. Each
 process publishes its medians once a minute; process 0 compares them, and reports a process that is far from the rest.
+
+In DiLoCo's rounds replicas wait for each other in outer steps alone. So there the usual time of a step, which is an inner one,
+tells which replica is slow, whatever the cause.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.mesh import REPLICA
 from jaxllm.runtime import distributed, progress
-from jaxllm.untrusted import checked, parse_json
+from jaxllm.untrusted import Whole, checked, parse_json
 
 LOOK_EVERY_S = 60.0
 AGAIN_S = 600.0
@@ -49,6 +53,8 @@ class Times(NamedTuple):
     """Part of own_s: the wait for data."""
     probe_s: float | None = None
     """Time of the work that needs no other process, on the slowest device of this one. None: not measured."""
+    replica: Whole | None = None
+    """The replica that this process trains alone or with others. None: its steps wait for all processes."""
 
 
 class Stragglers:
@@ -56,10 +62,13 @@ class Stragglers:
 
     Args:
       printer: prints process 0's lines.
+      replica: gives Times.replica.
     """
 
-    def __init__(self, printer: Callable[[str], None], every_s: float = LOOK_EVERY_S):
-        self._print, self._every_s = printer, every_s
+    def __init__(
+        self, printer: Callable[[str], None], every_s: float = LOOK_EVERY_S, replica: Callable[[], int | None] = lambda: None
+    ):
+        self._print, self._every_s, self._replica = printer, every_s, replica
         self._board = distributed.Board()
         self._alone = jax.process_count() == 1
         self._next_s = time.monotonic() + every_s
@@ -72,7 +81,7 @@ class Stragglers:
             return
         self._next_s = now_s + self._every_s
         if (mine := usual_times(self._probe_s)) is not None:
-            self._board.put(str(jax.process_index()), json.dumps(mine))
+            self._board.put(str(jax.process_index()), json.dumps(mine._replace(replica=self._replica())))
         if not distributed.is_main_process():
             return
         found = {int(rank): checked(parse_json(text), Times) for rank, text in self._board.read().items()}
@@ -89,6 +98,14 @@ class Stragglers:
             self._probe_s = probe()
 
 
+def replica_here(mesh: Mesh) -> int | None:
+    """The replica that all of this process's devices belong to; None if there are several, or the mesh has none."""
+    if REPLICA not in mesh.axis_names:
+        return None
+    here = [number for number, own in enumerate(mesh.devices) if any(d.process_index == jax.process_index() for d in own.flat)]
+    return here[0] if len(here) == 1 else None
+
+
 def usual_times(probe_s: float | None = None) -> Times | None:
     """Medians of this process; None before it has done MIN_STEPS."""
     steps = progress.last_steps()
@@ -100,8 +117,8 @@ def usual_times(probe_s: float | None = None) -> Times | None:
 
 
 def straggler_sentences(found: Mapping[int, Times]) -> dict[int, str]:
-    """By rank, a sentence about the process with the most time of its own, and one about the process with the slowest device,
-    if it is far from the rest; if both are the same process, one sentence.
+    """By rank, a sentence about the process with the most time of its own, one about the process with the slowest device, and
+    in rounds one about the busiest process of the slowest replica, if it is far from the rest; about one process, one sentence.
     """
     parts_by_rank: dict[int, list[str]] = {}
     if len(found) < 2:
@@ -121,6 +138,17 @@ def straggler_sentences(found: Mapping[int, Times]) -> dict[int, str]:
             percent = 100 * (probed[slow] / others_s - 1)
             parts_by_rank.setdefault(slow, []).append(
                 f"computes {percent:.0f}% slower than the others (hot, throttled, or shared?)"
+            )
+    steps_s: dict[int, float] = {}
+    for number in {times.replica for times in found.values() if times.replica is not None}:
+        steps_s[number] = statistics.median(times.step_s for times in found.values() if times.replica == number)
+    if len(steps_s) > 1:
+        slow = max(steps_s, key=steps_s.__getitem__)
+        others_s = statistics.median(seconds for number, seconds in steps_s.items() if number != slow)
+        if steps_s[slow] > (1 + SLOW_SHARE) * others_s:
+            rank = max((rank for rank in found if found[rank].replica == slow), key=lambda rank: found[rank].own_s)
+            parts_by_rank.setdefault(rank, []).append(
+                f"trains replica {slow}, whose inner steps take {_s(steps_s[slow])}, those of the others {_s(others_s)}"
             )
     return {
         rank: f"slowest host: {found[rank].host} (process {rank}) {' and '.join(parts)}; steps take {_s(found[rank].step_s)}"

@@ -307,8 +307,8 @@ def test_all_stop_at_one_step_however_far_apart_they_are(asked, lead, monkeypatc
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("slowest", [0, 1])
 def test_all_stop_at_one_step_of_a_round(together, fragments, slowest, tiny_config, monkeypatch):
-    """The others are as far ahead of the slowest replica as they can be: an outer step that it has not begun ends for nobody, and
-    while they train together, no step that it has not begun."""
+    """The others are as far ahead of the slowest replica as they can be: an outer step that it has not begun ends for nobody,
+    and while they train together, no step that it has not begun."""
     sizes = ("train.steps=40", "parallel.replica=4", "parallel.data=2", "train.diloco_steps=8")
     config = tiny_config(*sizes, f"train.diloco_fragments={fragments}", f"train.diloco_after_steps={together}")
     common = [step for step in range(1, 41) if step <= together or (step - together) % (8 // fragments) == 0]

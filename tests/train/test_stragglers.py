@@ -43,12 +43,41 @@ def test_a_slow_device_is_named_though_all_take_the_same_time():
     }
 
 
+def test_in_rounds_the_slowest_replica_is_named():
+    """By the busiest of its processes. Replicas of two processes; those of one replica take the same time."""
+
+    def of(*steps_s):
+        return {rank: times(rank, rank / 100)._replace(step_s=s, replica=rank // 2) for rank, s in enumerate(steps_s)}
+
+    assert straggler_sentences(of(1.0, 1.0, 1.09, 1.09, 1.0, 1.0)) == {}
+    slow = of(1.0, 1.0, 1.5, 1.5, 1.02, 1.02)
+    assert straggler_sentences(slow) == {
+        3: "slowest host: h3 (process 3) trains replica 1, whose inner steps take 1.50 s, those of the others 1.01 s; "
+        "steps take 1.50 s"
+    }
+    # Outside rounds all take the same time, up to noise.
+    assert straggler_sentences({rank: one._replace(replica=None) for rank, one in slow.items()}) == {}
+
+
+def test_a_process_has_a_replica_if_all_its_devices_are_in_it(monkeypatch):
+    def replica(sizes, process_of):
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+        grid = np.array([SimpleNamespace(process_index=process_of(k)) for k in range(8)], object).reshape(sizes)
+        names = ("replica", "data")[-grid.ndim :]
+        return stragglers.replica_here(SimpleNamespace(axis_names=names, devices=grid))
+
+    assert replica((4, 2), lambda k: k // 2) == 1
+    assert replica((2, 4), lambda k: k // 2) == 0
+    assert replica((4, 2), lambda k: k // 4) is None
+    assert replica((8,), lambda k: k // 4) is None
+
+
 def test_a_process_s_times_are_medians_of_its_steps(monkeypatch):
     steps = [progress.StepTime(1, 0.25, 0.5)] * 4
     monkeypatch.setattr(progress, "last_steps", lambda: list(steps))
     assert usual_times() is None
     steps.append(progress.StepTime(60, 30, 0.5))
-    assert usual_times(0.002)[1:] == (1.25, 0.75, 0.25, 0.002)
+    assert usual_times(0.002)[1:] == (1.25, 0.75, 0.25, 0.002, None)
 
 
 @pytest.fixture
