@@ -51,6 +51,7 @@ GATHER_S = 10.0
 """Time that a leader other than process 0 gives the others to find it: each looks at all that may lead, up to 2 s each."""
 DOOR_S = 1e6
 """How long a process may wait at the door."""
+DOES_NOT_FIT = "the batch does not divide over them, or their memory is too small"
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,7 @@ class Elastic:
     wait_s: float
     layout: Callable[[Sequence[Sequence[ProcessInfo]]], str | None]
     too_few: Callable[[Sequence[Sequence[ProcessInfo]]], bool] = lambda hosts: False
-    why_none: Callable[[Sequence[Sequence[ProcessInfo]]], str] = lambda hosts: (
-        "the batch does not divide over them, or their memory is too small"
-    )
+    why_none: Callable[[Sequence[Sequence[ProcessInfo]]], str] = lambda hosts: DOES_NOT_FIT
     sites: int = 1
 
 
@@ -88,17 +87,29 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) 
       RendezvousError: too few hosts came in time, or a process that came is gone again.
       ConfigError: the processes do not fit together, the port cannot be opened, or the run ended while this process waited.
     """
+    may_lead = True
     while True:
-        with suppress(_Over):
-            return _meet_once(own, launch, elastic, monitor_port)
+        try:
+            return _meet_once(own, launch, elastic, monitor_port, may_lead)
+        except _Over as over:
+            may_lead = not over.others_lead
 
 
 class _Over(Exception):
-    """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again."""
+    """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again.
+
+    Args:
+      others_lead: more hosts can train without this one.
+    """
+
+    def __init__(self, others_lead: bool = False):
+        self.others_lead = others_lead
 
 
-def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) -> tuple[Answer, WaitingRoom | None]:
-    began_s, turn = time.monotonic(), own.rank
+def _meet_once(
+    own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int, may_lead: bool
+) -> tuple[Answer, WaitingRoom | None]:
+    began_s, turn = time.monotonic(), own.rank if may_lead else LEADERS
     until_s = began_s + launch.start_timeout_s
     others = [rank for rank in range(min(LEADERS, own.count)) if rank != own.rank]
     lead_at_s = began_s + (elastic.wait_s + turn * TURN_S if turn else 0.0)
@@ -194,9 +205,12 @@ class _Patient(Rendezvous):
 
     def _order(self, rank: int, hosts: Sequence[Sequence[int]]) -> tuple[bool, bool, int]:
         """Sort key of a process: this one's site first, and then whole ones."""
-        site = self._site(rank)
-        present = sum(len(ranks) for ranks in hosts if self._site(ranks[0]) == site)
-        return site != self._site(self.own.rank), present < self.own.count // self._elastic.sites, rank
+        return self._site(rank) != self._site(self.own.rank), not self._is_whole(rank, hosts), rank
+
+    def _is_whole(self, rank: int, hosts: Sequence[Sequence[int]]) -> bool:
+        """Whether all processes of a rank's site are among these hosts."""
+        present = sum(len(ranks) for ranks in hosts if self._site(ranks[0]) == self._site(rank))
+        return self._elastic.sites == 1 or present >= self.own.count // self._elastic.sites
 
     def _site(self, rank: int) -> int:
         return site_of(rank, self.own.count, self._elastic.sites)
@@ -206,9 +220,6 @@ class _Patient(Rendezvous):
 
     def too_few(self, hosts: Sequence[Sequence[int]]) -> bool:
         return self._elastic.too_few([[self.infos[rank] for rank in ranks] for ranks in hosts])
-
-    def why_none(self, hosts: Sequence[Sequence[int]]) -> str:
-        return self._elastic.why_none([[self.infos[rank] for rank in ranks] for ranks in hosts])
 
     def _numbered(self, ranks: Sequence[int]) -> list[ProcessInfo]:
         return [replace(self.infos[rank], rank=number) for number, rank in enumerate(ranks)]
@@ -258,13 +269,14 @@ class _Leader(_Patient):
                 return list(range(self.own.count)), ""
             if (whole or now_s >= choose_at_s) and there != looked_at:
                 looked_at = there
-                if (chosen := self._choose(there)) is not None:
+                chosen = self._choose(there)
+                if self._are_more_without_this_host(hosts, len(chosen[0]) if chosen else 0):
+                    raise _Over(others_lead=True)
+                if chosen is not None:
                     return chosen
                 if len(hosts) >= (least := self._elastic.least_hosts):
-                    sentence = (
-                        f"No layout fits {len(hosts)} hosts or fewer, down to launch.least_hosts={least} "
-                        f"({self.why_none(hosts)})"
-                    )
+                    why = self._elastic.why_none([[self.infos[rank] for rank in ranks] for ranks in hosts])
+                    sentence = f"No layout fits {len(hosts)} hosts or fewer, down to launch.least_hosts={least} ({why})"
                     if whole:
                         raise ConfigError(f"{sentence}, and the launcher started no more.")
                     log.warning("%s: waiting for more.", sentence)
@@ -272,6 +284,14 @@ class _Leader(_Patient):
                 raise RendezvousError(missing(self.launch, self.infos, there))
             self._look_for_a_rival()
             self.look(LOOK_S)
+
+    def _are_more_without_this_host(self, hosts: Sequence[Sequence[int]], processes: int) -> bool:
+        """Whether the whole sites beside this one's have more than so many processes, and can train. Each leader trains."""
+        if self._is_whole(self.own.rank, hosts):
+            return False
+        others = [ranks for ranks in hosts if self._is_whole(ranks[0], hosts)]
+        is_more = len(others) >= self._elastic.least_hosts and sum(map(len, others)) > processes
+        return is_more and self.layout(others) is not None
 
     def _look_for_a_rival(self) -> None:
         rank = next(self._rivals, None)

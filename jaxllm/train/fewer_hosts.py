@@ -25,7 +25,7 @@ from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig
 from jaxllm.cost_model.hardware import find_gpu, gpu_from_device_kind
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.runtime import distributed, progress
-from jaxllm.runtime.elastic_rendezvous import Elastic, site_of
+from jaxllm.runtime.elastic_rendezvous import DOES_NOT_FIT, Elastic, site_of
 from jaxllm.runtime.rendezvous_checks import ProcessInfo
 from jaxllm.runtime.xla_flags import gpu_kinds
 from jaxllm.untrusted import Whole, checked, parse_json
@@ -98,7 +98,7 @@ def why_none(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str:
     left = min(devices * replicas // _wanted(config), replicas) if _wanted(config) else replicas
     uneven = [batch for batch in config.batches if left and batch % left]
     if replicas == 1 or not uneven:
-        return "the batch does not divide over them, or their memory is too small"
+        return DOES_NOT_FIT
     apart = ", and one replica of several would use the slow network between them in every step" if _apart(config) else ""
     return (
         f"{uneven[0]} sequences cannot be shared by {left} replicas{apart}: with a train.global_batch_sequences that {left} "

@@ -182,6 +182,58 @@ def test_as_many_hosts_train_as_have_a_layout(meeting):
         assert error.exit_code == 0
 
 
+SIX = tuple(f"127.0.0.{number}" for number in range(1, 7))
+
+
+def hosts_of(answer):
+    return [int(host.rpartition(".")[2]) - 1 for host, _ in answer.members]
+
+
+@pytest.mark.parametrize(
+    ("there", "trains", "waits"),
+    [
+        # The fourth has lost its neighbour. It waits, though it comes before the others.
+        ((0, 1, 3, 4, 5), [0, 1, 4, 5], [3]),
+        # So do process 0, and the one that leads in its place: another leads.
+        ((0, 2, 3, 4, 5), [2, 3, 4, 5], [0]),
+        ((1, 2, 3, 4, 5), [2, 3, 4, 5], [1]),
+        # The leader's own network comes first, and each is in consecutive ranks.
+        ((1, 0, 2, 3, 4, 5), [0, 1, 2, 3, 4, 5], []),
+    ],
+    ids=str,
+)
+def test_hosts_that_a_fast_network_connects_train_together(meeting, launch, there, trains, waits):
+    """Three pairs. No layout divides a pair, or puts two halves together."""
+
+    def pairs(hosts):
+        sites = [elastic_rendezvous.site_of(one[0].rank, 6, 3) for one in hosts]
+        return f"layout of {sites}" if all(sites.count(site) == 2 for site in sites) else None
+
+    run = meeting(replace(launch, hosts=SIX, num_processes=6), layout=pairs, sites=3)
+    futures = {rank: run.come(rank) for rank in there}
+    answers = [futures[rank].result(timeout=LIMIT_S) for rank in trains]
+    assert [answer.rank for answer in answers] == list(range(len(trains)))
+    assert all(hosts_of(answer) == trains for answer in answers)
+    assert not any(futures[rank].done() for rank in waits)
+
+
+def test_ranks_follow_the_leaders_network(meeting, launch, monkeypatch):
+    """Process 3 leads, as the first ones come late; its neighbour has the next rank, and then come whole pairs."""
+    leads, opens = threading.Event(), elastic_rendezvous.open_port
+
+    def opened(place, own, patience_s):
+        port = opens(place, own, patience_s)
+        leads.set()
+        return port
+
+    monkeypatch.setattr(elastic_rendezvous, "open_port", opened)
+    run = meeting(replace(launch, hosts=SIX, num_processes=6), sites=3, least_hosts=5, wait_s=0.3)
+    futures = [run.come(3)]
+    assert leads.wait(LIMIT_S)
+    futures += [run.come(rank) for rank in (0, 2, 4, 5)]
+    assert hosts_of(futures[0].result(timeout=LIMIT_S)) == [3, 2, 0, 4, 5]
+
+
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_launch_of_fewer_hosts_than_the_mesh_has_gets_a_layout_at_once(meeting, attempt):
     """As where SLURM starts a job of five or four nodes with four."""
