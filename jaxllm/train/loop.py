@@ -62,11 +62,7 @@ def fit(
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
     trackers.check(config)
-    signals = SignalHandler(
-        minutes * 60 if minutes else None,
-        leave_early if launch.restarts else None,
-        lambda step: next_common_step(trainer.config, step),
-    )
+    signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
         stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
@@ -268,6 +264,7 @@ def train(
     started = time.perf_counter()
     if first < config.train.steps:
         compile_step(trainer, console)
+    signals.next_common = lambda step: next_common_step(trainer.config, step)
     stopped_by = signals.begin()
     while trainer.step < config.train.steps and not stopped_by:
         checkpoints.raise_errors()

@@ -88,16 +88,13 @@ class SignalHandler:
       save_every_s: seconds between saves by the clock of process 0; None: never.
       leave_early: ends this process, and the others, given the signal's name; called in a thread when a signal comes before
         `begin`. None: no supervisor restarts this run, and such a signal waits for `begin`.
+
+    Attributes:
       next_common: (step) -> the first later one whose end all processes wait for.
     """
 
-    def __init__(
-        self,
-        save_every_s: float | None = None,
-        leave_early: Callable[[str], None] | None = None,
-        next_common: Callable[[int], int] = lambda step: step + 1,
-    ):
-        self._next_common = next_common
+    def __init__(self, save_every_s: float | None = None, leave_early: Callable[[str], None] | None = None):
+        self.next_common: Callable[[int], int] = lambda step: step + 1
         self._save_every_s, self._leave_early = save_every_s, leave_early
         self._last_save_s = time.monotonic()
         self._signal: str | None = None
@@ -169,7 +166,7 @@ class SignalHandler:
         posted = self._board.read()
         if distributed.is_main_process():
             asked = next((text for name, text in sorted(posted.items()) if name.startswith("asked-")), self._signal)
-            plan = f"{self._next_common(step) + STEPS_AHEAD} {asked or ''}"
+            plan = f"{self.next_common(step) + STEPS_AHEAD} {asked or ''}"
             if asked and "stop" not in posted:
                 posted["stop"] = plan
                 self._board.put("stop", plan)

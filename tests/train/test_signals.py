@@ -314,7 +314,9 @@ def test_all_stop_at_one_step_of_a_round(together, fragments, slowest, tiny_conf
     common = [step for step in range(1, 41) if step <= together or (step - together) % (8 // fragments) == 0]
     for asked_at in range(1, 24):
         peer = Peer(monkeypatch)
-        handlers = [SignalHandler(next_common=lambda step: next_common_step(config, step)) for _ in range(3)]
+        handlers = [SignalHandler() for _ in range(3)]
+        for handler in handlers:
+            handler.next_common = lambda step: next_common_step(config, step)
         stops, at = {}, dict.fromkeys(range(3), 0)
         for step in range(1, 40):
             ahead = min([n for n in common if n > step], default=39) + 1
