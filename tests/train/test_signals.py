@@ -307,8 +307,8 @@ def test_all_stop_at_one_step_however_far_apart_they_are(asked, lead, monkeypatc
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("slowest", [0, 1])
 def test_all_stop_at_one_step_of_a_round(together, fragments, slowest, tiny_config, monkeypatch):
-    """The others are as far ahead of the slowest replica as they can be: an outer step that it has not begun ends for nobody,
-    and while they train together, no step that it has not begun."""
+    """The others are as far ahead of the slowest replica as they can be when it looks for a plan: an outer step that it has not
+    begun ends for nobody, and while they train together, no step that it has not begun."""
     sizes = ("train.steps=40", "parallel.replica=4", "parallel.data=2", "train.diloco_steps=8")
     config = tiny_config(*sizes, f"train.diloco_fragments={fragments}", f"train.diloco_after_steps={together}")
     common = [step for step in range(1, 41) if step <= together or (step - together) % (8 // fragments) == 0]
@@ -319,8 +319,8 @@ def test_all_stop_at_one_step_of_a_round(together, fragments, slowest, tiny_conf
             handler.next_common = lambda step: next_common_step(config, step)
         stops, at = {}, dict.fromkeys(range(3), 0)
         for step in range(1, 40):
-            ahead = min([n for n in common if n > step], default=39) + 1
-            for rank, until in sorted([(r, step if r == slowest else ahead) for r in range(3)], key=lambda pair: pair[1]):
+            ahead = min([n for n in common if n > step], default=40)
+            for rank, until in sorted([(r, step if r == slowest else ahead) for r in range(3)], key=lambda pair: -pair[1]):
                 while at[rank] < until and rank not in stops:
                     at[rank] += 1
                     if rank == slowest and at[rank] >= asked_at:
@@ -329,6 +329,8 @@ def test_all_stop_at_one_step_of_a_round(together, fragments, slowest, tiny_conf
                         stops[rank] = at[rank]
         assert len(stops) == 3
         assert len(set(stops.values())) == 1, (asked_at, stops)
+        if slowest == 0:
+            assert stops[0] == min(n for n in common if n > asked_at) + module.STEPS_AHEAD
 
 
 def test_the_clock_of_process_0_saves_on_all_at_one_step(monkeypatch):
