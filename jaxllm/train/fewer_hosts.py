@@ -159,8 +159,6 @@ def layout(config: Config, hosts: int, per_host: int, device_kind: str = "", tog
         own = devices // replicas
         if _apart(config) and (any(group % own for group in groups) or own < min(per_host, before)):
             continue
-        if any(batch % replicas for batch in config.batches):
-            continue
         fewer = config.model_copy(update={"parallel": config.parallel.model_copy(update={"replica": replicas})})
         same = _same_mesh(config, fewer) if own == before and config.parallel.replica > 1 else None
         if found := same or _fastest(fewer, hosts, per_host, device_kind):

@@ -212,6 +212,12 @@ def test_no_replica_has_hosts_of_two(tiny_config, more, hosts, per_host, togethe
     assert (text and with_layout(config, text).resolve(hosts * per_host).parallel.replica) == expected
 
 
+def test_there_are_as_many_replicas_as_fit(tiny_config):
+    """Six devices are no number of replicas of four: three replicas of two, not one of six."""
+    config = tiny_config(BATCH[1], "train.global_batch_sequences=48", "parallel.replica=4", "parallel.data=4")
+    assert json.loads(layout(config, 3, 2))["parallel"]["replica"] == 3
+
+
 def test_hosts_are_of_the_replica_that_their_rank_says(tiny_config):
     """Two replicas of two hosts. What a launch of three hosts has is not known."""
 
