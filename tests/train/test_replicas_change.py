@@ -60,11 +60,12 @@ def test_the_mean_leaves_out_a_replica_that_is_not_finite(bad):
 
 
 def test_one_moment_that_is_not_finite_clears_all_of_a_replica_that_is_left_out():
-    """Else v would be 0 beside a living m. Finite moments stay, and so do those of replicas that count, and counters."""
+    """Else v would be 0 beside a living m. Finite moments stay, and so do those of replicas that count, and single numbers."""
     own, m = drawn()
     own = own | {"u": own["u"].at[1:3, 0].set(np.nan)}
     state = replicas(own, m)
-    before = {"m": m, "v": jnp.square(m).at[2, 1, 1].set(np.nan).at[3, 0, 0].set(np.inf), "count": jnp.full(4, 7, jnp.int32)}
+    before = {"m": m, "v": jnp.square(m).at[2, 1, 1].set(np.nan).at[3, 0, 0].set(np.inf)}
+    before |= {"count": jnp.full(4, 7, jnp.int32), "rate": jnp.full(4, 0.1)}
     state = dataclasses.replace(state, islands=dataclasses.replace(state.islands, opt_state=before))
     found = jax.jit(outer_step)(state, 0.7, 0.9)[0].islands.opt_state
     assert_equal(found, before | {name: before[name].at[2].set(0.0) for name in ("m", "v")})
