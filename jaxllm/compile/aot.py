@@ -23,6 +23,7 @@ from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import program_cache
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train.build import build_training
+from jaxllm.train.diloco import layout_of_number
 from jaxllm.train.run_programs import batch_layout
 
 DEMAND_BYTES = 10**15
@@ -112,8 +113,8 @@ def gpu_devices(
 
 
 def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    """Compiles the train step of `config` for `devices`; with train.diloco_steps, the inner step. It runs nothing and makes no
-    array."""
+    """Compiles the train step of `config` for `devices`; with train.diloco_steps, the inner step, and with train.diloco_overlap
+    one that synchronises a fragment too. It runs nothing and makes no array."""
     config = config.resolve(len(devices))
     return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0]))
 
@@ -143,5 +144,6 @@ def trace_step(config: Config, devices: Sequence[jax.Device]) -> TracedStep:
     batch = batch_layout(config, mesh, M, config.train.global_batch_sequences // M)
     platform = "cpu" if devices[0].platform == "cpu" else "cuda"
     with jax.set_mesh(mesh):
-        traced = training.jit_step(training.step).trace(training.layout(), batch)
+        number = () if training.outer is None else (layout_of_number(mesh),)
+        traced = training.jit_step(training.step, bool(number)).trace(training.layout(), batch, *number)
         return TracedStep(traced.jaxpr, traced.lower(lowering_platforms=(platform,)), training.functions.attention)

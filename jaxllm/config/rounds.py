@@ -35,4 +35,5 @@ def next_common_step(config: Config, step: int) -> int:
 
 def without_rounds(config: Config) -> Config:
     """The config of the steps before the first round, in which replicas train synchronously."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"diloco_steps": None})})
+    train = config.train.model_copy(update={"diloco_steps": None, "diloco_overlap": False})
+    return config.model_copy(update={"train": train})

@@ -46,22 +46,33 @@ class Training:
     """`step` with the noise scale's estimates among the metrics. None if no step measures it, or every step does."""
     metrics_sharding: Any
     """Sharding of the metrics: replicated, so that every process can read them; with DiLoCo on each replica's own devices."""
+    outer: diloco.OuterStep | None = None
+    """With train.diloco_overlap the outer step of a fragment, which some steps make too."""
 
     def layout(self) -> State:
         """The state as ShapeDtypeStructs with shardings."""
         shapes = jax.eval_shape(self.create, 0)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
 
-    def jit_step(self, step: Callable) -> Any:
-        """`step` or `measuring_step`, jitted with the state donated."""
-        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, self.metrics_sharding))
+    def jit_step(self, step: Callable, exchanges: bool = False) -> Any:
+        """`step` or `measuring_step`, jitted with the state donated. exchanges: with the outer step of a fragment beside it,
+        whose number is one more argument."""
+        metrics = self.metrics_sharding
+        if exchanges:
+            assert self.outer is not None, "the config has no overlap"
+            step, metrics = diloco.beside(step, self.outer), {**metrics, diloco.OUTER: replicated(self.mesh)}
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, metrics))
+
+    @property
+    def mesh(self) -> Mesh:
+        step: Any = self.shardings.step
+        return step.mesh
 
     def jit_create(self) -> Any:
         """`create`, jitted with its shardings, so no device ever holds more than its shard."""
         # LLVM needs ten seconds to compile the unrolled rounds of the random number generator, and one second without
         # optimisation. They run only once.
-        step: Any = self.shardings.step
-        on_cpu = step.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
         return jax.jit(self.create, out_shardings=self.shardings, compiler_options=options)
 
@@ -124,6 +135,8 @@ def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Traini
             "create": lambda seed: diloco.begin(create(seed), replicas, codes),
             "metrics_sharding": diloco.metrics_sharding(mesh),
         }
+        if config.train.diloco_overlap:
+            state["outer"] = diloco.outer_step_of(config, mesh, state["shardings"])
     return Training(functions=functions, step=step, measuring_step=measuring_step, **state)
 
 

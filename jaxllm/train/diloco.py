@@ -131,9 +131,14 @@ def mean_in_float32(changes: Any, residual: None, counts: jax.Array) -> tuple[An
     return jax.tree.map(lambda d: where_replica(counts, d, 0).sum(0) / number, changes), residual
 
 
-def outer_step(state: DilocoState, rate: float, momentum: float, mean: Mean = mean_in_float32) -> tuple[DilocoState, Metrics]:
+def outer_step(
+    state: DilocoState, rate: float, momentum: float, mean: Mean = mean_in_float32, after: TrainState | None = None
+) -> tuple[DilocoState, Metrics]:
     """Synchronises the replicas. It is a pure function, to be jitted with the state donated. Its mean over replicas is the only
     communication of DiLoCo between replicas.
+
+    Args:
+      after: the replicas after an inner step that runs at the same time. Each keeps its change in that step, on top of t.
 
     Metrics, without the replicas that are left out: outer_grad_norm, |D|. island_drift, the distance of a replica from t, as
     root mean square over replicas. With several replicas also island_cosine, the mean product of two replicas' changes divided
@@ -150,7 +155,12 @@ def outer_step(state: DilocoState, rate: float, momentum: float, mean: Mean = me
         velocity = jax.tree.map(lambda v, d: jnp.where(is_known, momentum * v + d, v), state.momentum, change)
         moved = jax.tree.map(lambda t, d, v: t - rate * (d + momentum * v), state.params, change, velocity)
         params = jax.tree.map(lambda t, new: jnp.where(is_known, new, t), state.params, moved)
-        synced = jax.tree.map(lambda t, own_t: jnp.broadcast_to(t[None], own_t.shape), params, own)
+        if after is None:
+            synced = jax.tree.map(lambda t, own_t: jnp.broadcast_to(t[None], own_t.shape), params, own)
+        else:
+            # The change of a replica that is left out is of no use.
+            keep = lambda t, old, new: where_replica(counts, t[None] + (new - old), t[None])  # noqa: E731
+            synced = jax.tree.map(keep, params, own, after.params)
         number = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
         norm, square = optax.global_norm(change), jnp.where(counts, squares, 0).sum() / number
         left_out = counts.size - counts.sum()
@@ -159,7 +169,8 @@ def outer_step(state: DilocoState, rate: float, momentum: float, mean: Mean = me
             # |sum of d|^2 = K^2 |D|^2 is K squares and K (K - 1) products.
             products = (number * jnp.square(norm) - square) / jnp.maximum(number - 1, 1)
             metrics["island_cosine"] = products / jnp.maximum(square, jnp.finfo(jnp.float32).tiny)
-    islands = dataclasses.replace(state.islands, params=synced, opt_state=_repaired(state.islands.opt_state, counts))
+    islands = state.islands if after is None else after
+    islands = dataclasses.replace(islands, params=synced, opt_state=_repaired(islands.opt_state, counts))
     return DilocoState(state.step, params, velocity, islands, residual), metrics
 
 
@@ -183,78 +194,142 @@ def _repaired(opt_state: Any, counts: jax.Array) -> Any:
     return jax.tree.map(lambda x: where_replica(keeps, x, 0) if is_moment(x) else x, opt_state)
 
 
-def of_fragment(
-    step: Callable[[DilocoState], tuple[DilocoState, Metrics]], number: int, shared: Fragments, own: Fragments
-) -> Callable[[DilocoState], tuple[DilocoState, Metrics]]:
+OuterStep = Callable[..., tuple[DilocoState, Metrics]]
+"""(state, number of the fragment, int32, after=None) -> (state, metrics); `after` as outer_step has it."""
+
+
+def of_fragment(step: Callable[..., tuple[DilocoState, Metrics]], shared: Fragments, own: Fragments) -> OuterStep:
     """`step` of one fragment of the weights. All others stay as they are.
 
     Args:
+      step: (state, after=) -> (state, metrics)
       shared, own: how t and v are cut, and arrays of [replica, ...].
     """
 
-    def take(state: DilocoState) -> tuple[DilocoState, Metrics]:
+    def take(state: DilocoState, number: jax.Array, after: TrainState | None = None) -> tuple[DilocoState, Metrics]:
+        def part_of(islands: TrainState) -> TrainState:
+            return dataclasses.replace(islands, params=own.cut(islands.params, number))
+
         with jax.named_scope("fragment"):
-            islands = dataclasses.replace(state.islands, params=own.cut(state.islands.params, number))
             residual = None if state.residual is None else own.cut(state.residual, number)
             t, v = (shared.cut(tree, number) for tree in (state.params, state.momentum))
-            part, metrics = step(DilocoState(state.step, t, v, islands, residual))
+            cut = DilocoState(state.step, t, v, part_of(state.islands), residual)
+            part, metrics = step(cut, after=None if after is None else part_of(after))
             t, v = (shared.put(a, b, number) for a, b in ((state.params, part.params), (state.momentum, part.momentum)))
             residual = None if state.residual is None else own.put(state.residual, part.residual, number)
-            params = own.put(state.islands.params, part.islands.params, number)
+            params = own.put((state.islands if after is None else after).params, part.islands.params, number)
         return DilocoState(state.step, t, v, dataclasses.replace(part.islands, params=params), residual), metrics
 
     return take
 
 
+def beside(
+    step: Callable[[DilocoState, Any], tuple[DilocoState, Metrics]], outer: OuterStep
+) -> Callable[[DilocoState, Any, jax.Array], tuple[DilocoState, Metrics]]:
+    """(state, batch, number of a fragment) -> (state, metrics): an inner step, and at the same time the outer step of a
+    fragment, from the state before. Neither needs the other's result until both are done."""
+
+    def take(state: DilocoState, batch: Any, number: jax.Array) -> tuple[DilocoState, Metrics]:
+        after, metrics = step(state, batch)
+        synced, found = outer(state, number, after.islands)
+        return dataclasses.replace(synced, step=after.step), {**metrics, OUTER: [found]}
+
+    return take
+
+
+def outer_step_of(config: Config, mesh: Mesh, shardings: DilocoState) -> OuterStep:
+    """The outer step of a config, of a fragment of the weights or of all; then the number has no effect."""
+    train, count = config.train, fragments_of(config)
+    step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
+    shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.islands.params))
+    if sends_codes(config):
+        step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))
+    if count == 1:
+        return lambda state, number, after=None: step(state, after=after)
+    stack_dims = len(stacking_of(config).shape)
+    cuts = [Fragments(count, mesh, tree, dims_to_cut(tree, stack_dims, at)) for at, tree in enumerate((shared, own))]
+    return of_fragment(step, *cuts)
+
+
 class Rounds:
-    """Decides when replicas are synchronised, and holds the compiled outer steps.
+    """Decides when replicas are synchronised, and holds the compiled outer step.
+
+    With train.diloco_overlap the outer step that is due after a step is a part of the next one (`beside`), and only those after
+    the last step of the run are programs of their own.
 
     Args:
       shardings: shardings of the state.
 
     Attributes:
-      jitted_steps: the outer step of each fragment.
-      names: their names.
+      jitted_step: the outer step: (state, number of the fragment) -> (state, metrics).
+      name: its name.
     """
 
     def __init__(self, config: Config, mesh: Mesh, shardings: DilocoState):
-        train, count = config.train, fragments_of(config)
+        train, self.count = config.train, fragments_of(config)
         assert train.diloco_steps is not None, "there are no rounds"
-        self._first, self._last, self._between = train.diloco_after_steps, train.steps, train.diloco_steps // count
-        step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
-        shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.islands.params))
-        if sends_codes(config):
-            step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))
-        stack_dims = len(stacking_of(config).shape)
-        cuts = [Fragments(count, mesh, tree, dims_to_cut(tree, stack_dims, at)) for at, tree in enumerate((shared, own))]
-        steps = [of_fragment(step, number, *cuts) for number in range(count)] if count > 1 else [step]
-        self.jitted_steps = [jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh))) for step in steps]
-        self.names = [f"outer step of fragment {number}" for number in range(count)] if count > 1 else ["outer step"]
-        self._compiled: dict[int, Any] = {}
+        self._first, self._last, self._between = train.diloco_after_steps, train.steps, train.diloco_steps // self.count
+        self._overlaps, self._mesh = train.diloco_overlap, mesh
+        step = outer_step_of(config, mesh, shardings)
+        step.__name__ = outer_step.__name__
+        self.jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+        self.name = "outer step of a fragment" if self.count > 1 else "outer step"
+        self._compiled: Any = None
+        self._numbers: dict[int, jax.Array] = {}
+        self._is_done_after: int | None = None
+
+    def resumed(self, meta: Mapping[str, Any]) -> Rounds:
+        """These rounds, continued from the checkpoint with this metadata: the outer step after its step may be done in it."""
+        train = meta["config"]["train"]
+        if not train.get("diloco_overlap", False) or meta["step"] == train["steps"]:
+            self._is_done_after = meta["step"]
+        return self
 
     def fragments_after(self, step: int) -> list[int]:
-        """The fragments that are synchronised after this step (the first is 1). It is a function of the step alone, so a
-        resumed run continues its round."""
-        count = len(self.jitted_steps)
+        """The fragments that are synchronised between this step (the first is 1) and the next. It is a function of the step
+        alone, so a resumed run continues its round."""
         if step == self._last:
-            return list(range(count))
+            return list(range(self.count))
+        return [] if self._overlaps or (due := self._due_after(step)) is None else [due]
+
+    def fragment_beside(self, done: int) -> int | None:
+        """The fragment that is synchronised during the step that follows `done` steps; None if there is none."""
+        if not self._overlaps or done in (self._last, self._is_done_after):
+            return None
+        # Where each later step exchanges, the first one does too, without an effect: that saves a program.
+        return self._due_after(done) if done > self._first or self._between == 1 else None
+
+    def _due_after(self, step: int) -> int | None:
         done = step - self._first
-        return [] if done % self._between else [done // self._between % count]
+        return None if done % self._between else done // self._between % self.count
+
+    def number(self, fragment: int) -> jax.Array:
+        """The number as an argument of a compiled program."""
+        if fragment not in self._numbers:
+            sharding = replicated(self._mesh)
+            copies = [jax.device_put(np.int32(fragment), device) for device in sharding.addressable_devices]
+            self._numbers[fragment] = jax.make_array_from_single_device_arrays((), sharding, copies)
+        return self._numbers[fragment]
 
     def bring_together(
-        self, state: DilocoState, step: int, take: Callable[[str, Any], Any] = lambda name, lowered: None
-    ) -> tuple[DilocoState, Metrics]:
-        """Runs the outer steps that follow inner step `step`, which donate `state`. Each is compiled at its first call, unless
+        self, state: Any, step: int, take: Callable[[str, Any], Any] = lambda name, lowered: None
+    ) -> tuple[Any, Metrics]:
+        """Runs the outer steps that follow inner step `step`, which donate `state`. It is compiled at the first call, unless
         take(its name, lowered) returns the compiled program. Returns no metrics if there are none."""
         outer = []
-        for number in self.fragments_after(step):
-            if number not in self._compiled:
+        for number in map(self.number, self.fragments_after(step)):
+            if self._compiled is None:
                 with progress.phase("compile"):
-                    lowered = self.jitted_steps[number].lower(state)
-                    self._compiled[number] = take(self.names[number], lowered) or lowered.compile()
-            state, metrics = self._compiled[number](state)
+                    lowered = self.jitted_step.lower(state, number)
+                    self._compiled = take(self.name, lowered) or lowered.compile()
+            state, metrics = self._compiled(state, number)
             outer.append(metrics)
         return state, {OUTER: outer} if outer else {}
+
+
+def layout_of_number(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Rounds.number as a shape."""
+    return jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
 
 
 def combine_replicas(metrics: Metrics) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 As in Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512) fragment f of F has the layers f, f + F, f + 2 F, ... Here it
 also has those rows of the embedding and the head, and those numbers of the last norm, so each fragment has a share of 1 / F of
-everything. The outer optimizer works on each number by itself, so any cut is allowed.
+everything. The outer optimizer works on each number by itself, so any cut is allowed. The number of the fragment is an argument
+of the compiled program, so one program serves all fragments.
 
 Each device cuts the part that it holds, by the place in that part, so a cut sends nothing. A pipeline's chunk, and the rows of
 a tensor rank and of a ZeRO rank, then belong to the same fragments as on one device if F divides their number.
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -34,37 +35,37 @@ class Fragments:
     specs: Any
     dims: Any
 
-    def cut(self, tree: Any, number: int) -> Any:
-        """Fragment `number` of `tree`: arrays with fewer rows, possibly none, sharded as before."""
+    def cut(self, tree: Any, number: jax.Array) -> Any:
+        """Fragment `number` of `tree`: arrays with a share of the rows, sharded as before. Where F does not divide the rows of
+        a device, rows of zeros fill the last group of F."""
 
-        def own(x: jax.Array, dim: int) -> jax.Array:
-            first = min(number, x.shape[dim])
-            return jax.lax.slice_in_dim(x, first, None, stride=self.count, axis=dim)
+        def own(number: jax.Array, x: jax.Array, dim: int) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(self._in_groups(x, dim), number, dim + 1, keepdims=False)
 
-        return self._on_each_device(own, tree)
+        return self._on_each_device(own, number, tree)
 
-    def put(self, tree: Any, fragment: Any, number: int) -> Any:
+    def put(self, tree: Any, fragment: Any, number: jax.Array) -> Any:
         """`tree` with fragment `number` in its place: the inverse of `cut`."""
 
-        def own(x: jax.Array, part: jax.Array, dim: int) -> jax.Array:
-            rows, there = x.shape[dim], part.shape[dim]
-            if not there:
-                return x
-            # A scatter would touch fewer bytes, but GPUs and CPUs write its rows one after the other.
-            gaps = [(0, 0, 0)] * x.ndim
-            gaps[dim] = (number, rows - 1 - number - (there - 1) * self.count, self.count - 1)
-            spread = jax.lax.pad(part, jnp.zeros((), x.dtype), gaps)
-            row = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
-            return jnp.where(row % self.count == number, spread, x)
+        def own(number: jax.Array, x: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+            groups = jax.lax.dynamic_update_index_in_dim(self._in_groups(x, dim), part, number, dim + 1)
+            rows = groups.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+            return jax.lax.slice_in_dim(rows, 0, x.shape[dim], axis=dim)
 
-        return self._on_each_device(own, tree, fragment)
+        return self._on_each_device(own, number, tree, fragment)
 
-    def _on_each_device(self, function: Callable, *trees: Any) -> Any:
-        def run(*parts: Any) -> Any:
-            return jax.tree.map(lambda dim, *arrays: function(*arrays, dim), self.dims, *parts)
+    def _in_groups(self, x: jax.Array, dim: int) -> jax.Array:
+        """[..., rows, ...] -> [..., rows / F, F, ...]"""
+        gaps = [(0, 0)] * x.ndim
+        gaps[dim] = (0, -x.shape[dim] % self.count)
+        return jnp.pad(x, gaps).reshape(*x.shape[:dim], -1, self.count, *x.shape[dim + 1 :])
 
-        specs = (self.specs,) * len(trees)
-        return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=self.specs, check_vma=False)(*trees)
+    def _on_each_device(self, function: Callable, number: jax.Array, *trees: Any) -> Any:
+        def run(number: jax.Array, *parts: Any) -> Any:
+            return jax.tree.map(lambda dim, *arrays: function(number, *arrays, dim), self.dims, *parts)
+
+        specs = (PartitionSpec(), *(self.specs,) * len(trees))
+        return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=self.specs, check_vma=False)(number, *trees)
 
 
 def dims_to_cut(weights: Any, stack_dims: int, leading: int) -> Any:

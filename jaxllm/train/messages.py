@@ -115,7 +115,8 @@ def diloco_line(config: Config) -> str:
     outer = f"Nesterov step of {train.diloco_lr:g}, momentum {train.diloco_momentum:g}"
     outer += f", in {train.diloco_bits} bits" if sends_codes(config) else ""
     each = f" for each of {train.diloco_fragments} fragments" if train.diloco_fragments > 1 else ""
-    return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps{each} and after the last"
+    hidden = ", during the next step," if train.diloco_overlap else ""
+    return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps{each}{hidden} and after the last"
 
 
 def note_epochs(console: Console, trainer: Trainer) -> None:

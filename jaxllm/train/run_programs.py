@@ -5,6 +5,7 @@ A Trainer takes the same functions with its arrays; here they get shapes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,14 +85,13 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
     of_first = build_trainings(without_rounds(config), mesh)
     first = of_first[1]
     yield RunProgram(INITIAL_STATE, first.jit_create(), (config.train.seed,))
-    trainings = [(of_first, 0, config.train.steps)]
+    trainings, outer = [(of_first, 0, config.train.steps)], None
     if config.train.diloco_steps is not None:
         of_rounds, begin = build_trainings(config, mesh), config.train.diloco_after_steps
         trainings, rounds = [(of_first, 0, begin), (of_rounds, begin, config.train.steps)], of_rounds[1]
         yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config), (first.layout(),))
-        outer: Any = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
-        for name, jitted in zip(outer.names, outer.jitted_steps, strict=True):
-            yield RunProgram(name, jitted, (rounds.layout(),))
+        outer = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
+        yield RunProgram(outer.name, outer.jitted_step, (rounds.layout(), diloco.layout_of_number(mesh)))
     ends = [*(phase.first_step for phase in config.phases[1:]), config.train.steps]
     for by_parts, begin, end in trainings:
         for phase, phase_end in zip(config.phases, ends, strict=True):
@@ -101,9 +101,13 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
             options, M = compile_options(of_phase, mesh.devices.flat[0]), of_phase.num_microbatches
             batch = batch_layout(of_phase, mesh, M, of_phase.microbatch_rows)
             training, length = by_parts[phase.parts], config.length_of(phase)
-            for step in filter(None, (training.step, training.measuring_step)):
-                name = step_name(M, length, step is training.measuring_step)
-                yield RunProgram(name, training.jit_step(step), (training.layout(), batch), options)
+            steps, of_step = range(max(begin, phase.first_step), min(end, phase_end)), (training.layout(), batch)
+            # Whether a step synchronises a fragment.
+            kinds = {False} if training.outer is None else {outer.fragment_beside(step) is not None for step in steps}
+            for step, exchanges in itertools.product(filter(None, (training.step, training.measuring_step)), sorted(kinds)):
+                name = step_name(M, length, step is training.measuring_step, exchanges)
+                number = (diloco.layout_of_number(mesh),) if exchanges else ()
+                yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options)
             if config.log.layer_norms_every is not None:
                 yield RunProgram(layer_norms_name(length), jit_layer_norms(training, mesh), (training.layout().params, batch))
     last = trainings[-1][0][1]

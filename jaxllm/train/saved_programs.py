@@ -129,11 +129,12 @@ def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
     return hashlib.sha256(f"{sorted(options.items())}{module}{main}".encode()).hexdigest()
 
 
-def step_name(microbatches: int, length: int | None, measures: bool) -> str:
+def step_name(microbatches: int, length: int | None, measures: bool, exchanges: bool = False) -> str:
     """Name of a train step. length: of its sequences, if others differ. measures: it measures the noise scale, and others do
-    not."""
-    plural, of_length = "es" if microbatches > 1 else "", f", sequences of {length}" if length else ""
-    return f"train step of {microbatches} microbatch{plural}{of_length}{', measuring the noise scale' if measures else ''}"
+    not. exchanges: it synchronises a fragment of DiLoCo's replicas, and others do not."""
+    name = f"train step of {microbatches} microbatch{'es' if microbatches > 1 else ''}"
+    name += f", sequences of {length}" if length else ""
+    return name + ", measuring the noise scale" * measures + ", synchronising replicas" * exchanges
 
 
 class SavedPrograms:

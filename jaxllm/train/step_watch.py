@@ -23,6 +23,8 @@ class Watch:
     def __init__(self, config: Config):
         self._limit, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
         self._together, self._round = config.train.diloco_after_steps, config.train.diloco_steps or 0
+        # The step beside the outer step that repairs a replica is skipped too.
+        self._late = int(config.train.diloco_overlap)
         self.begin(0)
 
     def begin(self, skipped_steps: int) -> None:
@@ -52,10 +54,12 @@ class Watch:
         """Raises ConfigError if the last train.max_skips_in_a_row steps were all skipped, and during DiLoCo's rounds more than
         a round."""
         # A replica with bad weights skips until an outer step replaces them (diloco.py).
-        waits = self._step > self._together and self._round >= self._limit
-        if self._in_a_row < (self._round + 1 if waits else self._limit):
+        most = self._round + self._late
+        waits = self._step > self._together and most >= self._limit
+        if self._in_a_row < (most + 1 if waits else self._limit):
             return
-        limit = f"{self._limit}, and more than train.diloco_steps={self._round}" if waits else self._limit
+        late = " + 1" if self._late else ""
+        limit = f"{self._limit}, and more than train.diloco_steps={self._round}{late}" if waits else self._limit
         last, first = self._step, self._step - self._in_a_row + 1
         which = f"Steps {first} to {last} were" if first < last else f"Step {last} was"
         raise ConfigError(

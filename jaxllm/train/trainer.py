@@ -169,7 +169,7 @@ class Trainer:
         self._training = training = trainings[1]
         self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
-        self.programs.use(trainings)
+        self.programs.use(trainings, self.rounds)
         self.loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))
         self.token_losses = self.saved.wrap(run_programs.TOKEN_LOSSES, jit_token_losses(training, self.mesh))
         names = {phase.parts: layer_norms_name(config.length_of(phase)) for phase in config.phases}
@@ -249,11 +249,10 @@ class Trainer:
         self._last_finish_s = self._last_finish_s or time.perf_counter()
         # The step donates the old state. An interrupt between the call and the assignment would lose both states.
         with defer_sigint():
-            self.state, metrics = self.programs.current(self.state, batch)
+            self.state, metrics = self.programs.run(self.state, batch, self.step)
             self.step += 1
             if self.rounds is not None:
-                take = partial(self.saved.take, options={})
-                self.state, outer = self.rounds.bring_together(self.state, self.step, take)  # type: ignore[arg-type]
+                self.state, outer = self.rounds.bring_together(self.state, self.step, partial(self.saved.take, options={}))
                 metrics |= outer
             previous, self._pending = self._pending, (self.step, metrics | norms)
         return previous
@@ -347,6 +346,7 @@ class Trainer:
 
         found = checkpoints.restore(like, self.parallelized.table)
         self.state = restored.completed(found, layouts[self.rounds is not None], checkpoints.meta())
+        self.rounds = self.rounds and self.rounds.resumed(checkpoints.meta())
         self.step = int(self.state.step)
         self.watch.begin(checkpoints.meta().get("skipped_steps", 0))
         measured = self.config.log.noise_scale_every is not None

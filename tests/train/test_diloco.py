@@ -133,7 +133,7 @@ def test_bytes_between_replicas_fall_by_the_length_of_a_round(tiny_config, mesh)
     training = build_training(config, devices)
     with jax.set_mesh(devices):
         rounds = Rounds(config, devices, training.shardings)
-        once = across(rounds.jitted_steps[0].lower(training.layout()).compile().as_text(), config)
+        once = across(rounds.jitted_step.lower(training.layout(), np.int32(0)).compile().as_text(), config)
     # Some scales of norms are this small.
     assert once == pytest.approx(every_step, abs=200)
     assert once > 10_000

@@ -131,7 +131,7 @@ def crossing(config):
     mesh = make_mesh(config.parallel, jax.devices())
     training = build_training(config, mesh)
     with jax.set_mesh(mesh):
-        text = Rounds(config, mesh, training.shardings).jitted_steps[0].lower(training.layout()).compile().as_text()
+        text = Rounds(config, mesh, training.shardings).jitted_step.lower(training.layout(), np.int32(0)).compile().as_text()
     found = [c for c in Module(text, axis_sizes(config.parallel)).collectives() if "replica" in c.axes and c.elements > 20]
     assert {axes for c in found for axes in c.axes} == {"replica"}
     return found
