@@ -23,7 +23,7 @@ from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import program_cache
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train.build import build_training
-from jaxllm.train.diloco import layout_of_number
+from jaxllm.train.rounds import layout_of_number
 from jaxllm.train.run_programs import batch_layout
 
 DEMAND_BYTES = 10**15

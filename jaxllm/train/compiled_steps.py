@@ -11,7 +11,7 @@ import jax
 from jaxllm.config import Config
 from jaxllm.runtime import distributed, program_cache, xla_flags
 from jaxllm.train.build import State, Training
-from jaxllm.train.diloco import Rounds
+from jaxllm.train.rounds import Rounds
 from jaxllm.train.saved_programs import SavedPrograms, fingerprint, step_name
 
 

@@ -21,6 +21,7 @@ from jaxllm.mesh import batch_sharding, replicated
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train import diloco
 from jaxllm.train.build import Training, build_trainings
+from jaxllm.train.rounds import Rounds, layout_of_number
 from jaxllm.train.saved_programs import step_name
 
 INITIAL_STATE, EVALUATION, TOKEN_LOSSES = "initial state", "evaluation", "token losses"
@@ -90,8 +91,8 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
         of_rounds, begin = build_trainings(config, mesh), config.train.diloco_after_steps
         trainings, rounds = [(of_first, 0, begin), (of_rounds, begin, config.train.steps)], of_rounds[1]
         yield RunProgram(FIRST_ROUND, jit_first_round(rounds, config), (first.layout(),))
-        outer = diloco.Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
-        yield RunProgram(outer.name, outer.jitted_step, (rounds.layout(), diloco.layout_of_number(mesh)))
+        outer = Rounds(config, mesh, rounds.shardings)  # type: ignore[arg-type]
+        yield RunProgram(outer.name, outer.jitted_step, (rounds.layout(), layout_of_number(mesh)))
     ends = [*(phase.first_step for phase in config.phases[1:]), config.train.steps]
     for by_parts, begin, end in trainings:
         for phase, phase_end in zip(config.phases, ends, strict=True):
@@ -106,7 +107,7 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
             kinds = {False} if training.outer is None else {outer.fragment_beside(step) is not None for step in steps}
             for step, exchanges in itertools.product(filter(None, (training.step, training.measuring_step)), sorted(kinds)):
                 name = step_name(M, length, step is training.measuring_step, exchanges)
-                number = (diloco.layout_of_number(mesh),) if exchanges else ()
+                number = (layout_of_number(mesh),) if exchanges else ()
                 yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options)
             if config.log.layer_norms_every is not None:
                 yield RunProgram(layer_norms_name(length), jit_layer_norms(training, mesh), (training.layout().params, batch))

@@ -38,7 +38,7 @@ from jaxllm.parallel.parameters import merge_model
 from jaxllm.parallel.types import Loss
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed, progress
-from jaxllm.train import batch_growth, diloco, evaluation, fewer_hosts, restored, run_programs
+from jaxllm.train import batch_growth, diloco, evaluation, fewer_hosts, restored, rounds, run_programs
 from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
 from jaxllm.train.batch_queue import BatchQueue
 from jaxllm.train.build import State, Training, build_trainings
@@ -79,7 +79,7 @@ class Trainer:
       stream: the training samples.
       mesh: jax.sharding.Mesh with axes pipe, data, context, tensor; with several replicas `replica` comes first.
       state: TrainState, or DilocoState during rounds. Each step replaces it and reuses the old one's memory.
-      rounds: schedule of DiLoCo's outer steps (diloco.py) once rounds have begun; None before, and without DiLoCo.
+      rounds: schedule of DiLoCo's outer steps (rounds.py) once rounds have begun; None before, and without DiLoCo.
       step: number of steps done, as a Python int.
       memory_fit: the estimate and the devices' memory; None if that is not known, as on CPU.
       weights: the weights that train.init_from names; None without it.
@@ -167,7 +167,7 @@ class Trainer:
         config = self.config if in_rounds else without_rounds(self.config)
         trainings = build_trainings(config, self.mesh, self._given)
         self._training = training = trainings[1]
-        self.rounds = diloco.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
+        self.rounds = rounds.Rounds(config, self.mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
         self.parallelized, self.shardings = training.functions, training.shardings
         self.programs.use(trainings, self.rounds)
         self.loss_sum = self.saved.wrap(run_programs.EVALUATION, jit_evaluation(training, self.mesh))

@@ -31,8 +31,9 @@ from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.train import diloco
 from jaxllm.train.build import build_training
-from jaxllm.train.diloco import DilocoState, Rounds, begin, inner_step, outer_step, vmap_over_replicas
+from jaxllm.train.diloco import DilocoState, begin, inner_step, outer_step, vmap_over_replicas
 from jaxllm.train.loop import fit
+from jaxllm.train.rounds import Rounds
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import make_train_step, make_update
 
@@ -373,9 +374,10 @@ def test_a_plain_run_can_go_on_in_rounds(tiny_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_replica_with_a_step_of_one_is_plain_training(tiny_config):
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_one_replica_with_a_step_of_one_is_plain_training(tiny_config, overlap):
     config = ("run.cpu_devices=8", "parallel.data=8", "train.steps=4")
-    outer = ("train.diloco_steps=2", "train.diloco_lr=1.0", "train.diloco_momentum=0.0")
+    outer = ("train.diloco_steps=2", "train.diloco_lr=1.0", "train.diloco_momentum=0.0", f"train.diloco_overlap={overlap}")
     plain, rounds = (jaxllm.Trainer(tiny_config(*config, *more)) for more in ((), outer))
     losses = [[m["loss"] for m in trainer.steps(4)] for trainer in (plain, rounds)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
@@ -409,6 +411,8 @@ def test_what_cannot_be_is_refused(tiny_config):
         tiny_config("train.diloco_steps=2", "parallel.offload_state=optimizer")
     with pytest.raises(ConfigError, match=r"train.diloco_after_steps=4 leaves DiLoCo none of train.steps=4"):
         tiny_config("train.diloco_steps=2", "train.diloco_after_steps=4")
+    with pytest.raises(ConfigError, match=r"diloco_overlap hides outer steps, and there are none: set train.diloco_steps, or"):
+        tiny_config("train.diloco_overlap=true")
 
 
 # --------------------------------------------------------------------------------------------------------------- what it learns

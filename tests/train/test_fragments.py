@@ -1,24 +1,21 @@
 """DiLoCo's outer steps of one fragment of the weights at a time."""
 
-import dataclasses
 import shutil
 from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from placed_rounds import Placed, assert_equal, belongs
 from run_files import records
 
 from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.replicas import exchange_lines, exchange_of
-from jaxllm.mesh import axis_sizes, make_mesh, replicated
-from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.mesh import axis_sizes, replicated
 from jaxllm.rehearsal.shrink import shrink
-from jaxllm.train.build import build_training
-from jaxllm.train.diloco import Rounds, combine_fragments, combine_replicas, outer_step
+from jaxllm.train.diloco import combine_fragments, combine_replicas, outer_step
 from jaxllm.train.loop import fit
 
 SIZES = ("train.global_batch_sequences=16", "train.microbatch_sequences=1", "model.vocab_size=1024", "model.num_layers=8")
@@ -31,61 +28,6 @@ MESHES = {
         *("parallel.virtual_stages=2", "parallel.schedule=interleaved"),
     ),
 }
-
-
-def assert_equal(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-class Placed:
-    """The rounds of a config, and random states."""
-
-    def __init__(self, config):
-        self.config = config.resolve(8)
-        self.mesh = make_mesh(self.config.parallel, jax.devices())
-        self.training = build_training(self.config, self.mesh)
-        self.rounds = Rounds(self.config, self.mesh, self.training.shardings)
-
-    def state(self, seed=0, moved=1.0):
-        """Weights, momentum and residuals, and replicas at a distance of `moved` from the weights."""
-        rng = np.random.default_rng(seed)
-        layout = self.training.layout()
-
-        def draw(tree):
-            return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), tree)
-
-        t = draw(layout.params)
-        # Half of a change is common to all replicas.
-        changes = jax.tree.map(lambda common, d: common[None] + d, draw(layout.params), draw(layout.islands.params))
-        own = jax.tree.map(lambda x, d: x[None] + np.float32(moved) * d, t, changes)
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), layout)
-        found = dataclasses.replace(
-            zeros,
-            params=t,
-            momentum=draw(layout.momentum) if moved else zeros.momentum,
-            islands=dataclasses.replace(zeros.islands, params=own),
-        )
-        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), found, layout)
-
-    def outer_step(self, state, number):
-        with jax.set_mesh(self.mesh):
-            return self.rounds.jitted_step(jax.tree.map(jnp.copy, state), np.int32(number))
-
-    def text(self):
-        with jax.set_mesh(self.mesh):
-            return self.rounds.jitted_step.lower(self.training.layout(), np.int32(0)).compile().as_text()
-
-
-def belongs(placed, number, tree, leading=0):
-    """Which numbers of a tree belong to a fragment: every F-th layer, and every F-th row of the rest."""
-    stack_dims, count = len(stacking_of(placed.config).shape), placed.config.train.diloco_fragments
-
-    def mask(path, x):
-        dim = leading + (stack_dims - 1 if path[0].key == "layers" else 0)
-        rows = np.arange(x.shape[dim]) % count == number
-        return np.broadcast_to(np.expand_dims(rows, [at for at in range(x.ndim) if at != dim]), x.shape)
-
-    return jax.tree_util.tree_map_with_path(mask, tree)
 
 
 # ----------------------------------------------------------------------------------------------------- the step of a fragment

@@ -19,9 +19,9 @@ from jaxllm.mesh import axis_sizes, make_mesh
 from jaxllm.plan.quote import checkpoint_bytes
 from jaxllm.sharding import replica_spec
 from jaxllm.train.build import build_training
-from jaxllm.train.diloco import Rounds
 from jaxllm.train.loop import fit
 from jaxllm.train.outer_codes import coded_mean, decode, encode
+from jaxllm.train.rounds import Rounds
 
 FOUR = ("run.cpu_devices=8", "parallel.replica=4", "parallel.data=2", "parallel.zero=1")
 MOST = {8: 127, 4: 7}

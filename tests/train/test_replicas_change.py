@@ -82,6 +82,25 @@ def test_without_any_finite_replica_the_outer_step_is_skipped():
     }
 
 
+def test_beside_an_inner_step_a_replica_keeps_its_change_unless_it_is_left_out():
+    """And the moments that the inner step leaves are repaired, not those from before."""
+    own, moments = drawn()
+    own = own | {"u": own["u"].at[2, 1].set(np.nan)}
+    state = replicas(own, moments)
+    change, new = drawn()[0], drawn()[1] + 1
+    moved = jax.tree.map(lambda x, d: x + 0.1 * d, own, change)
+    after = dataclasses.replace(state.islands, params=moved, opt_state={"w": new.at[2, 0, 0].set(np.inf)})
+    waited, metrics = jax.jit(outer_step)(state, 0.7, 0.9)
+    found, beside = jax.jit(outer_step)(state, 0.7, 0.9, after=after)
+    assert_equal((found.params, found.momentum, beside), (waited.params, waited.momentum, metrics))
+    others, t = np.array([0, 1, 3]), jax.device_get(found.params)
+    for name in ("u", "w"):
+        kept = t[name] + 0.1 * np.asarray(change[name])[others]
+        np.testing.assert_allclose(np.asarray(found.islands.params[name])[others], kept, atol=1e-5)
+        assert_equal(found.islands.params[name][2], t[name])
+    assert_equal(found.islands.opt_state["w"], new.at[2].set(0.0))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_of_a_replica_that_is_left_out_are_zeros(tiny_config, bits):
     """What is applied and what waits are the mean of the others. What the replica itself has not sent, waits."""
@@ -113,6 +132,7 @@ def test_a_replica_may_skip_the_steps_of_a_round(tiny_config):
         ((rounds, together), 1, 3, "3"),
         ((rounds, together), 5, 13, "3, and more than train.diloco_steps=8"),
         (("train.diloco_steps=2",), 1, 3, "3"),
+        ((rounds, "train.diloco_overlap=true"), 1, 10, "3, and more than train.diloco_steps=8 + 1"),
     ):
         watch = Watch(tiny_config("train.steps=20", "train.max_skips_in_a_row=3", *more))
         for step in range(first, last + 1):

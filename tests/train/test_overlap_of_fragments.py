@@ -1,0 +1,105 @@
+"""DiLoCo's outer steps beside the next inner step (train.diloco_overlap)."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import unequal_batch
+from placed_rounds import Placed, assert_equal, belongs
+from run_files import records
+
+from jaxllm.mesh import batch_sharding
+from jaxllm.train.loop import fit
+
+SIZES = ("train.global_batch_sequences=8", "train.microbatch_sequences=1", "model.num_layers=4", "optimizer.epsilon=1e-3")
+MESHES = {
+    "data, ZeRO 1": ("parallel.replica=4", "parallel.data=2", "parallel.zero=1"),
+    "data x tensor, ZeRO 3": ("parallel.replica=2", "parallel.data=2", "parallel.tensor=2", "parallel.zero=3"),
+}
+OVERLAP = ("train.diloco_steps=4", "train.diloco_fragments=2", "train.diloco_overlap=true")
+
+
+def assert_near(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize(("mesh", "bits"), [("data, ZeRO 1", 8), ("data x tensor, ZeRO 3", 32)])
+def test_one_program_is_the_outer_step_and_the_inner_step(tiny_config, mesh, bits):
+    """Both from the same state. Of the fragment's numbers a replica keeps its change in the inner step, on top of the common
+    ones; all others are those of the inner step."""
+    placed = Placed(tiny_config(*SIZES, *MESHES[mesh], *OVERLAP, f"train.diloco_bits={bits}"))
+    config, training, before = placed.config, placed.training, placed.state(moved=0.1)
+    arrays = unequal_batch(0, (config.num_microbatches, config.microbatch_rows, config.train.sequence_length), least=0.2)
+    batch = {name: jax.device_put(a, batch_sharding(placed.mesh)) for name, a in arrays.items()}
+    synced, outer = placed.outer_step(before, 1)
+    with jax.set_mesh(placed.mesh):
+        after, inner = training.jit_step(training.step)(jax.tree.map(jnp.copy, before), batch)
+        step = training.jit_step(training.step, exchanges=True)
+        found, metrics = step(jax.tree.map(jnp.copy, before), batch, placed.rounds.number(1))
+    assert_near((found.params, found.momentum, found.residual), (synced.params, synced.momentum, synced.residual))
+    assert (np.asarray(found.params["embedding"]) != np.asarray(before.params["embedding"])).any()
+
+    def kept(mine, t, old, new):
+        t, old, new = map(np.asarray, (t, old, new))
+        return np.where(mine, t[None] + (new - old), new)
+
+    mine = belongs(placed, 1, before.islands.params, leading=1)
+    params = jax.tree.map(kept, mine, synced.params, before.islands.params, after.islands.params)
+    assert_near(found.islands, dataclasses.replace(after.islands, params=params))
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, before)
+    assert int(found.step) == int(before.step) + 1
+    assert_near(metrics, {**inner, "outer": [outer]})
+    assert float(outer["island_drift"]) > 1
+
+
+def test_which_steps_exchange(tiny_config):
+    given = (*SIZES, *MESHES["data, ZeRO 1"], "train.steps=9", "train.diloco_after_steps=1", "train.diloco_overlap=true")
+    # (steps of a round, fragments) -> the fragment beside the step that follows so many steps
+    expected = {
+        (4, 2): [None, None, 1, None, 0, None, 1, None, None],
+        (4, 1): [None, None, None, None, 0, None, None, None, None],
+        (2, 2): [0, 1, 0, 1, 0, 1, 0, 1, None],
+    }
+    for (length, count), fragments in expected.items():
+        rounds = Placed(tiny_config(*given, f"train.diloco_steps={length}", f"train.diloco_fragments={count}")).rounds
+        assert [rounds.fragment_beside(done) for done in range(1, 10)] == fragments
+        assert [rounds.fragments_after(step) for step in range(2, 10)] == [[]] * 7 + [list(range(count))]
+    # What a checkpoint has done is not done again.
+    for train, beside in (
+        ({"diloco_overlap": True, "steps": 9}, 0),
+        ({"diloco_overlap": True, "steps": 5}, None),
+        ({"diloco_overlap": False, "steps": 9}, None),
+        ({"steps": 9}, None),
+    ):
+        rounds = Placed(tiny_config(*given, "train.diloco_steps=4")).rounds
+        assert rounds.resumed({"config": {"train": train}, "step": 5}).fragment_beside(5) == beside
+    waits = Placed(tiny_config(*given, "train.diloco_steps=4", "train.diloco_overlap=false")).rounds
+    assert [waits.fragment_beside(done) for done in range(1, 10)] == [None] * 9
+
+
+# ----------------------------------------------------------------------------------------------------------------- the loop
+
+EIGHT = ("run.cpu_devices=8", "parallel.replica=2", "parallel.data=4", "train.steps=9", "train.global_batch_sequences=8")
+ROUNDS = (*EIGHT, *OVERLAP, "train.diloco_after_steps=1", "train.diloco_bits=4")
+KEPT = ("checkpoint.every_steps=1", "checkpoint.keep=9", "train.eval_batches=1", "log.baselines=false")
+
+
+def test_a_run_killed_before_a_due_exchange_resumes_exactly(tiny_config, tmp_path):
+    """After step 3, whose exchange belongs to step 4. Metrics of an exchange are in the line of the step beside it."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    trainer = fit(tiny_config(*ROUNDS, *KEPT, f"run.dir={folder}"))
+    # A synchronous step, and steps of rounds without and with an exchange.
+    assert trainer.traces == 3
+    assert [r["step"] for r in records(folder) if "outer_grad_norm" in r] == [4, 6, 8, 9]
+    assert_equal(trainer.state.islands.params, jax.tree.map(lambda x: np.stack([x, x]), trainer.state.params))
+    assert all(np.abs(np.asarray(x)).max() > 0 for x in jax.tree.leaves(trainer.state.momentum))
+    shutil.copytree(folder, copy)
+    for later in range(4, 10):
+        shutil.rmtree(copy / "checkpoints" / str(later))
+    resumed = fit(tiny_config(*ROUNDS, *KEPT, f"run.dir={copy}"))
+    assert_equal(resumed.state, trainer.state)
+    lines = [{r["step"]: (r["loss"], r.get("outer_grad_norm")) for r in records(run) if "loss" in r} for run in (folder, copy)]
+    assert lines[0] == lines[1]
