@@ -1,7 +1,7 @@
 """Held-out loss and bytes between replicas: data parallelism, and DiLoCo in 32, 8 and 4 bits.
 
-python benchmarks/islands.py ROWS.jsonl [--replicas 4] [--rounds 50] [--bits 32 8 4] [--fragments 1] [--steps 2000]
-                                                                   trains on CPUs; resumes
+python benchmarks/islands.py ROWS.jsonl [--replicas 4] [--rounds 50] [--bits 32 8 4] [--fragments 1] [--overlap 0]
+                                        [--steps 2000]             trains on CPUs; resumes
 python benchmarks/islands.py ROWS.jsonl --table                    prints the rows as Markdown
 
 The model of tests/train/test_diloco.py::test_four_replicas_learn_as_well_as_one reads the Python standard library. All runs see
@@ -34,18 +34,20 @@ RECIPE: dict[str, Any] = {
     "log": {"baselines": False},
     "parallel": {"data": 1},
 }
-KEYS = ("replicas", "steps", "round", "bits", "fragments")
+KEYS = {"replicas": 1, "steps": 1, "round": 1, "bits": 1, "fragments": 1, "overlap": 0}
+"""What makes a row the run of a case, and what rows have that lack it."""
 
 
-def cases(replicas: int, steps: int, rounds: list[int], each: tuple[list[int], list[int]]) -> Iterator[dict[str, Any]]:
+def cases(replicas: int, steps: int, rounds: list[int], each: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
     """The runs; round 0 is data parallelism on one device, whose numbers are those of any.
 
     Args:
-      each: bits and numbers of fragments of the runs in rounds.
+      each: bits, numbers of fragments, and 1 for an exchange beside the next step or 0, of the runs in rounds.
     """
     for length in (0, *rounds):
-        for bits, fragments in itertools.product(*each) if length else [(32, 1)]:
-            yield {"replicas": replicas, "steps": steps, "round": length, "bits": bits, "fragments": fragments}
+        for chosen in itertools.product(*each) if length else [(32, 1, 0)]:
+            of_rounds = dict(zip(("bits", "fragments", "overlap"), chosen, strict=True))
+            yield {"replicas": replicas, "steps": steps, "round": length, **of_rounds}
 
 
 def overrides(case: dict[str, Any]) -> list[str]:
@@ -54,6 +56,7 @@ def overrides(case: dict[str, Any]) -> list[str]:
     if length:
         given += [f"parallel.replica={case['replicas']}", f"train.diloco_steps={length}", f"train.diloco_bits={case['bits']}"]
         given += [f"train.diloco_after_steps={steps // 5}", f"train.diloco_fragments={case['fragments']}"]
+        given += [f"train.diloco_overlap={'true' if case['overlap'] else 'false'}"]
     return given
 
 
@@ -68,8 +71,8 @@ def sent_bytes(case: dict[str, Any]) -> float:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a row the run of a case; older rows are of one fragment."""
-    return tuple(row.get(name, 1) for name in KEYS)
+    """What makes a row the run of a case; older rows are of one fragment, or without overlap."""
+    return tuple(row.get(name, default) for name, default in KEYS.items())
 
 
 def trained(case: dict[str, Any]) -> dict[str, Any]:
@@ -84,14 +87,15 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| replicas | steps | H | bits | fragments | held-out loss | to data parallelism | bytes a step | fewer |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| replicas | steps | H | bits | fragments | overlap | held-out loss | to data parallelism | bytes a step | fewer |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         base = next(r for r in rows if r["round"] == 0 and (r["replicas"], r["steps"]) == (row["replicas"], row["steps"]))
         worse, fewer = row["eval_loss"] / base["eval_loss"] - 1, base["sent_bytes_per_step"] / row["sent_bytes_per_step"]
         name = row["round"] or "data parallel"
         yield (
             f"| {row['replicas']} | {row['steps']:,} | {name} | {row['bits']} | {row.get('fragments', 1)} | "
+            f"{'yes' if row.get('overlap') else 'no'} | "
             f"{row['eval_loss']:.4f} | {100 * worse:+.1f}% | {row['sent_bytes_per_step']:,.0f} | {fewer:,.0f} |"
         )
 
@@ -103,6 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, nargs="+", default=[50])
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 8, 4])
     parser.add_argument("--fragments", type=int, nargs="+", default=[1])
+    parser.add_argument("--overlap", type=int, nargs="+", choices=(0, 1), default=[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
@@ -112,7 +117,7 @@ def main() -> None:
         return
     done = {key(row) for row in rows}
     for replicas in given.replicas:
-        for case in cases(replicas, given.steps, given.rounds, (given.bits, given.fragments)):
+        for case in cases(replicas, given.steps, given.rounds, (given.bits, given.fragments, given.overlap)):
             if key(case) not in done:
                 row = json.dumps(trained(case))
                 with given.rows.open("a") as file:
