@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
     of_first = build_trainings(without_rounds(config), mesh)
     first = of_first[1]
     yield RunProgram(INITIAL_STATE, first.jit_create(), (config.train.seed,))
-    trainings, outer = [(of_first, 0, config.train.steps)], None
+    trainings, outer = [(of_first, 0, config.train.steps)], cast(Any, None)
     if config.train.diloco_steps is not None:
         of_rounds, begin = build_trainings(config, mesh), config.train.diloco_after_steps
         trainings, rounds = [(of_first, 0, begin), (of_rounds, begin, config.train.steps)], of_rounds[1]
