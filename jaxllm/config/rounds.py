@@ -33,6 +33,12 @@ def next_common_step(config: Config, step: int) -> int:
     return max(step + 1, min(step + between - done % between, train.steps))
 
 
+def hides_exchanges(config: Config) -> bool:
+    """Whether the compiled step has a fragment's exchange behind its layers: with train.diloco_overlap, if a resolved config's
+    replicas are single GPUs. Otherwise XLA starts it only after the last collective inside the replica."""
+    return config.train.diloco_overlap and config.devices == config.parallel.replica
+
+
 def without_rounds(config: Config) -> Config:
     """The config of the steps before the first round, in which replicas train synchronously."""
     train = config.train.model_copy(update={"diloco_steps": None, "diloco_overlap": False})
