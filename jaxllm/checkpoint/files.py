@@ -43,6 +43,8 @@ class _Train:
     diloco_steps: PositiveInt | None = None
     diloco_after_steps: Whole = 0
     diloco_bits: PositiveInt = 32
+    diloco_overlap: Switch = False
+    steps: Whole = 0
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Rounds:
     def resumed(self, meta: Mapping[str, Any]) -> Rounds:
         """These rounds, continued from the checkpoint with this metadata: the outer step after its step may be done in it."""
         train = meta["config"]["train"]
-        if not train.get("diloco_overlap", False) or meta["step"] == train["steps"]:
+        if not train.get("diloco_overlap", False) or meta["step"] == train.get("steps"):
             self._is_done_after = meta["step"]
         return self
 
