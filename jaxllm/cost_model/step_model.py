@@ -387,8 +387,7 @@ class StepModel(HostCopies):
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.kernel_s}
 
     def add_replicas(self, transfers: Transfers, layers_s: float) -> None:
-        """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round. layers_s: compute of the
-        layers in a step, which hides weights if the schedule does."""
+        """Gradients once a step, or with DiLoCo weights once a round; layers_s of compute may hide these (Exchange.hides)."""
         if (exchange := exchange_of(self.config)) is None:
             return
         group, links = self.replica_group, self.links
