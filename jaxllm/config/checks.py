@@ -108,7 +108,7 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig, chunk_layers: int
     """chunk_layers: Config.chunk_layers."""
     if train.diloco_steps is None:
         if train.diloco_overlap:
-            raise refuse("train.diloco_overlap hides outer steps, and there are none: set train.diloco_steps, or leave it out.")
+            raise refuse("train.diloco_overlap moves outer steps, and there are none: set train.diloco_steps, or leave it out.")
         return
     if parallel.offload_state != "none":
         raise refuse(

@@ -24,19 +24,14 @@ def fragments_of(config: Config) -> int:
 
 
 def next_common_step(config: Config, step: int) -> int:
-    """The first step after `step` whose end all processes wait for. In rounds these are the steps before an outer step: until
-    then each replica trains alone."""
+    """The first step after `step` whose end all processes wait for. In rounds these are the steps before an outer step, or
+    beside it (train.diloco_overlap): until then each replica trains alone."""
     train = config.train
     if train.diloco_steps is None or config.parallel.replica == 1 or step < train.diloco_after_steps:
         return step + 1
-    between, done = train.diloco_steps // fragments_of(config), step - train.diloco_after_steps
-    return max(step + 1, min(step + between - done % between, train.steps))
-
-
-def hides_exchanges(config: Config) -> bool:
-    """Whether the compiled step has a fragment's exchange behind its layers: with train.diloco_overlap, if a resolved config's
-    replicas are single GPUs. Otherwise XLA starts it only after the last collective inside the replica."""
-    return config.train.diloco_overlap and config.devices == config.parallel.replica
+    between, late = train.diloco_steps // fragments_of(config), int(train.diloco_overlap)
+    done = max(step - train.diloco_after_steps - late, 0) // between
+    return max(step + 1, min(train.diloco_after_steps + late + (done + 1) * between, train.steps))
 
 
 def without_rounds(config: Config) -> Config:

@@ -316,7 +316,7 @@ class TrainConfig(Section):
     """Cuts the weights into so many parts, by layers; each has an outer step of its own in every round, one after the other at
     equal distances. It divides train.diloco_steps. A transfer between replicas is so many times smaller (Streaming DiLoCo)."""
     diloco_overlap: Switch = False
-    """The outer step that is due after a step runs during the next one, so that compute hides its transfer. A replica keeps its
+    """The outer step that is due after a step is a part of the next one, and neither waits for the other. A replica keeps its
     change in that step."""
     diloco_after_steps: Count = 0
     """Number of first steps without DiLoCo, synchronised at every step: a fifth of a run is a good start."""

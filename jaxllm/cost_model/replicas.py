@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxllm.config import Config, ParallelConfig
 from jaxllm.config.model_spec import parameters
-from jaxllm.config.rounds import OUTER_BLOCK, fragments_of, hides_exchanges, sends_codes, without_rounds
+from jaxllm.config.rounds import OUTER_BLOCK, fragments_of, sends_codes, without_rounds
 from jaxllm.cost_model.network import Group, Links, all_reduce_s, ring_all_reduce_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
@@ -45,8 +45,6 @@ class Exchange:
 
     codes: bool = False
     """Whether an all-reduce is an all-to-all and an all-gather of codes."""
-    hides: bool = False
-    """Whether it runs behind the layers of a step."""
 
     def seconds(self, group: Group, links: Links) -> float:
         """Time on an idle network."""
@@ -64,7 +62,7 @@ def exchange_of(config: Config) -> Exchange | None:
     rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
     steps = (config.train.diloco_steps or 1) // fragments
-    return Exchange(replicas, config.devices // replicas, rank_bytes, steps, matrices, codes, hides_exchanges(config))
+    return Exchange(replicas, config.devices // replicas, rank_bytes, steps, matrices, codes)
 
 
 def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> tuple[Group, Links]:

@@ -78,7 +78,7 @@ class StepModel(HostCopies):
             terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
             self.add_pipe_reductions(once)
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
-        self.add_replicas(once, self.M * self.V * (forward_s + backward_s))
+        self.add_replicas(once)
         self.add_state_offload(once)
         for times_s in (self.head(), self.update(), once.exposed_s):
             add_times(terms, times_s)
@@ -386,15 +386,15 @@ class StepModel(HostCopies):
         moved_bytes = self.shared_parameters() * (4 * (2 + n) + 4 * (1 + n) + 4 + 4 + self.itemsize)
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.kernel_s}
 
-    def add_replicas(self, transfers: Transfers, layers_s: float) -> None:
-        """Gradients once a step, or with DiLoCo weights once a round; layers_s of compute may hide these (Exchange.hides)."""
+    def add_replicas(self, transfers: Transfers) -> None:
+        """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round."""
         if (exchange := exchange_of(self.config)) is None:
             return
         group, links = self.replica_group, self.links
         if self.parallel.names_replica_network:
             group, links = over_replica_network(self.parallel, exchange.replicas, links)
         name = "replica" if self.config.train.diloco_steps is None else OUTER_STEP
-        transfers.add(name, exchange.seconds(group, links), layers_s if exchange.hides else 0.0, times=1 / exchange.steps)
+        transfers.add(name, exchange.seconds(group, links), times=1 / exchange.steps)
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds nothing, because input is prefetched."""

@@ -31,7 +31,6 @@ from jaxllm.config import Config, RunConfig, XlaOptions
 from jaxllm.config.attention import HOPPER, Capability, window_shares
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.config.rounds import hides_exchanges
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
@@ -125,12 +124,6 @@ MORE_AT_ONCE: dict[str, int | str] = {
     # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
     # with a layer loop, nor would the reduction of the head's gradient.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-}
-BESIDE_GPU_OPTIONS = {
-    # The exchange of a fragment has a collective for each matrix. By default one at a time is in flight, and all follow the
-    # backward pass; with as many as there are, they start before the layers and end after them (JAX 0.10.2, compiled for two
-    # H100s that are a replica each). One GPU has no other collectives, so nothing new can wait for them.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
 }
 CUBLAS_GPU_OPTIONS = {
     # Only cuBLAS adds a product to a float32 sum in the same kernel; a kernel that XLA generates leaves the sum to another. And
@@ -232,8 +225,6 @@ def compile_options(config: Config, device: jax.Device, capacity_bytes: int | No
         # Ranks send both ways along the sequence at once.
         options = options | MORE_AT_ONCE
     options = options | (TENSOR_RING_GPU_OPTIONS if rings_tensor(config, compute_capability(device)) else {})
-    if hides_exchanges(config):
-        options = options | BESIDE_GPU_OPTIONS
     offloads = bool(policy_of(config.parallel.remat, config.model).offload)
     uses_host = offloads or config.parallel.offload_state != "none"
     options = options | (OFFLOAD_GPU_OPTIONS if offloads else {})

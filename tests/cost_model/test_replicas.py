@@ -66,25 +66,6 @@ def test_a_rounds_seconds_are_shared_by_its_steps():
     assert [H * step_s for H, step_s in zip((1, 2, 500), rounds, strict=True)] == pytest.approx([every] * 3)
 
 
-def test_behind_a_step_only_the_rest_of_an_exchange_shows():
-    """Of one GPU for each replica. In larger ones the compiled schedule hides nothing, so nothing is counted as hidden."""
-    given = {"replica": 2, "sequences": 2, "diloco": 10}
-    for gbit in (1.0, HUGE):
-        waited = islands(2, gbit=gbit, **given)
-        hidden = waited.model_copy(update={"train": waited.train.model_copy(update={"diloco_overlap": True})})
-        before, after = step(waited), step(hidden)
-        saved_s = before.between_replicas_s - after.between_replicas_s
-        assert saved_s == pytest.approx(after.hidden_s.get("outer_step", 0.0) - before.hidden_s.get("outer_step", 0.0))
-        if gbit == HUGE:
-            assert after.between_replicas_s == pytest.approx(0.0, abs=1e-12)
-        else:
-            assert 0 < 10 * saved_s < after.step_s
-            assert after.between_replicas_s > 0
-    waited = islands(8, diloco=10)
-    hidden = waited.model_copy(update={"train": waited.train.model_copy(update={"diloco_overlap": True})})
-    assert step(hidden).terms_s == step(waited).terms_s
-
-
 @pytest.mark.parametrize(("zero", "times"), [(0, 4), (1, 1), (3, 1)])
 def test_all_gpus_of_a_replica_share_its_link(zero, times):
     """Four times the GPUs have a quarter of the shards each; with ZeRO 0 every data rank sends everything."""

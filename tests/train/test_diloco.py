@@ -411,7 +411,7 @@ def test_what_cannot_be_is_refused(tiny_config):
         tiny_config("train.diloco_steps=2", "parallel.offload_state=optimizer")
     with pytest.raises(ConfigError, match=r"train.diloco_after_steps=4 leaves DiLoCo none of train.steps=4"):
         tiny_config("train.diloco_steps=2", "train.diloco_after_steps=4")
-    with pytest.raises(ConfigError, match=r"diloco_overlap hides outer steps, and there are none: set train.diloco_steps, or"):
+    with pytest.raises(ConfigError, match=r"diloco_overlap moves outer steps, and there are none: set train.diloco_steps, or"):
         tiny_config("train.diloco_overlap=true")
 
 

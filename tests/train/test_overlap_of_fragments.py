@@ -11,9 +11,7 @@ from meshes import unequal_batch
 from placed_rounds import Placed, assert_equal, belongs
 from run_files import records
 
-from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
-from jaxllm.compile.hlo import Module
-from jaxllm.mesh import axis_sizes, batch_sharding
+from jaxllm.mesh import batch_sharding
 from jaxllm.train.loop import fit
 
 SIZES = ("train.global_batch_sequences=8", "train.microbatch_sequences=1", "model.num_layers=4", "optimizer.epsilon=1e-3")
@@ -80,19 +78,6 @@ def test_which_steps_exchange(tiny_config):
         assert rounds.resumed({"config": {"train": train}, "step": 5}).fragment_beside(5) == beside
     waits = Placed(tiny_config(*given, "train.diloco_steps=4", "train.diloco_overlap=false")).rounds
     assert [waits.fragment_beside(done) for done in range(1, 10)] == [None] * 9
-
-
-@pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
-@pytest.mark.slow
-def test_between_single_gpus_an_exchange_is_behind_the_layers(tiny_config):
-    """In the schedule compiled for two H100s: from its start to its done there is most of the step's compute."""
-    sizes = ("model.hidden_size=256", "model.intermediate_size=1024", "model.num_layers=4", "train.sequence_length=512")
-    sizes = (*sizes, "model.compute_dtype=bfloat16", "train.global_batch_sequences=8", "train.microbatch_sequences=4")
-    config = tiny_config(*sizes, "parallel.replica=2", "parallel.data=1", *OVERLAP).resolve(2)
-    module = Module(compile_step(config, gpu_devices(hosts=2, gpus_per_host=1)).as_text(), axis_sizes(config.parallel))
-    exchange = [c for c in module.collectives() if c.elements > 1000]
-    assert {c.axes for c in exchange} == {("replica",)}
-    assert min(c.flops_behind for c in exchange) > 0.5 * module.flops(module.entry)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the loop
