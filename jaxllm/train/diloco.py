@@ -121,13 +121,41 @@ def inner_step(
 # ------------------------------------------------------------------------------------------------------------ what a loop does
 
 
-Mean = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
-"""(changes, residuals, the replicas that count), each [replica, ...] -> (D, the next residuals). 0 if no replica counts."""
+Sums = dict[str, jax.Array]
+Mean = Callable[[Any, Any, jax.Array, Sums], tuple[Any, Any, Sums]]
+"""(changes, residuals, the replicas that count, other numbers), each [replica, ...] -> (D, the next residuals, the sums of the
+others over replicas). "number" of the others is that of replicas that count; without any D is 0."""
 
 
-def mean_in_float32(changes: Any, residual: None, counts: jax.Array) -> tuple[Any, None]:
-    number = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-    return jax.tree.map(lambda d: where_replica(counts, d, 0).sum(0) / number, changes), residual
+def mean_in_float32(changes: Any, residual: None, counts: jax.Array, others: Sums) -> tuple[Any, None, Sums]:
+    sums = jax.tree.map(lambda x: x.sum(0), others)
+    number = jnp.maximum(sums["number"], 1)
+    return jax.tree.map(lambda d: where_replica(counts, d, 0).sum(0) / number, changes), residual, sums
+
+
+def mean_at_once(mesh: Mesh, shared: Any, own: Any) -> Mean:
+    """mean_in_float32 by a single all-reduce: XLA keeps one in flight, so of several it would hide the last alone.
+
+    Args:
+      shared, own: trees of PartitionSpecs, of D and of the changes.
+    """
+
+    def of_device(changes: Any, counts: jax.Array, others: Sums) -> tuple[Any, Sums]:
+        leaves, tree = jax.tree.flatten((jax.tree.map(lambda d: jnp.where(counts[0], d[0], 0), changes), others))
+        total = jax.lax.psum(jnp.concatenate([x.reshape(-1) for x in leaves]), REPLICA)
+        parts = jnp.split(total, np.cumsum([x.size for x in leaves])[:-1])
+        sums, others = tree.unflatten([part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
+        others = jax.tree.map(lambda x: x[0], others)
+        return jax.tree.map(lambda x: x / jnp.maximum(others["number"], 1), sums), others
+
+    each, none = PartitionSpec(REPLICA), PartitionSpec()
+    run = jax.shard_map(of_device, mesh=mesh, in_specs=(own, each, each), out_specs=(shared, none), check_vma=False)
+
+    def mean(changes: Any, residual: Any, counts: jax.Array, others: Sums) -> tuple[Any, Any, Sums]:
+        change, sums = run(changes, counts, others)
+        return change, residual, sums
+
+    return mean
 
 
 def outer_step(
@@ -149,8 +177,12 @@ def outer_step(
         changes = jax.tree.map(lambda t, own_t: t[None] - own_t, state.params, own)
         squares = jax.tree.reduce(jnp.add, jax.tree.map(lambda d: jnp.square(d).sum(tuple(range(1, d.ndim))), changes))
         counts = jnp.isfinite(squares)
-        is_known = counts.any()
-        change, residual = mean(changes, state.residual, counts)
+        others = {"number": counts.astype(jnp.float32), "square": jnp.where(counts, squares, 0)}
+        change, residual, sums = mean(changes, state.residual, counts, others)
+        is_known, number = sums["number"] > 0, jnp.maximum(sums["number"], 1)
+        # `counts`, and for XLA a result of the exchange: it computes `counts` itself with all that asks for it, after the inner
+        # step too, and then the exchange would wait for that.
+        used = counts & is_known
         velocity = jax.tree.map(lambda v, d: jnp.where(is_known, momentum * v + d, v), state.momentum, change)
         moved = jax.tree.map(lambda t, d, v: t - rate * (d + momentum * v), state.params, change, velocity)
         params = jax.tree.map(lambda t, new: jnp.where(is_known, new, t), state.params, moved)
@@ -158,18 +190,17 @@ def outer_step(
             synced = jax.tree.map(lambda t, own_t: jnp.broadcast_to(t[None], own_t.shape), params, own)
         else:
             # The change of a replica that is left out is of no use.
-            keep = lambda t, old, new: where_replica(counts, t[None] + (new - old), t[None])  # noqa: E731
+            keep = lambda t, old, new: where_replica(used, t[None] + (new - old), t[None])  # noqa: E731
             synced = jax.tree.map(keep, params, own, after.params)
-        number = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-        norm, square = optax.global_norm(change), jnp.where(counts, squares, 0).sum() / number
-        left_out = counts.size - counts.sum()
+        norm, square = optax.global_norm(change), sums["square"] / number
+        left_out = counts.size - sums["number"].astype(jnp.int32)
         metrics = {"outer_grad_norm": norm, "island_drift": jnp.sqrt(square), "islands_left_out": left_out}
         if counts.size > 1:
             # |sum of d|^2 = K^2 |D|^2 is K squares and K (K - 1) products.
             products = (number * jnp.square(norm) - square) / jnp.maximum(number - 1, 1)
             metrics["island_cosine"] = products / jnp.maximum(square, jnp.finfo(jnp.float32).tiny)
     islands = state.islands if after is None else after
-    islands = dataclasses.replace(islands, params=synced, opt_state=_repaired(islands.opt_state, counts))
+    islands = dataclasses.replace(islands, params=synced, opt_state=_repaired(islands.opt_state, used))
     return DilocoState(state.step, params, velocity, islands, residual), metrics
 
 
@@ -241,6 +272,8 @@ def outer_step_of(config: Config, mesh: Mesh, shardings: DilocoState) -> OuterSt
     train, count = config.train, fragments_of(config)
     step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
     shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.islands.params))
+    if train.diloco_overlap and config.parallel.replica > 1:
+        step = partial(step, mean=mean_at_once(mesh, shared, own))
     if sends_codes(config):
         step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))
     if count == 1:

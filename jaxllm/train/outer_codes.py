@@ -89,23 +89,26 @@ def exchange(
     return tuple(array.reshape(-1)[:count].reshape(shape) for array in (applied, residual))  # type: ignore[return-value]
 
 
-def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
-    """A function (changes, residuals, the replicas that count), all [replica, ...] -> (what is applied, the next residuals).
+def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
+    """A diloco.Mean: what is applied is equal on all replicas, to the bit.
 
     Args:
       shared, own: trees of PartitionSpecs, of what is applied and of the others.
     """
 
-    def of_device(changes: Any, residuals: Any, counts: jax.Array) -> tuple[Any, Any]:
+    def of_device(changes: Any, residuals: Any, counts: jax.Array, others: dict[str, jax.Array]) -> tuple[Any, Any, Any]:
         leaves, tree = jax.tree.flatten(changes)
-        number = jnp.maximum(jax.lax.psum(counts[0].astype(jnp.float32), REPLICA), 1)
+        sums = jax.tree.map(lambda x: jax.lax.psum(x[0], REPLICA), others)
+        number = jnp.maximum(sums["number"], 1)
         pairs = [
             exchange(d[0], e[0], counts[0], number, bits, mesh.shape[REPLICA])
             for d, e in zip(leaves, jax.tree.leaves(residuals), strict=True)
         ]
-        return tree.unflatten([applied for applied, _ in pairs]), tree.unflatten([residual[None] for _, residual in pairs])
+        applied, residuals = (tree.unflatten(arrays) for arrays in zip(*((a, e[None]) for a, e in pairs), strict=True))
+        return applied, residuals, sums
 
     # The result is equal on all replicas, which JAX cannot see.
+    each = PartitionSpec(REPLICA)
     return jax.shard_map(
-        of_device, mesh=mesh, in_specs=(own, own, PartitionSpec(REPLICA)), out_specs=(shared, own), check_vma=False
+        of_device, mesh=mesh, in_specs=(own, own, each, each), out_specs=(shared, own, PartitionSpec()), check_vma=False
     )

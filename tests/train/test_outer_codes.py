@@ -70,7 +70,12 @@ def mean_of_four(tiny_config):
 
     def mean_of_all(bits):
         mean = jax.jit(coded_mean(bits, mesh, {"w": spec}, {"w": own.spec}))
-        return lambda changes, residual, counts=(True,) * 4: mean(changes, residual, np.array(counts))
+
+        def found(changes, residual, counts=(True,) * 4):
+            number = {"number": np.array(counts, np.float32)}
+            return mean(changes, residual, np.array(counts), number)[:2]
+
+        return found
 
     mean = {bits: mean_of_all(bits) for bits in (8, 4)}
     return mean, lambda x: {"w": jax.device_put(jnp.asarray(x, jnp.float32), own)}

@@ -11,6 +11,8 @@ from meshes import unequal_batch
 from placed_rounds import Placed, assert_equal, belongs
 from run_files import records
 
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
+from jaxllm.compile.hlo import COLLECTIVES, Module
 from jaxllm.mesh import batch_sharding
 from jaxllm.train.loop import fit
 
@@ -53,6 +55,29 @@ def test_one_program_is_the_outer_step_and_the_inner_step(tiny_config, mesh, bit
     assert int(found.step) == int(before.step) + 1
     assert_near(metrics, {**inner, "outer": [outer]})
     assert float(outer["island_drift"]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+@pytest.mark.parametrize("bits", [32, 4])
+def test_on_gpus_the_exchange_waits_for_nothing_of_the_inner_step(tiny_config, bits):
+    """XLA fuses what has the same operands, such as the changes with the update, and the replicas that count with the repair of
+    moments. The exchange would then wait for the gradients."""
+    given = (*SIZES, "parallel.replica=2", *OVERLAP, f"train.diloco_bits={bits}", "model.compute_dtype=bfloat16")
+    module = Module(compile_step(tiny_config(*given), gpu_devices(hosts=2, gpus_per_host=1)).as_text(), {"replica": 2})
+    entry = {at.instruction.name: at for at in module.walk() if at.among is module.computations[module.entry]}
+    kinds = {name: at.instruction.op.removesuffix("-start") for name, at in entry.items()}
+    sent = [name for name, kind in kinds.items() if kind in COLLECTIVES]
+    assert len(sent) == 1 if bits == 32 else len(sent) > 1
+    needed, waiting = set(), list(sent)
+    while waiting:
+        name = waiting.pop()
+        if name not in needed:
+            needed.add(name)
+            waiting += [one.name for one in entry[name].inputs()]
+    products = {name for name, kind in kinds.items() if kind in ("custom-call", "dot", "while")}
+    assert products
+    assert not needed & products
 
 
 def test_which_steps_exchange(tiny_config):
