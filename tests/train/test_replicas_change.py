@@ -113,12 +113,13 @@ def test_codes_of_a_replica_that_is_left_out_are_zeros(tiny_config, bits):
     poisoned = change.copy()
     poisoned[1, 0, 0], poisoned[1, 7, 639] = np.nan, np.inf
     counts = np.array([True, False, True, True])
-    applied, residual = mean(*({"w": jax.device_put(x, own)} for x in (poisoned, waits)), counts)
+    others = {"number": counts.astype(np.float32)}
+    applied, residual, _ = mean(*({"w": jax.device_put(x, own)} for x in (poisoned, waits)), counts, others)
     applied, residual = np.asarray(applied["w"]), np.asarray(residual["w"])
     np.testing.assert_allclose(3 * applied + residual.sum(0), change[counts].sum(0) + waits.sum(0), atol=1e-4)
     # Apart from the errors of the mean, which it adds to the quarter that it summed up: two of eight rows, on each device.
-    others = [0, 1, 4, 5, 6, 7]
-    assert_equal(residual[1, others], waits[1, others])
+    elsewhere = [0, 1, 4, 5, 6, 7]
+    assert_equal(residual[1, elsewhere], waits[1, elsewhere])
     error = np.abs(applied - (change + waits)[counts].mean(0)).max()
     assert error < 2 * np.abs(change + waits)[counts].max() / {8: 127, 4: 7}[bits]
 
