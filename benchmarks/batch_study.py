@@ -426,7 +426,8 @@ def picture(study: Study, path: str) -> None:
     for kind, color in (("ramp", "#b3401a"), ("grows", "#2e7d32")):
         if of_seeds := study.seeds_of(ENDS[1], kind):
             losses, steps = ([line[key] for line in of_seeds] for key in ("loss", "steps"))
-            label = f"{kind}, {ENDS[0] * SEQUENCE:,} to {ENDS[1] * SEQUENCE:,}: {_range(steps)} steps"
+            to = f" to {ENDS[1] * SEQUENCE:,}" if kind == "ramp" else ""
+            label = f"{kind}, from {ENDS[0] * SEQUENCE:,}{to}: {_range(steps)} steps"
             equal_tokens_axes.axhline(mean(losses), linestyle="--", color=color, label=label)
             equal_tokens_axes.axhspan(min(losses), max(losses), color=color, alpha=0.12)
     equal_tokens_axes.set_ylabel(f"held-out loss after {study.size.equal_tokens:,} tokens")

@@ -79,10 +79,12 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
         special.merges = special.merges or [" ".join(2 * [byte_characters()[0]])]
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    template = _chat_template(folder)
-    if template is not None and isinstance(special.chat_template, str):
-        special.chat_template = template.source
-    turn = None if template is None else template.end_of_turn(tokenizer)
+    template, turn = _chat_template(folder, tokenizer)
+    if template is not None:
+        found = special.chat_template
+        others = [] if found is None or isinstance(found, str) else [one for one in found if one.get("name") != "default"]
+        default = {"name": "default", "template": template.source}
+        special.chat_template = [default, *others] if others else template.source
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "eot": turn}
     special.special_token_ids |= {name: number for name, number in ids.items() if number is not None}
     first = tokenizer.encode("a").tolist()[:1]
@@ -90,13 +92,15 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
     special.add_to_gguf(writer, quiet=True)
 
 
-def _chat_template(folder: Path) -> ChatTemplate | None:
-    """That of a folder, by the rule of training, which differs from gguf's where two files have one. None if it is none."""
+def _chat_template(folder: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, int | None]:
+    """That of a folder, by the rule of training (gguf has another where two files have one), and the token that ends its
+    turns. None if there is none, or none that can be used."""
     try:
-        return load_chat_template(folder)
+        template = load_chat_template(folder)
+        return template, None if template is None else template.end_of_turn(tokenizer)
     except ConfigError:
         # An export does not depend on it.
-        return None
+        return None, None
 
 
 def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[TokenType]]:

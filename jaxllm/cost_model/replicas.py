@@ -62,7 +62,8 @@ def exchange_of(config: Config) -> Exchange | None:
     rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
     steps = (config.train.diloco_steps or 1) // fragments
-    return Exchange(replicas, config.devices // replicas, rank_bytes, steps, matrices, codes)
+    reductions = 1 if config.train.diloco_overlap and not codes else matrices
+    return Exchange(replicas, config.devices // replicas, rank_bytes, steps, reductions, codes)
 
 
 def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> tuple[Group, Links]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
 OUTER_STEP = "outer_step"
-"""The term of DiLoCo's transfers between replicas, by a program of its own: a step's share of them."""
+"""The term of DiLoCo's transfers between replicas: a step's share of them."""
 BETWEEN_REPLICAS = ("replica", OUTER_STEP)
 SCHEDULED = "transfers"
 """The term that takes their place in StepTime.as_scheduled."""

@@ -83,12 +83,13 @@ class StepSizes:
         offload = self.parallel.offload_state
         per_token = 3 * 4 + 1 + (4 if self.config.data.mask_documents else 0)
         # With DiLoCo, the weights of the last outer step, its momentum, and what codes leave out.
-        outer = (2 + sends_codes(self.config)) * FLOAT32 * self.all.master
-        outer = outer if self.config.train.diloco_steps is not None else 0
-        if self.config.train.diloco_overlap:
+        outer = 0.0
+        if self.config.train.diloco_steps is not None:
+            outer = (2 + sends_codes(self.config)) * FLOAT32 * self.all.master
+        if outer and self.config.train.diloco_overlap:
             # Fragments in float32 that the step with an exchange holds more, as compiled for 1B in four: 7.6 with four ZeRO 1
             # ranks, 0.5 for a replica of one H100, 0.05 in 4 bits.
-            beside = 8 if self.zero in (1, 2) and self.parallel.data > 1 else 1
+            beside = 8 if self.zero in (1, 2) else 1
             outer += beside * FLOAT32 * self.all.master / fragments_of(self.config)
         return {
             "master_weights": 0 if offload in MASTER_ON_HOST else FLOAT32 * self.trained.master,

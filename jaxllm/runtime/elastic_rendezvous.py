@@ -92,7 +92,8 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic, monitor_port: int) 
         try:
             return _meet_once(own, launch, elastic, monitor_port, may_lead)
         except _Over as over:
-            may_lead = not over.others_lead
+            # Once it has given way it does not lead again: when the next of its network does too, only that one says so.
+            may_lead = may_lead and not over.others_lead
 
 
 class _Over(Exception):
@@ -291,7 +292,8 @@ class _Leader(_Patient):
             return False
         others = [ranks for ranks in hosts if self._is_whole(ranks[0], hosts)]
         is_more = len(others) >= self._elastic.least_hosts and sum(map(len, others)) > processes
-        return is_more and self.layout(others) is not None
+        may_lead = any(rank < LEADERS for ranks in others for rank in ranks)
+        return is_more and may_lead and self.layout(others) is not None
 
     def _look_for_a_rival(self) -> None:
         rank = next(self._rivals, None)

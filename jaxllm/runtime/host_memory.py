@@ -34,8 +34,18 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
         with suppress(OSError, ValueError):
             limit = int(limit_file.read_text())
             total = min(total, limit)
-            available = min(available, max(limit - int(used_file.read_text()), 0))
+            used = int(used_file.read_text()) - _reclaimable(used_file.with_name("memory.stat"))
+            available = min(available, max(limit - used, 0))
     return total, available
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of files in the page cache that the system gives up first; they count as used. 0 if it is not known."""
+    try:
+        values = dict(line.split() for line in stat.read_text().splitlines())
+        return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, Path]]:

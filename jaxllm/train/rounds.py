@@ -47,8 +47,8 @@ class Rounds:
     def resumed(self, meta: Mapping[str, Any]) -> Rounds:
         """These rounds, continued from the checkpoint with this metadata: the outer step after its step may be done in it."""
         train = meta["config"]["train"]
-        if not train.get("diloco_overlap", False) or meta["step"] == train.get("steps"):
-            self._is_done_after = meta["step"]
+        is_done = not train.get("diloco_overlap", False) or meta["step"] == train.get("steps")
+        self._is_done_after = meta["step"] if is_done else None
         return self
 
     def fragments_after(self, step: int) -> list[int]:
@@ -62,8 +62,9 @@ class Rounds:
         """The fragment that is synchronised during the step that follows `done` steps; None if there is none."""
         if not self._overlaps or done in (self._last, self._is_done_after):
             return None
-        # Where each later step exchanges, the first one does too, without an effect: that saves a program.
-        return self._due_after(done) if done > self._first or self._between == 1 else None
+        # Where each step between exchanges, the first and the last do too: that saves a program. The first has no effect.
+        # After the last all fragments are synchronised.
+        return self._due_after(done) if self._first < done < self._last - 1 or self._between == 1 else None
 
     def _due_after(self, step: int) -> int | None:
         done = step - self._first

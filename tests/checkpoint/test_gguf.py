@@ -414,13 +414,22 @@ def test_the_end_of_a_turn_is_that_of_your_own_template(tmp_path):
     content, end, broken = trained(next(cuts())[1]), " your turn ", "{% if %}"
     content["added_tokens"].append({**content["added_tokens"][1], "id": 313, "content": end})
     own = "{% for one in messages %}{{ one.role + ': ' + one.content + '" + end + "' }}{% endfor %}"
-    cases = [(own, own, 313), ("{{ messages }}", "{{ messages }}", None), (broken, "{{ theirs }}", None)]
-    for number, (template, written, turn) in enumerate(cases):
-        source = with_tokenizer(tmp_path / f"{number}", content, chat_template="{{ theirs }}")
+    theirs, tools = "{{ theirs }}", {"name": "tool_use", "template": "{{ tools }}"}
+    several = [{"name": "default", "template": theirs}, tools]
+    cases = [
+        (own, theirs, own, 313),
+        (own, None, own, 313),
+        (own, several, own, 313),
+        ("{{ messages }}", theirs, "{{ messages }}", None),
+        (broken, theirs, theirs, None),
+    ]
+    for number, (template, other, written, turn) in enumerate(cases):
+        source = with_tokenizer(tmp_path / f"{number}", content, chat_template=other)
         (source / "chat_template.jinja").write_text(template)
         to_gguf(str(source), str(tmp_path / f"{number}.gguf"))
         keys = keys_of(tmp_path / f"{number}.gguf")
         assert (keys["tokenizer.chat_template"], keys.get("tokenizer.ggml.eot_token_id")) == (written, turn)
+        assert keys.get("tokenizer.chat_template.tool_use") == ("{{ tools }}" if other is several else None)
 
 
 class Again(dict):

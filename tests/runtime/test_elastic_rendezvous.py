@@ -217,6 +217,30 @@ def test_hosts_that_a_fast_network_connects_train_together(meeting, launch, ther
     assert not any(futures[rank].done() for rank in waits)
 
 
+def test_of_a_network_with_a_lost_host_each_gives_way_once(meeting, launch):
+    """Two threes. When the second of a three gives way, the first must not lead again: they would take turns for ever."""
+
+    def threes(hosts):
+        sites = [elastic_rendezvous.site_of(one[0].rank, 6, 2) for one in hosts]
+        return f"layout of {sites}" if len(sites) == 3 and len(set(sites)) == 1 else None
+
+    run = meeting(replace(launch, hosts=SIX, num_processes=6), layout=threes, sites=2)
+    futures = {rank: run.come(rank) for rank in (0, 1, 3, 4, 5)}
+    assert [hosts_of(futures[rank].result(timeout=LIMIT_S)) for rank in (3, 4, 5)] == 3 * [[3, 4, 5]]
+    assert not any(futures[rank].done() for rank in (0, 1))
+
+
+def test_none_gives_way_to_hosts_that_may_not_lead(meeting, launch, monkeypatch):
+    monkeypatch.setattr(elastic_rendezvous, "LEADERS", 2)
+
+    def one_or_threes(hosts):
+        return layout(hosts) if len(hosts) == 1 or {one[0].rank for one in hosts} == {3, 4, 5} else None
+
+    run = meeting(replace(launch, hosts=SIX, num_processes=6), layout=one_or_threes, sites=2, wait_s=0.3, least_hosts=1)
+    futures = {rank: run.come(rank) for rank in (0, 3, 4, 5)}
+    assert hosts_of(futures[0].result(timeout=LIMIT_S)) == [0]
+
+
 @pytest.mark.parametrize(("late", "most", "trains"), [((0, 2, 4, 5), 5, [3, 2, 0, 4, 5]), ((0, 1, 2), 2, [3, 2])])
 def test_ranks_follow_the_leaders_network(meeting, launch, monkeypatch, late, most, trains):
     """Process 3 leads, as the first ones come late; its neighbour has the next rank, and is the first to be taken."""

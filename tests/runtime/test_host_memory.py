@@ -14,6 +14,16 @@ NONE_V1 = 2**63 - 4096
         pytest.param("0::/\n", {}, (64, 32), id="no limit"),
         pytest.param("0::/job\n", {"job/memory.max": "max", "job/memory.current": 9 * GIB}, (64, 32), id="v2: max"),
         pytest.param("0::/\n", {"memory.max": 16 * GIB, "memory.current": GIB}, (16, 15), id="v2: a container"),
+        pytest.param(
+            "0::/job\n",
+            {
+                "job/memory.max": 16 * GIB,
+                "job/memory.current": 15 * GIB,
+                "job/memory.stat": f"anon {GIB}\nfile {14 * GIB}\ninactive_file {12 * GIB}",
+            },
+            (16, 13),
+            id="v2: the page cache",
+        ),
         pytest.param("0::/host/pod\n", {"memory.max": 16 * GIB, "memory.current": GIB}, (16, 15), id="v2: names of the host"),
         pytest.param(
             "0::/slurm/job_7/step_0\n",

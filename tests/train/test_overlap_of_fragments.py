@@ -87,6 +87,8 @@ def test_which_steps_exchange(tiny_config):
         (4, 2): [None, None, 1, None, 0, None, 1, None, None],
         (4, 1): [None, None, None, None, 0, None, None, None, None],
         (2, 2): [0, 1, 0, 1, 0, 1, 0, 1, None],
+        # Before the last step, after which all are synchronised.
+        (7, 1): [None] * 9,
     }
     for (length, count), fragments in expected.items():
         rounds = Placed(tiny_config(*given, f"train.diloco_steps={length}", f"train.diloco_fragments={count}")).rounds
