@@ -86,11 +86,11 @@ class StepSizes:
         outer = 0.0
         if self.config.train.diloco_steps is not None:
             outer = (2 + sends_codes(self.config)) * FLOAT32 * self.all.master
-        if outer and self.config.train.diloco_overlap:
-            # Fragments in float32 that the step with an exchange holds more, as compiled for 1B in four: 7.6 with four ZeRO 1
-            # ranks, 0.5 for a replica of one H100, 0.05 in 4 bits.
-            beside = 8 if self.zero in (1, 2) else 1
-            outer += beside * FLOAT32 * self.all.master / fragments_of(self.config)
+            if self.config.train.diloco_overlap:
+                # Fragments in float32 that the step with an exchange holds more, as compiled for 1B in four: 7.6 with four
+                # ZeRO 1 ranks, 0.5 for a replica of one H100, 0.05 in 4 bits.
+                beside = 8 if self.zero in (1, 2) else 1
+                outer += beside * FLOAT32 * self.all.master / fragments_of(self.config)
         return {
             "master_weights": 0 if offload in MASTER_ON_HOST else FLOAT32 * self.trained.master,
             "frozen_weights": self.itemsize * (self.all.master - self.trained.master),

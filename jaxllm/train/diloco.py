@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Config, ConfigError
@@ -141,11 +142,9 @@ def mean_at_once(mesh: Mesh, shared: Any, own: Any) -> Mean:
     """
 
     def of_device(changes: Any, counts: jax.Array, others: Sums) -> tuple[Any, Sums]:
-        leaves, tree = jax.tree.flatten((jax.tree.map(lambda d: jnp.where(counts[0], d[0], 0), changes), others))
-        total = jax.lax.psum(jnp.concatenate([x.reshape(-1) for x in leaves]), REPLICA)
-        parts = jnp.split(total, np.cumsum([x.size for x in leaves])[:-1])
-        sums, others = tree.unflatten([part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
-        others = jax.tree.map(lambda x: x[0], others)
+        own_changes = jax.tree.map(lambda d: jnp.where(counts[0], d[0], 0), changes)
+        flat, unflatten = ravel_pytree((own_changes, jax.tree.map(lambda x: x[0], others)))
+        sums, others = unflatten(jax.lax.psum(flat, REPLICA))
         return jax.tree.map(lambda x: x / jnp.maximum(others["number"], 1), sums), others
 
     each, none = PartitionSpec(REPLICA), PartitionSpec()

@@ -25,6 +25,6 @@ def test_the_page_has_the_hours_of_the_results():
 
 @pytest.mark.parametrize("way", ["data", "hybrid", "DiLoCo, H = 50", "DiLoCo, H = 50, 4 bits"])
 def test_hours(way):
-    """Of one link; the search for one mesh takes ten seconds."""
+    """One link, without the single mesh: the search for that takes ten seconds."""
     found = row("benchmarks/RESULTS.md", "Gbit/s between 8 islands", "10")[list(links.WAYS).index(way)]
     assert links.TOKENS / links.tokens_per_s(way, 8, 10.0, 10.0) / 3600 == pytest.approx(found, rel=0.01)
