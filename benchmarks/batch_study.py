@@ -11,7 +11,7 @@ runs:
 
     target    five batches over 16x, the rate constant after ten steps, until the held-out loss reaches the target; every step
               measures the gradient noise scale with four parts
-    tokens    eight batches over 128x, all with the same tokens; the rate falls to zero
+    tokens    nine batches over 256x, all with the same tokens; the rate falls to zero
     steps     four of these batches, all with the same number of steps: what differs is the noise of a step
     ramp      as many tokens as `tokens`, half of them with a small batch, then a jump to a large one; the rate is proportional
               to the square root of the batch
@@ -78,7 +78,7 @@ class Size:
 FULL = Size(
     ("model.num_layers=5", "model.hidden_size=128", "model.intermediate_size=352", "model.num_heads=4"),
     (8, 16, 32, 64, 128),
-    at_equal_tokens=(2, 4, 8, 16, 32, 64, 128, 256),
+    at_equal_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256),
     at_equal_steps=(2, 8, 32, 128),
     target=2.2,
     most_tokens=4_000_000,
