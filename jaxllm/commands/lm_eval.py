@@ -11,6 +11,7 @@ The adapter answers the harness's three kinds of requests as its own HFLM does w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -53,6 +54,12 @@ UNUSED = {
 """Options of tasks that change the answers and are not supported: their values without effect, and what is lacking."""
 
 
+class Conversation(str):
+    """A text that the chat template has written. The type stays with the text in the harness's cache of requests, which another
+    process reads without a call of apply_chat_template.
+    """
+
+
 class JaxLLM(TemplateLM):
     """A model for lm-evaluation-harness.
 
@@ -89,8 +96,6 @@ class JaxLLM(TemplateLM):
         bos = self._reader.bos_id
         self._bos = [bos] if bos is not None and self._reader.encode("").tolist()[:1] == [bos] else []
         self._template: ChatTemplate | None = None
-        # Hashes of the texts that the template has written.
-        self._conversations = set[int]()
         loaded = predict.open_model_for(model, overrides, predict.divisible(self.max_length, overrides), adapter)
         predict.say_model(say, loaded)
         self._generator = Generator(loaded.model)
@@ -113,7 +118,12 @@ class JaxLLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self._reader.name
+        """Name by which the harness finds its cached requests to this chat template. Texts of other adapters are no
+        Conversations, and folders of one name may have different templates.
+        """
+        template = self._conversation()
+        written_by = repr((template.source, sorted(template.special_tokens.items())))
+        return f"{self._reader.name}-jaxllm-{hashlib.sha256(written_by.encode()).hexdigest()[:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text. Text that spells a special token is that token, as chat templates write it."""
@@ -133,8 +143,7 @@ class JaxLLM(TemplateLM):
             # The task begins the answer, and the model continues it: without the end of its turn.
             begun = chat_history[-1]["content"].strip()
             text = text[: text.rindex(begun) + len(begun)]
-        self._conversations.add(hash(text))
-        return text
+        return Conversation(text)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows, counts = [], []
@@ -179,7 +188,7 @@ class JaxLLM(TemplateLM):
         encoded = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
 
         def is_conversation(number: int) -> bool:
-            return hash(requests[number].args[0]) in self._conversations
+            return isinstance(requests[number].args[0], Conversation)
 
         def alike(number: int) -> Hashable:
             return repr(requests[number].args[1]), is_conversation(number), bucket(len(encoded[number]))
@@ -188,7 +197,7 @@ class JaxLLM(TemplateLM):
             for first in range(0, len(some), self._prompts):
                 numbers = some[first : first + self._prompts]
                 # A sample depends on the seed and its row: batches of one seed would repeat the samples of a repeated request.
-                template = self._template if is_conversation(numbers[0]) else None
+                template = self._conversation() if is_conversation(numbers[0]) else None
                 prompts, options = [encoded[number] for number in numbers], requests[numbers[0]].args[1]
                 texts = self._continue(prompts, options, numbers[0], template)
                 for number, text in zip(numbers, texts, strict=True):

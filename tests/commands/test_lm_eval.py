@@ -123,12 +123,13 @@ def test_what_is_cut_is_counted(ours, caplog):
     assert said == [f"1 of 2 {says}", f"1 of 1 {says}"]
 
 
-def test_an_answer_in_a_conversation_ends_with_its_turn(folder, tmp_path):
-    """At the token by which the chat template ends a turn, which is not the EOS token. A later one that is none does not."""
-    options = ["parallel.data=1"]
-    ids = jaxllm.generate(folder, "One", options, max_new_tokens=8)[0].ids
+@pytest.fixture(scope="module")
+def chat(folder, tmp_path_factory):
+    """A model with a chat template: its folder, the ids of its answer to One without a template, and the third of them, which
+    ends a turn."""
+    ids = jaxllm.generate(folder, "One", ["parallel.data=1"], max_new_tokens=8)[0].ids
     end = next(number for number in ids[1:] if number not in ids[:1] and number not in b"One\0")
-    chat = shutil.copytree(folder, tmp_path / "chat")
+    chat = shutil.copytree(folder, tmp_path_factory.mktemp("chat") / "chat")
     content = json.loads((chat / "tokenizer.json").read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": end, "content": byte_characters()[end]})
     (chat / "tokenizer.json").write_text(json.dumps(content))
@@ -136,28 +137,61 @@ def test_an_answer_in_a_conversation_ends_with_its_turn(folder, tmp_path):
         "{% for one in messages %}{{ one.content }}{% if one.role == 'assistant' %}" + byte_characters()[end] + "{% endif %}"
         "{% endfor %}"
     )
-    model = JaxLLM(chat, options)
-    asked = requests("generate_until", [("One", {"until": [], "max_gen_toks": 8})])
-    seen = []
+    return chat, ids, end
+
+
+@pytest.fixture
+def completed(monkeypatch):
+    """What is continued from here on: (the first continuation, the ids that end it) of each batch."""
+    seen, real = [], module.complete
 
     def complete(*arguments, **options):
         found = real(*arguments, **options)
         seen.append((found[0], options["stop_ids"]))
         return found
 
-    real, module.complete = module.complete, complete
-    try:
-        model.generate_until(asked)
-        assert model.apply_chat_template([{"role": "user", "content": "One"}]) == "One"
-        model.generate_until(asked)
-        model.generate_until(requests("generate_until", [("Two", {"until": [], "max_gen_toks": 8})]))
-    finally:
-        module.complete = real
-    assert [one.ids for one, _ in seen[:2]] == [ids, ids[: ids.index(end) + 1]]
-    assert [one.ended_by for one, _ in seen[:2]] == ["length", "stop_token"]
-    assert [ends for _, ends in seen] == [{0}, {0, end}, {0}]
-    (answer,) = jaxllm.generate(chat, "One", options, chat=True, max_new_tokens=8)
-    assert answer.ids == seen[1][0].ids
+    monkeypatch.setattr(module, "complete", complete)
+    return seen
+
+
+def test_an_answer_in_a_conversation_ends_with_its_turn(chat, completed):
+    """At the token by which the chat template ends a turn, which is not the EOS token. The same text without it does not."""
+    folder, ids, end = chat
+    model = JaxLLM(folder, ["parallel.data=1"])
+    text, options = model.apply_chat_template([{"role": "user", "content": "One"}]), {"until": [], "max_gen_toks": 8}
+    assert text == "One"
+    model.generate_until(requests("generate_until", [("One", options), (text, options)]))
+    assert [one.ids for one, _ in completed] == [ids, ids[: ids.index(end) + 1]]
+    assert [one.ended_by for one, _ in completed] == ["length", "stop_token"]
+    assert [ends for _, ends in completed] == [{0}, {0, end}]
+    (answer,) = jaxllm.generate(folder, "One", ["parallel.data=1"], chat=True, max_new_tokens=8)
+    assert answer.ids == completed[1][0].ids
+
+
+def test_an_answer_ends_with_its_turn_if_the_harness_has_kept_the_requests(chat, completed, tasks, tmp_path, monkeypatch):
+    """Then no text comes from this adapter's template. Requests without a template, and those to another one, are others."""
+    monkeypatch.setattr(lm_eval.caching.cache, "PATH", str(tmp_path / "requests"))
+    folder, _, end = chat
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+
+    def answers(model, **options):
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=["answers_of_sums"], task_manager=manager, cache_requests=True, bootstrap_iters=0, **options
+        )
+        return [one["resps"] for one in found["samples"]["answers_of_sums"]]
+
+    first, second = (JaxLLM(folder, ["parallel.data=1"]) for _ in range(2))
+    expected = answers(first, apply_chat_template=True)
+    answers(first)
+    count = len(completed)
+    monkeypatch.setattr(second, "apply_chat_template", pytest.fail)
+    assert answers(second, apply_chat_template=True) == expected
+    answers(second)
+    assert [ends for _, ends in completed[:count]] == [ends for _, ends in completed[count:]]
+    assert {*map(frozenset, (ends for _, ends in completed))} == {frozenset({0}), frozenset({0, end})}
+    other = shutil.copytree(folder, tmp_path / folder.name)
+    (other / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}?{% endfor %}")
+    assert JaxLLM(other, ["parallel.data=1"]).tokenizer_name != second.tokenizer_name == first.tokenizer_name
 
 
 def test_a_tokenizer_with_bos_is_read_as_transformers_does(folder, tmp_path):
