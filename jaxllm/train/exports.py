@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from jaxllm.checkpoint.files import saved_steps
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.runtime import distributed, progress
 from jaxllm.stderr import safe_to_print
@@ -29,16 +30,20 @@ LOOK_S = 1.0
 @contextmanager
 def exporting(trainer: Trainer, checkpoints: Checkpoints, folder: Path, console: Console) -> Iterator[None]:
     """Exports what `checkpoints` completes, on process 0. At the end of a run that was not stopped, all processes wait for the
-    rest; what a stopped run had not exported of its newest checkpoint, the next start exports."""
-    every = trainer.config.checkpoint.export_every_steps
+    rest; what a stopped run had not exported, the next start exports, where the checkpoint is still there."""
+    config = trainer.config.checkpoint
+    every = config.export_every_steps
     if every is None:
         yield
         return
     exports = Exports(folder, every, console.say, trainer.config.run.phase_timeout_s)
     if distributed.is_main_process():
         checkpoints.on_saved, checkpoints.is_awaited = exports.begin, exports.waits_for
-        if checkpoints.latest is not None:
-            exports.begin(checkpoints.latest)
+        latest = -1 if checkpoints.latest is None else checkpoints.latest
+        # Before any save, which may delete one. First those that checkpoint.keep will delete.
+        for step in sorted(saved_steps(folder / "checkpoints"), key=config.keeps_forever):
+            if step <= latest:
+                exports.begin(step)
     try:
         yield
         while not trainer.stopped_by and distributed.first_nonempty("" if exports.done(LOOK_S) else "not yet"):
@@ -61,6 +66,7 @@ class Exports:
         self._folder, self._every, self._say, self._limit_s = folder, every, say, limit_s
         self._one_at_a_time = ThreadPoolExecutor(max_workers=1)
         self._jobs: dict[int, Future] = {}
+        self._left = set[int]()
         self._process: subprocess.Popen | None = None
         self._closed, self._starting = False, threading.Lock()
 
@@ -69,8 +75,8 @@ class Exports:
         return not wait(self._jobs.values(), timeout_s).not_done
 
     def waits_for(self, step: int) -> bool:
-        """Whether the export of this checkpoint is still to come: not one that has failed."""
-        return step in self._jobs and not self._jobs[step].done()
+        """Whether the export of this checkpoint is still to come, if only at the next start: not one that has failed."""
+        return step in self._left or (step in self._jobs and not self._jobs[step].done())
 
     def begin(self, step: int) -> None:
         """Exports the checkpoint of this step when those before it are done, unless it is exported already."""
@@ -81,6 +87,8 @@ class Exports:
         """Stops what is still running."""
         with self._starting:
             self._closed = True
+            # A save that is under way must not delete them.
+            self._left = {step for step, job in self._jobs.items() if not job.done()}
             if self._process is not None and self._process.poll() is None:
                 self._process.terminate()
         self._one_at_a_time.shutdown(cancel_futures=True)

@@ -13,6 +13,7 @@ from jaxllm import cli
 from jaxllm.checkpoint import weights
 from jaxllm.checkpoint.hf_convert import to_hf
 from jaxllm.commands.predict import tokenizer_of
+from jaxllm.config import CheckpointConfig
 from jaxllm.data.tokenizer import BYTES, load_tokenizer
 from jaxllm.train import exports as module
 from jaxllm.train.exports import Exports, exporting
@@ -211,13 +212,17 @@ def test_training_does_not_wait_and_one_runs_at_a_time(tmp_path, monkeypatch):
     assert lines == [f"exported step {step} to {tmp_path / 'exports' / str(step)}" for step in (1, 2)]
 
 
+def trainer_of(**keys):
+    """What exports need of a trainer whose config has these keys of checkpoint."""
+    config = SimpleNamespace(checkpoint=CheckpointConfig(**keys), run=SimpleNamespace(phase_timeout_s=60))
+    return SimpleNamespace(config=config, stopped_by=None)
+
+
 def test_a_checkpoint_waits_for_its_export_and_not_for_one_that_failed(tmp_path, monkeypatch):
     (tmp_path / "checkpoints/2").mkdir(parents=True)
     monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", TWO_STEPS + "sys.exit(3)", str(tmp_path / "log")))
-    config = SimpleNamespace(checkpoint=SimpleNamespace(export_every_steps=2), run=SimpleNamespace(phase_timeout_s=60))
     lines, checkpoints = [], SimpleNamespace(latest=None)
-    console = SimpleNamespace(say=lines.append)
-    with exporting(SimpleNamespace(config=config, stopped_by=None), checkpoints, tmp_path, console):
+    with exporting(trainer_of(export_every_steps=2), checkpoints, tmp_path, SimpleNamespace(say=lines.append)):
         for step in (2, 3):
             checkpoints.on_saved(step)
         assert [checkpoints.is_awaited(step) for step in (1, 2, 3)] == [False, True, False]
@@ -226,12 +231,18 @@ def test_a_checkpoint_waits_for_its_export_and_not_for_one_that_failed(tmp_path,
     assert lines == ["warning: checkpoint 2 was not exported (exit code 3)"]
 
 
-def test_a_start_exports_the_newest_checkpoint(tiny_config, run, tmp_path, capfd):
-    """A run that was stopped may not have exported it."""
-    folder = shutil.copytree(run, tmp_path / "run")
-    fit(tiny_config(f"run.dir={folder}", "checkpoint.export_every_steps=2", "data.held_out_fraction=0.0"))
-    assert [path.name for path in (folder / "exports").iterdir()] == ["4"]
-    assert f"exported step 4 to {folder / 'exports' / '4'}\n" in capfd.readouterr().out
+def test_a_start_begins_with_what_is_missing(tmp_path, monkeypatch):
+    """The temporary ones first, which checkpoint.keep will delete; none that is newer than where the run begins."""
+    monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", TWO_STEPS, str(tmp_path / "log")))
+    (tmp_path / "go").touch()
+    (tmp_path / "exports/8").mkdir(parents=True)
+    for step in (4, 6, 8, 9, 10, 12, 14):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    lines, checkpoints = [], SimpleNamespace(latest=12)
+    trainer = trainer_of(export_every_steps=2, keep_every_steps=4)
+    with exporting(trainer, checkpoints, tmp_path, SimpleNamespace(say=lines.append)):
+        pass
+    assert lines == [f"exported step {step} to {tmp_path / 'exports' / str(step)}" for step in (6, 10, 4, 12)]
 
 
 def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
@@ -249,5 +260,8 @@ def test_the_end_of_a_stopped_run_waits_for_none(tmp_path, monkeypatch):
     exports.begin(1)
     exports.begin(2)
     exports.close()
+    # The next start exports them, and a save that ends after this deletes neither.
+    assert exports.waits_for(1)
+    assert exports.waits_for(2)
     assert all(job.done() for job in exports._jobs.values())
     assert exports._process is None or exports._process.returncode

@@ -17,11 +17,13 @@ from run_files import saved_state, steps_of
 
 from jaxllm.checkpoint import stored_checkpoints
 from jaxllm.checkpoint.files import describe_run, saved_steps
+from jaxllm.checkpoint.hf_convert import to_hf
 from jaxllm.checkpoint.host_shares import HostShares
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.store import Store, StoreLock
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
+from jaxllm.train import exports
 from jaxllm.train.loop import fit
 from jaxllm.train.signals import SignalHandler, StepActions
 
@@ -216,7 +218,7 @@ def test_a_save_never_waits_for_the_store(door, bucket, tiny_config, tmp_path):
 def whole(tiny_config, tmp_path_factory):
     """The run directory of six steps that nothing disturbed, without a store."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    fit(tiny_config(*MESH, f"run.dir={folder}"))
+    fit(tiny_config(*MESH, "checkpoint.keep_every_steps=4", f"run.dir={folder}"))
     return folder
 
 
@@ -287,6 +289,32 @@ def test_a_stopped_run_leaves_its_newest_in_the_store(bucket, tiny_config, tmp_p
     monkeypatch.undo()
     fit(tiny_config(*MESH, *keys, "checkpoint.keep=3"))
     assert committed(bucket) == [3, 5, 6]
+
+
+def test_what_a_stop_left_unexported_is_exported_as_if_undisturbed(bucket, whole, tiny_config, tmp_path, monkeypatch):
+    """An older checkpoint too, which the store has. It stays in run.dir for that: the export is slower than the run."""
+
+    def stops(self, step):
+        return StepActions(step == 5, "SIGTERM" if step == 5 else None)
+
+    keys = ("export_every_steps=4", "keep_every_steps=4", "store_every_steps=4", "keep=1", f"store={bucket}")
+    config = tiny_config(*MESH, *(f"checkpoint.{key}" for key in keys), f"run.dir={tmp_path / 'run'}")
+    with monkeypatch.context() as patch:
+        patch.setattr(exports, "BESIDE_TRAINING", (sys.executable, "-c", "import time; time.sleep(60)"))
+        patch.setattr(SignalHandler, "actions_after", stops)
+        assert fit(config).stopped_by == "SIGTERM"
+    assert (committed(bucket), list((tmp_path / "run/exports").iterdir())) == ([4, 5], [])
+    slow = f"while [ ! -e {tmp_path}/run/checkpoints/6 ]; do sleep 0.1; done; exec $0 $@"
+    monkeypatch.setattr(exports, "BESIDE_TRAINING", ("sh", "-c", slow, *exports.BESIDE_TRAINING))
+    fit(config)
+    assert saved_steps(tmp_path / "run/checkpoints") == [4, 6]
+    to_hf(str(whole), str(tmp_path / "undisturbed"), step=4)
+    found, expected = (
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (tmp_path / "run/exports/4", tmp_path / "undisturbed")
+    )
+    assert found == expected
+    assert [path.name for path in (tmp_path / "run/exports").iterdir()] == ["4"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- the config
