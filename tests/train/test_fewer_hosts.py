@@ -231,17 +231,52 @@ def test_hosts_are_of_the_replica_that_their_rank_says(tiny_config):
     assert replicas(processes(3, (0, 1))) == 2
 
 
+NOT_SHARED = (
+    "32 sequences cannot be shared by 3 replicas, and one replica of several would use the slow network between them in every "
+    "step: with a train.global_batch_sequences that 3 divides they train on"
+)
+
+
 def test_what_cannot_be_shared_is_named(tiny_config):
     config = tiny_config(
         "train.global_batch_sequences=32", "run.cpu_devices=1", "parallel.replica=4", "parallel.data=1", *DILOCO
     )
-    assert fewer_hosts.why_none(config, processes(4, range(3))) == (
-        "32 sequences cannot be shared by 3 replicas, and one replica of several would use the slow network between them in "
-        "every step: with a train.global_batch_sequences that 3 divides they train on"
-    )
+    assert fewer_hosts.why_none(config, processes(4, range(3))) == NOT_SHARED
     assert fewer_hosts.why_none(config, processes(4, range(2))).startswith("the batch does not divide over them, or")
     hybrid = config.model_copy(update={"train": config.train.model_copy(update={"diloco_steps": None})})
     assert "slow" not in fewer_hosts.why_none(hybrid, processes(4, range(3)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "least", "why"),
+    [
+        # Five hosts have two whole replicas of two, and their batch is even.
+        (32, 5, "4 of them could train on with launch.least_hosts=4"),
+        # Seven hosts have three, on six hosts: with a batch that three divides, seven still would not train.
+        (32, 7, "4 of them could train on with launch.least_hosts=4"),
+        (48, 7, "6 of them could train on with launch.least_hosts=6"),
+        (40, 7, "4 of them could train on with launch.least_hosts=4"),
+        # Six do with such a batch, and four with this one.
+        (32, 6, f"{NOT_SHARED}, or 4 of them with launch.least_hosts=4"),
+    ],
+)
+def test_the_least_hosts_are_named_where_fewer_could_train(batch, least, why, tiny_config):
+    config = tiny_config(
+        *(f"train.global_batch_sequences={batch}", "run.cpu_devices=1", "parallel.replica=4", "parallel.data=2", *DILOCO),
+        f"launch.least_hosts={least}",
+    )
+    here = processes(8, range(least))
+    assert layout_here(config, here) is None
+    assert fewer_hosts.why_none(config, here) == why
+    text = layout_here(config, here[: int(why[-1])])
+    assert text is not None
+    assert json.loads(text)["parallel"]["replica"] == int(why[-1]) // 2
+
+
+def test_without_replicas_the_least_hosts_are_named_too(tiny_config):
+    config = tiny_config("run.cpu_devices=1", "parallel.data=4", "launch.least_hosts=3")
+    assert layout_here(config, processes(4, range(3))) is None
+    assert fewer_hosts.why_none(config, processes(4, range(3))) == "2 of them could train on with launch.least_hosts=2"
 
 
 def test_the_log_says_how_many_replicas_are_left(tiny_config, monkeypatch):
