@@ -45,8 +45,7 @@ ERROR_BARRIER_MS = 10_000
 """Time that a failed process waits for the others to fail too, so that all can print their reason."""
 
 LAST_TO_LEAVE_S = 1.0
-"""Delay with which process 0 exits after the others: it runs the coordinator, without which JAX aborts the remaining processes.
-"""
+"""Delay with which process 0 exits after the others: it runs the coordinator, without which JAX aborts the others."""
 
 EXCHANGE_LIMIT_MS = 24 * 3_600_000
 """Process 0 may have to read a checkpoint of terabytes while the others wait, each for run.phase_timeout_s at most."""
@@ -151,9 +150,8 @@ def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -
     """
     if not has_backends():
         xla_flags.require_known()
-    xla_flags.apply(
-        RunConfig(cpu_devices=1, deterministic=deterministic), () if gpu is None else (gpu.device_kind or gpu.name,)
-    )
+    kinds = () if gpu is None else (gpu.device_kind or gpu.name,)
+    xla_flags.apply(RunConfig(cpu_devices=1, deterministic=deterministic), kinds)
     if not has_backends():
         jax.config.update("jax_platforms", "cpu")
     if program_cache.FOLDER_VARIABLE in os.environ:
@@ -169,8 +167,10 @@ def cache_folder() -> Path:
 
 
 def is_main_process() -> bool:
-    """Whether this is the one process that writes logs, metrics and the config."""
-    return jax.process_index() == 0
+    """Whether this is the one process that writes logs, metrics and the config; it works before `start` too."""
+    if has_backends() or jax.distributed.is_initialized():
+        return jax.process_index() == 0
+    return (found := launchers.find(os.environ)) is None or found.process_id == 0
 
 
 def launch_info() -> LaunchInfo:

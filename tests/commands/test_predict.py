@@ -313,6 +313,18 @@ def test_eval_prints_one_json_object_alone(run_dir, run_losses, text):
     assert done.stderr == f"{run_dir} at step 1, computing in float32 on 2 cpu devices: data 2\n"
 
 
+def test_a_note_that_comes_before_the_devices_starts_none(hub_folder, tmp_path):
+    """The devices would be others, and without the flags of the run."""
+    folder = shutil.copytree(hub_folder, tmp_path / "hub", ignore=shutil.ignore_patterns("tokenizer*"))
+    arguments = ["--model", folder, "--prompt", "a", "--max-new-tokens", 1, "run.cpu_devices=2", "parallel.data=2"]
+    done = command("generate", *arguments)
+    assert done.stderr == (
+        f"note: {folder} has no tokenizer.json, so text is read as bytes\n"
+        f"{folder}, computing in float32 on 2 cpu devices: data 2\n"
+    )
+    assert done.returncode == 0
+
+
 def test_generate_prints_prompts_and_what_follows(run_dir, continued, capsys):
     prompts = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
     arguments = ["generate", "--model", str(run_dir), *prompts, "--max-new-tokens", "9", "parallel.data=1"]

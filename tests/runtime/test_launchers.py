@@ -2,10 +2,12 @@
 
 import time
 
+import jax
 import pytest
 from documented_launches import DOCUMENTED, WITHOUT_HOST, environment_of
 
 from jaxllm.config import ConfigError
+from jaxllm.runtime import distributed
 from jaxllm.runtime.launcher_table import LAUNCHERS
 from jaxllm.runtime.launchers import (
     FIRST_PORT,
@@ -455,3 +457,13 @@ def test_invalid_launch_info(wrong):
 def test_a_launch_of_an_endless_name_is_refused():
     with pytest.raises(ConfigError, match=r"^JAXLLM_LAUNCH_ID=xxx.* is not valid: give a name of at most 4,096 characters\.$"):
         launch_info({"JAXLLM_LAUNCH_ID": "x" * 100_000})
+
+
+def test_the_main_process_is_known_before_jax_starts(monkeypatch):
+    monkeypatch.setattr(distributed, "has_backends", lambda: False)
+    monkeypatch.setattr(jax, "process_index", pytest.fail)
+    assert distributed.is_main_process()
+    for rank in range(3):
+        for name, value in (OURS | {"JAXLLM_PROCESS_ID": str(rank)}).items():
+            monkeypatch.setenv(name, value)
+        assert distributed.is_main_process() == (rank == 0)
