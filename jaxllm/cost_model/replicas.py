@@ -1,10 +1,10 @@
 """What replicas send each other, and the network that connects them.
 
 Hybrid sharding sums the gradients of all replicas once a step, in float32. DiLoCo sums their weights once a round, in float32,
-or as codes (train.diloco_bits), which take an all-to-all and an all-gather. With train.diloco_fragments an exchange is of one
-fragment, and there are as many in a round. Each rank sends its shard of its replica's master
-weights, so all GPUs of a replica send at the same time. Where a network of their own connects the replicas
-(parallel.replica_gbit_per_s, replica_latency_ms), each has one link, which its GPUs share.
+or as codes (train.diloco_bits), which take one all-to-all and one all-gather. With train.diloco_fragments an exchange is of
+one fragment, and there are as many in a round. Each rank sends its shard of its replica's master weights, so all GPUs of a
+replica send at the same time. Where a network of their own connects the replicas (parallel.replica_gbit_per_s,
+replica_latency_ms), each has one link, which its GPUs share.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Exchange:
     steps: int
     """Steps from one exchange to the next: 1, or a round of DiLoCo, or the part of it that belongs to a fragment."""
     reductions: int
-    """All-reduces, one after another: one for each matrix, of all its layers at once. Vectors and a few numbers are not
-    counted, and XLA combines some of the matrices: compiled for two replicas of four H100s (ZeRO 1), a step of Llama 3 8B has
-    9 by this count and 9 in the program, and 11 in the outer step; a step of Llama 3.2 1B 8 and 8."""
+    """All-reduces, one after another: a single one of codes, and beside a step; else one for each matrix, of all its layers at
+    once. Vectors and a few numbers are not counted, and XLA combines some of the matrices: compiled for two replicas of four
+    H100s (ZeRO 1), a step of Llama 3 8B has 9 by this count and 9 in the program, and 11 in the outer step; a step of Llama 3.2
+    1B 8 and 8."""
 
     @property
     def sent_bytes(self) -> int:
@@ -62,7 +63,7 @@ def exchange_of(config: Config) -> Exchange | None:
     rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
     steps = (config.train.diloco_steps or 1) // fragments
-    reductions = 1 if config.train.diloco_overlap and not codes else matrices
+    reductions = 1 if config.train.diloco_overlap or codes else matrices
     return Exchange(replicas, config.devices // replicas, rank_bytes, steps, reductions, codes)
 
 
