@@ -260,8 +260,7 @@ def beside(
 
     def take(state: DilocoState, batch: Any, number: jax.Array) -> tuple[DilocoState, Metrics]:
         after, metrics = step(state, batch)
-        # Or XLA may compute the update twice, for the moments and for the outer step, and then it copies the old moments.
-        synced, found = outer(state, number, jax.lax.optimization_barrier(after.islands))
+        synced, found = outer(state, number, after.islands)
         return dataclasses.replace(synced, step=after.step), {**metrics, OUTER: [found]}
 
     return take
