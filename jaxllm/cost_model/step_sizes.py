@@ -88,8 +88,8 @@ class StepSizes:
             outer = (2 + sends_codes(self.config)) * FLOAT32 * self.all.master
             if self.config.train.diloco_overlap:
                 # Fragments in float32 that the step with an exchange holds more, as compiled for 1B in four: 7.6 with four
-                # ZeRO 1 ranks, 0.5 for a replica of one H100, 0.05 in 4 bits.
-                beside = 8 if self.zero in (1, 2) else 1
+                # ZeRO 1 ranks; for a replica of one H100 1.1, and in 4 bits 4.8.
+                beside = 8 if self.zero in (1, 2) else 5 if sends_codes(self.config) else 1
                 outer += beside * FLOAT32 * self.all.master / fragments_of(self.config)
         return {
             "master_weights": 0 if offload in MASTER_ON_HOST else FLOAT32 * self.trained.master,

@@ -82,8 +82,10 @@ def test_each_all_reduce_waits_for_its_messages():
     for replica, messages in ((2, 2), (3, 4), (16, 8)):
         config = islands(8 * replica, replica=replica, sequences=8 * replica, gbit=HUGE, latency_ms=1000.0)
         assert between_s(config) == pytest.approx(exchange_of(config).reductions * messages, rel=0.01)
-    # Llama 3.2 1B has seven matrices in a layer, and one embedding that is the head too.
+    # Llama 3.2 1B has seven matrices in a layer, and one embedding that is the head too. Codes of all travel together.
     assert exchange_of(config).reductions == 8
+    train = config.train.model_copy(update={"diloco_steps": 10, "diloco_bits": 4})
+    assert exchange_of(config.model_copy(update={"train": train})).reductions == 1
 
 
 def test_the_network_that_is_not_named_is_that_between_hosts():
