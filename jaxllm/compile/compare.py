@@ -135,7 +135,7 @@ def figures(report: CompileReport) -> dict[str, Figures]:
         found["kernel launches"] = _single("", sum(row.runs for row in account.parts))
         found["time"] = Figures("s", account.step_s, {ALL: account.step_s, **parts})
         if (all_exposed := report.exposed_transfers_s) is not None:
-            exposed = {_over(row.kind, row.axes): row.exposed_s for row in report.overlap}
+            exposed = {_over(row.kind, row.axes): row.exposed_s for row in report.overlap if row.every_steps is None}
             found["exposed"] = Figures("s", account.step_s, {ALL: all_exposed, **exposed})
     return found
 

@@ -8,6 +8,10 @@ A kernel takes the longer of its FLOPs and its bytes at the rates of cost_model/
 kernels run one after the other; collectives take the time for which they are exposed (overlap.py), and copies to and from the
 host only what exceeds everything else. Nothing is timed.
 
+The account is of the mean step. In DiLoCo's rounds an outer step is once in several steps, and the part `outer_step` has a
+step's share of it: the exchange as the step-time model predicts it, and the kernels if it is beside a step
+(train.diloco_overlap). Those into which XLA fused operations of the inner step count in each step.
+
 The part of a kernel follows from what it does and from the named scopes of the traced program. A kernel into which XLA fused
 operations of several parts belongs to the part of its result.
 """
@@ -22,11 +26,16 @@ from jaxllm.compile.hlo import Module
 from jaxllm.compile.kernels import Kernel, kernels
 from jaxllm.compile.overlap import Overlap
 from jaxllm.config import Config
+from jaxllm.config.rounds import steps_apart
 from jaxllm.config.types import FP8_ROUNDING
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.kernel_floor import least_seconds
 from jaxllm.cost_model.kernel_rates import KernelRates, kernel_rates
+from jaxllm.cost_model.replicas import exchange_of
+from jaxllm.cost_model.step_parts import OUTER_STEP
+from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.mesh import REPLICA
 
 PARTS = {
     "matmuls": "the layers' matmuls, forward and backward",
@@ -49,6 +58,7 @@ PARTS = {
     "copies": "whole buffers copied, or stored in another order",
     "optimizer": "AdamW, the gradients' norm, the weights in the compute dtype",
     "transfers": "collectives, as far as nothing hides them",
+    "outer_step": "a step's share of DiLoCo's outer steps",
     "host_transfers": "copies to and from the host, beyond everything else",
     "other": "the rest",
 }
@@ -77,7 +87,7 @@ _SMALL_BYTES = 2**12
 
 @dataclass(frozen=True)
 class KernelPart:
-    """All kernels of one part, in one step on one device."""
+    """All kernels of one part, in one step on one device; `runs`, `bytes` and `flops` in a step that has the part."""
 
     part: str
     runs: int
@@ -85,6 +95,7 @@ class KernelPart:
     """Read and written; of collectives, sent."""
     flops: int
     seconds: float
+    """In the mean step."""
     least_seconds: float
     """The least that the part could take at the same rates; 0 for work that a step can do without."""
     layer_seconds: float | None
@@ -108,16 +119,19 @@ def kernel_account(
     """The account of the train step of a resolved config.
 
     Args:
-      overlap: by_kind() of the same module.
+      overlap: by_kind() of the same module; exchanges between DiLoCo's replicas with `every_steps`.
     """
     rates = kernel_rates(gpu, config.model)
+    in_rounds, each_step = config.train.diloco_steps is not None, [row for row in overlap if row.every_steps is None]
+    exchange = {c.name for c in module.collectives() if in_rounds and REPLICA in c.axes}
     groups: dict[str, list[Kernel]] = {}
     for kernel in kernels(module):
-        groups.setdefault(part_of(kernel), []).append(kernel)
+        groups.setdefault(OUTER_STEP if kernel.name in exchange else part_of(kernel), []).append(kernel)
+    outer = groups.pop(OUTER_STEP, [])
     seconds = {part: sum(k.runs * kernel_seconds(k, rates) for k in among) for part, among in groups.items()}
-    sent = {"transfers": round(sum(row.sent_bytes for row in overlap))}
+    sent = {"transfers": round(sum(row.sent_bytes for row in each_step))}
     if "transfers" in groups:
-        seconds["transfers"] = sum(row.exposed_s for row in overlap)
+        seconds["transfers"] = sum(row.exposed_s for row in each_step)
     if "host_transfers" in groups:
         crossing = sum(k.runs * k.moved_bytes / 2 for k in groups["host_transfers"]) / gpu.host_bandwidth_bytes_per_s
         seconds["host_transfers"] = 0.0
@@ -136,9 +150,26 @@ def kernel_account(
         )
         for part, among in groups.items()
     ]
-    step_s = sum(seconds.values())
+    if in_rounds:
+        parts.append(_outer_part(config, gpu, gpus_per_host, outer, rates))
+    step_s = sum(row.seconds for row in parts)
     full, causal = (_mfu(config, gpu, step_s, causal) for causal in (False, True))
     return KernelAccount(tuple(sorted(parts, key=lambda row: -row.seconds)), step_s, full, causal, rates)
+
+
+def _outer_part(config: Config, gpu: Gpu, gpus_per_host: int, among: Sequence[Kernel], rates: KernelRates) -> KernelPart:
+    """A step's share of the outer steps, of one of which the kernels `among` are beside the compiled step."""
+    own, exchange = [k for k in among if k.kind != "collective"], exchange_of(config)
+    return KernelPart(
+        OUTER_STEP,
+        runs=sum(k.runs for k in among),
+        bytes=sum(k.runs * k.moved_bytes for k in own) + (0 if exchange is None else exchange.sent_bytes // exchange.gpus),
+        flops=0,
+        seconds=estimate_step_time(config, gpu, gpus_per_host).between_replicas_s
+        + sum(k.runs * kernel_seconds(k, rates) for k in own) / steps_apart(config),
+        least_seconds=0.0,
+        layer_seconds=None,
+    )
 
 
 def kernel_seconds(kernel: Kernel, rates: KernelRates) -> float:
@@ -169,7 +200,9 @@ def part_of(kernel: Kernel) -> str:
         if _within(path, r"attend"):
             return "attention_again" if again else "attention_backward" if backward else "attention_forward"
         return "head_matmuls" if _within(path, r"head|head_backward") else "matmuls_again" if again else "matmuls"
-    if _within(path, r"optimizer|compute_copy|outer_step"):
+    if kernel.op_names and all(_within(one, r"outer_step|fragment") for one in kernel.op_names):
+        return OUTER_STEP
+    if _within(path, r"optimizer|compute_copy|outer_step|fragment"):
         return "optimizer"
     return _by_structure(kernel) or _by_scope(kernel.op_names) or "other"
 

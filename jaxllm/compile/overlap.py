@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxllm.compile.hlo import Collective, Module
 from jaxllm.compile.hlo_text import Instruction, byte_size, trip_count
@@ -58,6 +58,8 @@ class Overlap:
     flops_behind: float
     transfer_s: float
     exposed_s: float
+    every_steps: int | None = None
+    """Between DiLoCo's replicas, the steps from one exchange to the next; None: in each step."""
 
     @property
     def bare_share(self) -> float:
@@ -81,12 +83,16 @@ def simulate_overlap(
     return _Simulation(module, gpu, gpus_per_host, fp8, parallel).transfers()
 
 
-def by_kind(transfers: Iterable[Transfer]) -> tuple[Overlap, ...]:
-    """Groups transfers by kind and axes, those that send most first."""
+def by_kind(transfers: Iterable[Transfer], apart: int | None = None) -> tuple[Overlap, ...]:
+    """Groups transfers by kind and axes, those that send most first.
+
+    Args:
+      apart: Overlap.every_steps of exchanges between replicas.
+    """
     groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
     for transfer in transfers:
         groups.setdefault((transfer.collective.kind, transfer.collective.axes), []).append(transfer)
-    rows = [_sum(*key, members) for key, members in groups.items()]
+    rows = [replace(_sum(*key, of), every_steps=apart if "replica" in key[1] else None) for key, of in groups.items()]
     return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
 
 

@@ -33,12 +33,13 @@ from jaxllm.compile.report_warnings import unknown_loop_warnings, warnings
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import branch_shares
 from jaxllm.config.capability import require_runs
+from jaxllm.config.rounds import steps_apart
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.cost_model.memory import cudnn_workspace
 from jaxllm.display import readable
-from jaxllm.mesh import REPLICA, axis_sizes
+from jaxllm.mesh import axis_sizes
 from jaxllm.private_jax import without_dead_code
 from jaxllm.runtime import distributed, xla_flags
 from jaxllm.runtime.initialize import code_hash
@@ -120,7 +121,7 @@ class CompileReport:
     overlap: tuple[Overlap, ...] = ()
     """Exposed time of collectives, by kind and axes; empty for devices whose figures are not known."""
     exposed_transfers_s: float | None = None
-    """Exposed time of all collectives of a step; None if XLA does not state a loop's trip count, or without `overlap`."""
+    """Exposed time of the collectives of each step; None if XLA does not state a loop's trip count, or without `overlap`."""
     kernels: KernelAccount | None = None
     """Every kernel by part; None for devices whose figures are not known."""
     packages: tuple[str, ...] = ()
@@ -234,9 +235,10 @@ def _compile(
     size = total_bytes(memory) + workspace
     fused_flops = kernel_flops(step.jaxpr, shares)
     fp8, parallel = config.model.multiplies_fp8, config.parallel
-    overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=fp8, parallel=parallel)) if gpu else ()
+    apart = None if config.train.diloco_steps is None else steps_apart(config)
+    overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=fp8, parallel=parallel), apart) if gpu else ()
     # The exchange of a fragment that is beside this step is not in every step, and stays predicted.
-    each_step = [row for row in overlap if config.train.diloco_steps is None or REPLICA not in row.axes]
+    each_step = [row for row in overlap if row.every_steps is None]
     again = None if real is None or capacity is None else _with_real_memory(config, real, size, capacity, workspace)
     fits = None if capacity is None else size <= capacity
     unknown_loops = module.loops_without_trip_count()

@@ -23,6 +23,12 @@ def fragments_of(config: Config) -> int:
     return 1 if config.train.diloco_steps is None else config.train.diloco_fragments
 
 
+def steps_apart(config: Config) -> int:
+    """Steps from one outer step to the next."""
+    assert config.train.diloco_steps is not None, "there are no rounds"
+    return config.train.diloco_steps // fragments_of(config)
+
+
 def next_common_step(config: Config, step: int) -> int:
     """The first step after `step` whose end all processes wait for. In rounds these are the steps before an outer step, or
     beside it (train.diloco_overlap): until then each replica trains alone."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxllm.config import Config, ParallelConfig
 from jaxllm.config.model_spec import parameters
-from jaxllm.config.rounds import OUTER_BLOCK, fragments_of, sends_codes, without_rounds
+from jaxllm.config.rounds import OUTER_BLOCK, fragments_of, sends_codes, steps_apart, without_rounds
 from jaxllm.cost_model.network import Group, Links, all_reduce_s, ring_all_reduce_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
@@ -62,7 +62,7 @@ def exchange_of(config: Config) -> Exchange | None:
     fragments = fragments_of(config)
     rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
-    steps = (config.train.diloco_steps or 1) // fragments
+    steps = 1 if config.train.diloco_steps is None else steps_apart(config)
     reductions = 1 if config.train.diloco_overlap or codes else matrices
     return Exchange(replicas, config.devices // replicas, rank_bytes, steps, reductions, codes)
 

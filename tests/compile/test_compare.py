@@ -15,7 +15,7 @@ from rich.console import Console
 from tiny import TINY
 
 from jaxllm import cli
-from jaxllm.compile.compare import ALL, compare
+from jaxllm.compile.compare import ALL, compare, figures
 from jaxllm.compile.compare_text import render_comparison
 from jaxllm.compile.elsewhere import read_report, report_from_elsewhere
 from jaxllm.compile.kernel_account import KernelAccount, KernelPart
@@ -138,6 +138,14 @@ def test_what_got_worse_comes_first_and_the_most_first():
     assert order == sorted(order, key=("worse", "better", "same").index)
     assert "exposed: all-reduce over data x tensor" in verdicts(found, "same")
     json.loads(json.dumps(found.to_json()), parse_constant=lambda constant: pytest.fail(constant))
+
+
+def test_an_exchange_that_is_not_in_each_step_is_no_row_of_the_exposed_seconds():
+    """They are the rows of their total."""
+    exchange = dataclasses.replace(exposed("all-reduce", ("replica",), 5.0), every_steps=50)
+    rounds = dataclasses.replace(REPORT, overlap=(exchange, *REPORT.overlap))
+    by_name = figures(rounds)["exposed"].by_name
+    assert by_name.pop(ALL) == sum(by_name.values()) == 0.01
 
 
 def test_what_is_worse_in_one_direction_is_better_in_the_other():

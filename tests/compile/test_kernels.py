@@ -17,15 +17,18 @@ from jaxllm import cli
 from jaxllm.compile import report as report_module
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.hlo import Module
-from jaxllm.compile.kernel_account import PARTS, kernel_seconds, part_of
+from jaxllm.compile.kernel_account import PARTS, kernel_account, kernel_seconds, part_of
 from jaxllm.compile.kernels import Kernel, kernels
 from jaxllm.compile.kernels_text import render_kernels
+from jaxllm.compile.overlap import by_kind, simulate_overlap
 from jaxllm.compile.report import compile_report, report_from_json
+from jaxllm.compile.text import render
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import attention_flops_per_token, layer_matmul_parameters, train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.kernel_rates import kernel_rates
+from jaxllm.cost_model.step_time import estimate_step_time
 
 H100 = GPUS["h100-80gb"]
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
@@ -272,6 +275,120 @@ def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes():
     assert kernel_rates(GPUS["a100-80gb"], model).fp8_flops_per_s == 0
 
 
+# ---------------------------------------------------------------------------------------------------------- DiLoCo's rounds
+
+BESIDE = """HloModule beside
+
+%plus (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %xy = f32[] add(%x, %y)
+}
+
+%outer (a.1: f32[1024]) -> f32[1024] {
+  %a.1 = f32[1024]{0} parameter(0)
+  ROOT %half = f32[1024]{0} multiply(%a.1, %a.1), metadata={op_name="jit(take)/fragment/outer_step/mul"}
+}
+
+%both (a.2: f32[1024], b.2: f32[1024]) -> f32[1024] {
+  %a.2 = f32[1024]{0} parameter(0)
+  %b.2 = f32[1024]{0} parameter(1)
+  %new = f32[1024]{0} multiply(%a.2, %a.2), metadata={op_name="jit(take)/vmap(optimizer)/mul"}
+  ROOT %kept = f32[1024]{0} add(%new, %b.2), metadata={op_name="jit(take)/fragment/outer_step/add"}
+}
+
+ENTRY %main (a: f32[1024], b: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %b = f32[1024]{0} parameter(1)
+  %change = f32[1024]{0} fusion(%a), kind=kLoop, calls=%outer, metadata={op_name="jit(take)/fragment/outer_step/mul"}
+  %sum = f32[1024]{0} all-reduce(%change), replica_groups={{0,2},{1,3}}, to_apply=%plus, metadata={op_name="jit(take)/psum"}
+  %inner = f32[1024]{0} all-reduce(%b), replica_groups={{0,1},{2,3}}, to_apply=%plus, metadata={op_name="jit(take)/psum"}
+  ROOT %moved = f32[1024]{0} fusion(%sum, %inner), kind=kLoop, calls=%both, metadata={op_name="jit(take)/outer_step/add"}
+}
+"""
+
+
+def in_rounds(*more):
+    base = {"model": SMALL_MODEL, "train": TRAIN | {"global_batch_sequences": 4, "steps": 20}}
+    return load_config(base, ["parallel.replica=2", "parallel.replica_gbit_per_s=1", *more]).resolve(4)
+
+
+def predicted(config):
+    return estimate_step_time(config, H100, 2)
+
+
+def beside(config, apart=None):
+    module = Module(BESIDE, {"replica": 2, "data": 2})
+    rows = by_kind(simulate_overlap(module, H100, 2, parallel=config.parallel), apart)
+    account = kernel_account(module, config, H100, 2, rows)
+    return account, {row.part: row for row in account.parts}, {row.axes: row.exposed_s for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "apart"),
+    [
+        (("train.diloco_steps=8", "train.diloco_overlap=true"), 8),
+        (("train.diloco_steps=8", "train.diloco_fragments=2", "train.diloco_overlap=true"), 4),
+        (("train.diloco_steps=1", "train.diloco_bits=4"), 1),
+    ],
+)
+def test_of_an_outer_step_the_mean_step_has_a_share(rounds, apart):
+    """The exchange as predicted, and a kernel of the outer step alone. One that the inner step shares is in each step."""
+    config = in_rounds(*rounds)
+    account, parts, exposed = beside(config, apart)
+    rates = account.rates
+    own_s, shared_s = (moved / rates.memory_bytes_per_s + rates.launch_s for moved in (2 * 4096, 3 * 4096))
+    assert parts.keys() == {"outer_step", "optimizer", "transfers"}
+    assert parts["transfers"].seconds == exposed["data",] > 0
+    assert parts["outer_step"].runs == 2
+    assert parts["outer_step"].seconds == pytest.approx(predicted(config).between_replicas_s + own_s / apart)
+    assert parts["optimizer"].seconds == pytest.approx(shared_s)
+    assert account.step_s == pytest.approx(sum(row.seconds for row in account.parts))
+
+
+def test_of_replicas_without_rounds_the_schedule_has_the_exchange():
+    _, parts, exposed = beside(in_rounds())
+    assert parts["transfers"].seconds == pytest.approx(exposed["replica",] + exposed["data",])
+
+
+@pytest.mark.parametrize("network", ["parallel.replica_gbit_per_s=2", "train.diloco_steps=16", "train.diloco_bits=8"])
+def test_an_account_differs_by_what_the_step_time_model_says(network):
+    """Of a step without the exchange beside it, which is then another program."""
+    configs = [in_rounds("train.diloco_steps=8", *more) for more in ((), (network,))]
+    one, other = (kernel_account(Module(HLO, {}), config, H100, 2).step_s for config in configs)
+    assert one - other == pytest.approx(predicted(configs[0]).step_s - predicted(configs[1]).step_s) != 0
+    assert one - kernel_account(Module(HLO, {}), in_rounds(), H100, 2).step_s == pytest.approx(
+        predicted(configs[0]).between_replicas_s
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
+def test_an_exchange_beside_a_compiled_step_is_not_in_each_step(monkeypatch):
+    """The report's account is the same for any schedule of the exchange, and halves with twice the steps between."""
+    given = []
+    monkeypatch.setattr(report_module, "kernel_account", lambda *args: given.append(args) or kernel_account(*args))
+    rounds = ("train.diloco_fragments=2", "train.diloco_overlap=true", "model.compute_dtype=bfloat16")
+    configs = [in_rounds(*rounds, f"train.diloco_steps={steps}") for steps in (8, 16)]
+    report = compile_report(configs[0], H100, 4)
+    ((module, _, _, per_host, rows),) = given
+    assert {row.axes: row.every_steps for row in rows} == {("replica",): 4, ("data",): None}
+    assert report.exposed_transfers_s == sum(row.exposed_s for row in rows if row.axes == ("data",))
+    accounts = report.kernels, kernel_account(module, configs[1], H100, per_host, rows)
+    shares = [next(row for row in one.parts if row.part == "outer_step") for one in accounts]
+    assert shares[0].seconds == pytest.approx(2 * shares[1].seconds)
+    assert shares[0].seconds == pytest.approx(predicted(configs[0]).between_replicas_s, rel=0.01)
+    difference = predicted(configs[0]).step_s - predicted(configs[1]).step_s
+    assert accounts[0].step_s - accounts[1].step_s == pytest.approx(difference, rel=0.01)
+    assert "over replica: in one of 4 steps" in shown_as(render(report))
+
+
+def shown_as(renderable):
+    console = Console(file=io.StringIO(), width=100, highlight=False, markup=False)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
 # --------------------------------------------------------------------------------------------------------- compiled steps
 
 TRAIN = {"steps": 2, "sequence_length": 512, "global_batch_sequences": 16, "microbatch_sequences": 1}
@@ -338,9 +455,7 @@ def test_two_configs_are_compared():
     (_, one), (_, other) = compiled("full"), compiled("selective")
 
     def text(*reports):
-        console = Console(file=io.StringIO(), width=100, highlight=False, markup=False)
-        console.print(render_kernels(*reports))
-        return console.file.getvalue()
+        return shown_as(render_kernels(*reports))
 
     alone, both = text(one), text(one, other)
     parts = {row.part for row in one.kernels.parts}
