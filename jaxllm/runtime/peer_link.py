@@ -17,7 +17,7 @@ from jaxllm.config import ConfigError
 from jaxllm.config.types import Switch
 from jaxllm.runtime import exit_codes, progress
 from jaxllm.runtime.authentication import Channel, greet
-from jaxllm.runtime.socket_messages import Connection, Name, Pid, Rank, Sentence
+from jaxllm.runtime.socket_messages import Connection, Elapsed, Name, Pid, Rank, Sentence
 from jaxllm.untrusted import checked
 
 MOST_NAMED = 16
@@ -56,9 +56,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Slowest:
-    """PeerMonitor.slowest of process 0."""
+    """PeerMonitor.slowest and idle_s of process 0."""
 
     slowest: PeerStatus | None
+    idle_s: Elapsed | None = None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ processes."""
 CONNECT_S = 20.0
 """Time that a process tries to reach process 0's port, which has been open since before the rendezvous."""
 
-
 CLOSED, SILENT, MISSING = "its connection closed", "nothing heard for {:.0f} s", "it never connected"
 CAUSES = {
     CLOSED: "it was killed or crashed",
@@ -91,6 +90,8 @@ class PeerMonitor:
         """Set on process 0 when the last peer has closed its connection."""
         self._failing = self._closed_by_us = False
         self._slowest: PeerStatus | None = None
+        self.idle_s: float | None = None
+        """Seconds for which no process has begun a step or another phase, as process 0 knew a second or two ago."""
         self._lost: dict[int, tuple[str, float]] = {}
         """Losses not reported yet: how each was detected, and the seconds of silence."""
         self._report_at_s = 0.0
@@ -250,11 +251,13 @@ class PeerMonitor:
             for link in list(self._links):
                 link.send_now(phase=seen.phase, step=seen.step, seconds=round(seen.seconds, 1))
             return
-        others = [one for one in self._statuses() if one.seen.phase != "step"]
+        statuses = self._statuses()
+        self.idle_s = round(min(one.seen.seconds for one in statuses), 1)
+        others = [one for one in statuses if one.seen.phase != "step"]
         self._slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
         status = None if slowest is None else [slowest.rank, slowest.host, asdict(slowest.seen)]
         for link in list(self._links):
-            link.send_now(slowest=status)
+            link.send_now(slowest=status, idle_s=self.idle_s)
 
     def _statuses(self) -> list[PeerStatus]:
         with self._lock:
@@ -308,7 +311,7 @@ class PeerMonitor:
             with self._lock:
                 self._seen[link.rank] = message
         elif isinstance(message, Slowest):
-            self._slowest = message.slowest
+            self._slowest, self.idle_s = message.slowest, message.idle_s
         elif isinstance(message, Bye):
             link.excused = True
         elif isinstance(message, StopNotice):

@@ -195,6 +195,7 @@ def test_other_programs_are_ignored(run):
         {"slowest": [1, "h1"]},
         {"slowest": ["1", "h1", {"phase": "save", "step": 11, "seconds": 4.0}]},
         {"slowest": 5},
+        {"slowest": None, "idle_s": -1.0},
         {"notice": "end"},
         {"notice": {"sentence": "the end", "code": 0}},
         {"notice": {"sentence": "the end", "code": 10**6}},
@@ -331,6 +332,19 @@ def test_all_know_the_slowest_process_and_process_0_the_status_of_all(run, at_st
         ends[0].monitor.status_by_process() == "step 12: processes 0, 1 on h0, h1; save after step 11: processes 2, 3 on h2, h3"
     )
     assert ends[1].monitor.status_by_process() == ""
+
+
+def test_all_know_for_how_long_no_process_has_begun_anything(run, at_step_12, monkeypatch):
+    began_s = progress._since_s
+    monkeypatch.setattr(progress, "_since_s", began_s - 90)
+    ends = run(4, missing=(2, 3))
+    slow, _ = (run.play(rank, phase="step", step=4, seconds=seconds) for rank, seconds in ((2, 40.0), (3, 70.0)))
+    for idle_s in (40.0, 2.5):
+        say(slow, phase="step", step=5, seconds=idle_s)
+        for rank in (0, 1):
+            until(lambda monitor=ends[rank].monitor, idle_s=idle_s: monitor.idle_s == idle_s, "the word goes round")
+    say(slow, phase="step", step=5, seconds=1000.0)
+    until(lambda: ends[1].monitor.idle_s == 70.0, "all wait")
 
 
 def test_a_stuck_process_makes_the_others_show_their_stacks(run, at_step_12, capfd):

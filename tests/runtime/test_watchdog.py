@@ -131,12 +131,13 @@ def test_waiting_for_the_others_to_start_has_no_limit_here(clock):
         clock(10_000, Watchdog(RUN))
 
 
-def monitor(slowest: PeerStatus | None):
+def monitor(slowest: PeerStatus | None, idle_s: float | None = None):
     told = []
     return SimpleNamespace(
         rank=1,
         name=lambda: "process 1 on h1",
         slowest=lambda: slowest,
+        idle_s=idle_s,
         announce_stuck=told.append,
         told=told,
         status_by_process=lambda: "",
@@ -159,6 +160,24 @@ def test_a_step_that_waits_for_a_peer_may_take_as_long_as_its_phase(clock):
     clock(30, dog)
     clock(1)
     assert "process 1 on h1 is stuck: step 5 has taken 31 s (run.stuck" in dog.verdict()
+
+
+def test_no_step_is_stuck_while_another_process_begins_steps(clock):
+    """As a slow replica does, for which the others wait at an outer step. When it waits too, the run is stuck."""
+    peers = monitor(None, idle_s=2.0)
+    dog = Watchdog(RUN, lambda: peers)
+    progress.at_step(5)
+    clock(200, dog)
+    peers.idle_s = 30.0
+    clock(5, dog)
+    peers.idle_s = 30.5
+    assert "process 1 on h1 is stuck: step 5 has taken 205 s (run.stuck" in dog.verdict()
+    # A save or a wait for data has a limit of its own.
+    peers.idle_s = 2.0
+    with progress.phase("save"):
+        clock(100, dog)
+        clock(1)
+        assert "save after step 5 has taken 101 s" in dog.verdict()
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(clock):
