@@ -166,7 +166,7 @@ def _outer_part(config: Config, gpu: Gpu, gpus_per_host: int, among: Sequence[Ke
         bytes=sum(k.runs * k.moved_bytes for k in own) + (0 if exchange is None else exchange.sent_bytes // exchange.gpus),
         flops=0,
         seconds=estimate_step_time(config, gpu, gpus_per_host).between_replicas_s
-        + sum(k.runs * kernel_seconds(k, rates) for k in own) / steps_apart(config),
+        + sum(k.runs * kernel_seconds(k, rates) for k in own) / steps_apart(config.train),
         least_seconds=0.0,
         layer_seconds=None,
     )

@@ -235,7 +235,7 @@ def _compile(
     size = total_bytes(memory) + workspace
     fused_flops = kernel_flops(step.jaxpr, shares)
     fp8, parallel = config.model.multiplies_fp8, config.parallel
-    apart = None if config.train.diloco_steps is None else steps_apart(config)
+    apart = None if config.train.diloco_steps is None else steps_apart(config.train)
     overlap = by_kind(simulate_overlap(module, gpu, per_host, fp8=fp8, parallel=parallel), apart) if gpu else ()
     # The exchange of a fragment that is beside this step is not in every step, and stays predicted.
     each_step = [row for row in overlap if row.every_steps is None]

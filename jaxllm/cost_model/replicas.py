@@ -62,9 +62,8 @@ def exchange_of(config: Config) -> Exchange | None:
     fragments = fragments_of(config)
     rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
-    steps = 1 if config.train.diloco_steps is None else steps_apart(config)
     reductions = 1 if config.train.diloco_overlap or codes else matrices
-    return Exchange(replicas, config.devices // replicas, rank_bytes, steps, reductions, codes)
+    return Exchange(replicas, config.devices // replicas, rank_bytes, steps_apart(config.train), reductions, codes)
 
 
 def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> tuple[Group, Links]:

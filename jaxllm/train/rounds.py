@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import Config
-from jaxllm.config.rounds import fragments_of
+from jaxllm.config.rounds import fragment_beside, fragments_after
 from jaxllm.mesh import replicated
 from jaxllm.runtime import progress
 from jaxllm.train.diloco import OUTER, DilocoState, Metrics, outer_step, outer_step_of
@@ -32,43 +33,28 @@ class Rounds:
     """
 
     def __init__(self, config: Config, mesh: Mesh, shardings: DilocoState):
-        train, self.count = config.train, fragments_of(config)
-        assert train.diloco_steps is not None, "there are no rounds"
-        self._first, self._last, self._between = train.diloco_after_steps, train.steps, train.diloco_steps // self.count
-        self._overlaps, self._mesh = train.diloco_overlap, mesh
+        self._train, self._mesh = config.train, mesh
         step = outer_step_of(config, mesh, shardings)
         step.__name__ = outer_step.__name__
         self.jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-        self.name = "outer step of a fragment" if self.count > 1 else "outer step"
+        self.name = "outer step of a fragment" if config.train.diloco_fragments > 1 else "outer step"
         self._compiled: Any = None
         self._numbers: dict[int, jax.Array] = {}
-        self._is_done_after: int | None = None
+        self._done: tuple[int, list[int]] = 0, []
 
     def resumed(self, meta: Mapping[str, Any]) -> Rounds:
         """These rounds, continued from the checkpoint with this metadata: the outer step after its step may be done in it."""
-        train = meta["config"]["train"]
-        is_done = not train.get("diloco_overlap", False) or meta["step"] == train.get("steps")
-        self._is_done_after = meta["step"] if is_done else None
+        # Older checkpoints lack the first two.
+        saved: Any = SimpleNamespace(**{"diloco_fragments": 1, "diloco_overlap": False} | meta["config"]["train"])
+        done, count = fragments_after(saved, meta["step"]), self._train.diloco_fragments
+        # Fragments of another number have other weights: each has something that is done.
+        self._done = meta["step"], done if count == saved.diloco_fragments else list(range(count if done else 0))
         return self
 
-    def fragments_after(self, step: int) -> list[int]:
-        """The fragments that are synchronised between this step (the first is 1) and the next. It is a function of the step
-        alone, so a resumed run continues its round."""
-        if step == self._last:
-            return list(range(self.count))
-        return [] if self._overlaps or (due := self._due_after(step)) is None else [due]
-
     def fragment_beside(self, done: int) -> int | None:
-        """The fragment that is synchronised during the step that follows `done` steps; None if there is none."""
-        if not self._overlaps or done in (self._last, self._is_done_after):
-            return None
-        # Where each step between exchanges, the first and the last do too: that saves a program. The first has no effect.
-        # After the last all fragments are synchronised.
-        return self._due_after(done) if self._first < done < self._last - 1 or self._between == 1 else None
-
-    def _due_after(self, step: int) -> int | None:
-        done = step - self._first
-        return None if done % self._between else done // self._between % self.count
+        """The fragment that is synchronised during the step that follows `done` steps, unless the checkpoint has it already."""
+        due = fragment_beside(self._train, done)
+        return None if done == self._done[0] and due in self._done[1] else due
 
     def number(self, fragment: int) -> jax.Array:
         """The number as an argument of a compiled program."""
@@ -84,7 +70,7 @@ class Rounds:
         """Runs the outer steps that follow inner step `step`, which donate `state`. It is compiled at the first call, unless
         take(its name, lowered) returns the compiled program. Returns no metrics if there are none."""
         outer = []
-        for number in map(self.number, self.fragments_after(step)):
+        for number in map(self.number, fragments_after(self._train, step)):
             if self._compiled is None:
                 with progress.phase("compile"):
                     lowered = self.jitted_step.lower(state, number)

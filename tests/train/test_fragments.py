@@ -12,6 +12,7 @@ from run_files import records
 
 from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
+from jaxllm.config.rounds import fragments_after
 from jaxllm.cost_model.replicas import exchange_lines, exchange_of
 from jaxllm.mesh import axis_sizes, replicated
 from jaxllm.rehearsal.shrink import shrink
@@ -63,7 +64,7 @@ def test_one_fragment_is_the_plain_outer_step(tiny_config):
     with jax.set_mesh(one.mesh):
         texts = [plain.lower(layout := one.training.layout()), one.rounds.jitted_step.lower(layout, np.int32(0))]
     assert texts[0].as_text() == texts[1].as_text()
-    steps = [step for step in range(1, 5) if one.rounds.fragments_after(step)]
+    steps = [step for step in range(1, 5) if fragments_after(one.config.train, step)]
     assert steps == [4]
 
 
@@ -175,7 +176,7 @@ def test_fragments_take_turns_and_the_last_step_takes_all(whole):
     assert trainer.traces == 2
     found = [r["step"] for r in records(folder) if "outer_grad_norm" in r]
     assert found == [3, 5, 7, 9]
-    assert [trainer.rounds.fragments_after(step) for step in (2, 3, 5, 7, 8, 9)] == [[], [1], [0], [1], [], [0, 1]]
+    assert [fragments_after(trainer.config.train, step) for step in (2, 3, 5, 7, 8, 9)] == [[], [1], [0], [1], [], [0, 1]]
     assert_equal(trainer.state.islands.params, jax.tree.map(lambda x: np.stack([x, x]), trainer.state.params))
     assert all(np.abs(np.asarray(x)).max() > 0 for x in jax.tree.leaves(trainer.state.momentum))
 

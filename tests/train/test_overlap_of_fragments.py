@@ -13,6 +13,7 @@ from run_files import records
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import COLLECTIVES, Module
+from jaxllm.config.rounds import fragments_after, next_common_step
 from jaxllm.mesh import batch_sharding
 from jaxllm.train.loop import fit
 
@@ -91,20 +92,50 @@ def test_which_steps_exchange(tiny_config):
         (7, 1): [None] * 9,
     }
     for (length, count), fragments in expected.items():
-        rounds = Placed(tiny_config(*given, f"train.diloco_steps={length}", f"train.diloco_fragments={count}")).rounds
-        assert [rounds.fragment_beside(done) for done in range(1, 10)] == fragments
-        assert [rounds.fragments_after(step) for step in range(2, 10)] == [[]] * 7 + [list(range(count))]
-    # What a checkpoint has done is not done again.
-    for train, beside in (
-        ({"diloco_overlap": True, "steps": 9}, 0),
-        ({"diloco_overlap": True, "steps": 5}, None),
-        ({"diloco_overlap": False, "steps": 9}, None),
-        ({"steps": 9}, None),
-    ):
-        rounds = Placed(tiny_config(*given, "train.diloco_steps=4")).rounds
-        assert rounds.resumed({"config": {"train": train}, "step": 5}).fragment_beside(5) == beside
+        placed = Placed(tiny_config(*given, f"train.diloco_steps={length}", f"train.diloco_fragments={count}"))
+        assert [placed.rounds.fragment_beside(done) for done in range(1, 10)] == fragments
+        assert [fragments_after(placed.config.train, step) for step in range(2, 10)] == [[]] * 7 + [list(range(count))]
     waits = Placed(tiny_config(*given, "train.diloco_steps=4", "train.diloco_overlap=false")).rounds
     assert [waits.fragment_beside(done) for done in range(1, 10)] == [None] * 9
+
+
+def test_what_a_checkpoint_has_done_is_not_done_again_and_all_else_is(tiny_config):
+    """Fragment 0 is due after step 5. Whether the run before has synchronised it then, its own rounds tell."""
+    given = (*SIZES, *MESHES["data, ZeRO 1"], "train.steps=9", "train.diloco_after_steps=1", "train.diloco_overlap=true")
+    waits = {"diloco_steps": 4, "diloco_after_steps": 1, "steps": 9}
+    cases = {
+        1: [
+            (waits | {"diloco_overlap": True}, 0),
+            (waits | {"diloco_overlap": True, "steps": 5}, None),
+            (waits | {"diloco_overlap": False}, None),
+            (waits, None),
+            (waits | {"diloco_steps": 2}, None),
+            (waits | {"diloco_steps": 3}, 0),
+            (waits | {"diloco_after_steps": 0}, 0),
+        ],
+        2: [
+            (waits | {"diloco_fragments": 2}, None),
+            # After step 5 it synchronised the other fragment, or none.
+            (waits | {"diloco_fragments": 2, "diloco_steps": 8}, 0),
+            (waits | {"diloco_fragments": 2, "diloco_steps": 6}, 0),
+            (waits | {"diloco_fragments": 4}, None),
+            (waits, None),
+            (waits | {"diloco_steps": 8}, 0),
+        ],
+    }
+    for count, befores in cases.items():
+        rounds = Placed(tiny_config(*given, "train.diloco_steps=4", f"train.diloco_fragments={count}")).rounds
+        for train, beside in befores:
+            assert rounds.resumed({"config": {"train": train}, "step": 5}).fragment_beside(5) == beside, (count, train)
+            assert rounds.fragment_beside(7) == (1 if count == 2 else None)
+
+
+@pytest.mark.parametrize(("length", "common"), [(4, [6, 10, 12]), (1, list(range(2, 13)))])
+def test_all_wait_for_the_steps_that_have_an_exchange_beside_them(length, common, tiny_config):
+    rounds = ("train.steps=12", "train.diloco_after_steps=1", "train.diloco_overlap=true", f"train.diloco_steps={length}")
+    config = tiny_config("parallel.replica=2", "parallel.data=4", *rounds)
+    assert sorted({next_common_step(config, step) for step in range(1, 12)}) == common
+    assert next_common_step(config, 0) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------- the loop
