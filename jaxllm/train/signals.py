@@ -13,12 +13,12 @@ exits at once and ends the others too (`leave_early`): a compilation may take lo
 period: all processes meet there, and none continues if one has received a signal. A process that has reached `begin` no longer
 exits at once: the others may be past it a moment later, and would wait for it in their first step.
 
-Several processes agree through a board at the coordinator. Process 0 alone makes plans, "stop after step s + 4", and every
-process reads them after starting a step. Why 4: losses are read one step behind, so `advance` returns for step n + 1 once step
-n is done, and that is done only when every process has started it, since its loss is a sum over all. When process 0 plans after
-starting step s, it has not started s + 1, so no process has s + 1 done, none has returned from starting s + 2, and all will
-read the plan after that: s + 2 would do. Two more steps are a margin, in case this argument has a flaw. In DiLoCo's rounds
-replicas do not wait for each other, so a fast one may be at the next outer step already: there that step stands for s + 1.
+Several processes agree through a board at the coordinator. Process 0 alone makes plans, "stop after step c + 3", and every
+process reads them after starting a step. c is the next step after s, which process 0 has started, for whose end all processes
+wait: s + 1, or in DiLoCo's rounds, where replicas do not wait for each other, the step before the next outer step or beside
+it. Why 3: losses are read one step behind, so `advance` returns for step n + 1 once step n is done. Step c is done only when
+every process has started it, and process 0 has not. So no process has c done, none has returned from starting c + 1, and all
+will read the plan after that: c + 1 would do. Two more steps are a margin, in case this argument has a flaw.
 """
 
 from __future__ import annotations
