@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxllm
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.mesh import make_mesh
 from jaxllm.sharding import replica_spec
+from jaxllm.train import restored
 from jaxllm.train.diloco import begin, combine_fragments, outer_step
+from jaxllm.train.instability import Recent
 from jaxllm.train.loop import fit
 from jaxllm.train.messages import who_was_left_out
 from jaxllm.train.outer_codes import coded_mean
@@ -185,6 +188,46 @@ def test_a_run_continues_without_a_replica_and_takes_it_back(whole, tmp_path):
     assert who_was_left_out(found[1]).startswith("step 8: the outer step left out 1 of the replicas")
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(trainer.state)))
     assert_equal(trainer.state.islands.params, jax.tree.map(lambda t: np.stack([t, t]), trainer.state.params))
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+def test_each_number_of_replicas_that_joins_begins_alike(tiny_config, saved):
+    """With t, and with the moments, the step and the usual level of losses of replica 0."""
+    mesh = make_mesh(tiny_config("parallel.replica=4", "parallel.data=2").resolve(8).parallel, jax.devices())
+    drawn_state, rng = replicas(*drawn()), np.random.default_rng(2)
+    islands = dataclasses.replace(drawn_state.islands, step=jnp.arange(7, 11), recent=Recent(*rng.normal(size=(2, 4, 3))))
+    state = dataclasses.replace(drawn_state, islands=islands, residual=jax.tree.map(jnp.cos, islands.params))
+    of_replica = (state.islands, state.residual)
+    place = lambda tree, *axes: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
+    islands, residual = place(jax.tree.map(lambda x: np.asarray(x) * at_rows(np.arange(4) < saved, x), of_replica), "replica")
+    read = dataclasses.replace(place(state), islands=islands, residual=residual)
+    shardings, before = jax.tree.map(lambda x: x.sharding, read), jax.device_get(read)
+    meta = {"config": {"train": {}, "parallel": {"replica": saved}}}
+    found = restored.completed(read, jax.tree.map(jnp.asarray, state), meta)
+    assert jax.tree.map(lambda x: x.sharding, found) == shardings
+    assert_equal((found.step, found.params, found.momentum), (before.step, before.params, before.momentum))
+    new = jax.tree.map(lambda x: x[:1], before.islands)
+    new = dataclasses.replace(new, params=jax.tree.map(lambda t: t[None], before.params))
+    rows = lambda old, new: np.concatenate([old[:saved], *[new] * (4 - saved)])  # noqa: E731
+    assert_equal(found.islands, jax.tree.map(rows, before.islands, new))
+    assert_equal(found.residual, before.residual)
+    assert not any(x[saved:].any() for x in jax.tree.leaves(jax.device_get(found.residual)))
+
+
+def test_a_single_replica_has_no_residual_that_a_run_of_several_could_read():
+    """It sends nothing, with any bits. Those of several begin at 0."""
+    own, moments = drawn()
+    state = dataclasses.replace(replicas(own, moments), residual=own)
+    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.asarray(x).sharding), state)
+    for replica, bits, is_there in ((1, 4, False), (2, 4, True), (2, 32, False)):
+        meta = {"config": {"train": {"diloco_bits": bits}, "parallel": {"replica": replica}}}
+        assert (restored.layout_in(meta, layout).residual is not None) == is_there
+    found = restored.completed(dataclasses.replace(state, residual=None), layout, meta)
+    assert_equal(found.residual, jax.tree.map(lambda x: np.zeros(x.shape), layout.residual))
+
+
+def at_rows(mask, x):
+    return mask.reshape(-1, *[1] * (np.ndim(x) - 1))
 
 
 @pytest.mark.slow
