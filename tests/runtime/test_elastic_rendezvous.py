@@ -49,12 +49,14 @@ class Meeting:
     """Processes that come, each in a thread."""
 
     def __init__(self, launch, **fields):
-        self.launch, self.pool, self.rooms = launch, ThreadPoolExecutor(8), []
+        self.launch, self.pool, self.rooms, self.came = launch, ThreadPoolExecutor(8), [], []
         self.elastic = Elastic(**({"least_hosts": 2, "wait_s": 0.5, "layout": layout} | fields))
 
     def come(self, rank, **fields):
         """The future of its answer, or of its error."""
-        return self.pool.submit(self._come, rank, fields)
+        future = self.pool.submit(self._come, rank, fields)
+        self.came.append((rank, future))
+        return future
 
     def _come(self, rank, fields):
         own, place = process(self.launch, rank, **fields), replace(self.launch, process_id=rank)
@@ -83,7 +85,8 @@ def meeting(launch):
     yield make
     for one in made:
         for room in one.rooms:
-            # Those who wait there would look for another leader.
+            # Before, they would look for another leader until their limit.
+            wait_until(lambda: all(future.done() or rank in room.connections for rank, future in one.came))  # noqa: B023
             room.ended = True
             room.leave()
         one.pool.shutdown()
