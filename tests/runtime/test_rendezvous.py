@@ -183,35 +183,40 @@ def test_control_characters_of_a_description_are_not_printed():
     assert sentence.startswith(r"Process 1 on h1\x1b[2J has jaxllm \x1b[31mred\n and JAX 9, process 0")
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        '{"wait_s": "soon"}',
-        '{"wait_s": 1e300}',
-        '{"wait_s": -1}',
-        '{"wait_s": NaN}',
-        '{"refused": 5}',
-        '{"other": ["x"]}',
-        '{"all": {"members": [["h0", 100]], "monitor_port": 4321}, "devices": null}',
-        '{"all": {"members": [["h0", "100"], ["h1", 1], ["h2", 2]], "monitor_port": 4321}}',
-        '{"all": {"members": [["h0", 100], ["h1", 1], ["h2", 2]], "monitor_port": 70000}}',
-        '{"all": {"members": [["h0", 100], ["h1", 1], ["h2", 2]], "monitor_port": 4321}, "devices": [-1]}',
-        "[" * 60_000,
-    ],
-    ids=lambda reply: reply[:60],
+REPLIES = (
+    '{"wait_s": "soon"}',
+    '{"wait_s": 1e300}',
+    '{"wait_s": -1}',
+    '{"wait_s": NaN}',
+    '{"refused": 5}',
+    '{"other": ["x"]}',
+    '{"all": {"members": [["h0", 100]], "monitor_port": 4321}, "devices": null}',
+    '{"all": {"members": [["h0", "100"], ["h1", 1], ["h2", 2]], "monitor_port": 4321}}',
+    '{"all": {"members": [["h0", 100], ["h1", 1], ["h2", 2]], "monitor_port": 70000}}',
+    '{"all": {"members": [["h0", 100], ["h1", 1], ["h2", 2]], "monitor_port": 4321}, "devices": [-1]}',
+    "[" * 60_000,
 )
-def test_a_reply_of_other_types_is_something_else(launch, reply):
-    place = launch(1, start_timeout_s=1)
-    with socket.create_server(("127.0.0.1", place.port)) as listener, ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(join, call(1), place)
-        listener.settimeout(5)
-        while not joined.done():
-            with suppress(TimeoutError, ConnectionError), listener.accept()[0] as connection:
-                connection.sendall(f"{MAGIC}{reply}\n".encode())
-                connection.recv(65536)
-                listener.settimeout(0.5)
-        with pytest.raises(RendezvousError, match=r"after 1 s \(something else answers there; 127.0.0.1 is h1 itself\)"):
-            joined.result()
+
+
+def test_a_reply_of_other_types_is_something_else(launch):
+    """Each of these replies at a port of its own, side by side: all wait for the limit."""
+
+    def joined(reply, pool):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            own = pool.submit(join, call(1), replace(launch(1, start_timeout_s=1), port=listener.getsockname()[1]))
+            listener.settimeout(0.5)
+            while not own.done():
+                with suppress(TimeoutError, ConnectionError), listener.accept()[0] as connection:
+                    connection.sendall(f"{MAGIC}{reply}\n".encode())
+                    connection.recv(65536)
+            return own.exception()
+
+    with ThreadPoolExecutor(2 * len(REPLIES)) as pool:
+        errors = [pool.submit(joined, reply, pool) for reply in REPLIES]
+        for reply, future in zip(REPLIES, errors, strict=True):
+            error = future.result(timeout=60)
+            assert isinstance(error, RendezvousError), reply[:60]
+            assert "after 1 s (something else answers there; 127.0.0.1 is h1 itself)" in str(error), reply[:60]
 
 
 def test_a_sentence_of_process_0_is_one_printable_line(launch):
@@ -280,8 +285,8 @@ def test_another_launch_on_this_port_is_named(launch):
         own = call(0, launch_id="new")
         with pytest.raises(ConfigError, match=f"Port {place.port} of JAXLLM_COORDINATOR is taken on this host"):
             open_port(place, own)
-        with pytest.raises(RendezvousError, match=r"after 3 s \(process 0 of another launch, old, is there"):
-            join(call(1, launch_id="new"), launch(1, start_timeout_s=3))
+        with pytest.raises(RendezvousError, match=r"after 1 s \(process 0 of another launch, old, is there"):
+            join(call(1, launch_id="new"), launch(1, start_timeout_s=1))
         # Nor was the other launch disturbed.
         with ThreadPoolExecutor(2) as others:
             found = [others.submit(join, call(rank, launch_id="old"), launch(rank)) for rank in (1, 2)]
@@ -312,14 +317,14 @@ def test_after_a_restart_it_waits_for_a_taken_port(launch):
 
 
 def test_who_is_missing_and_who_came(meet):
-    words = sentences(meet(call(0, 5), call(2, 5), start_timeout_s=2))
+    words = sentences(meet(call(0, 5), call(2, 5), start_timeout_s=1))
     assert words[0] == words[1]
     assert "Processes 1, 3 and 4 of 5 did not come to 127.0.0.1:" in words[0]
-    assert "within 2 s (there: 0 on h0 and 2 on h2; only processes of this host reach 127.0.0.1)" in words[0]
+    assert "within 1 s (there: 0 on h0 and 2 on h2; only processes of this host reach 127.0.0.1)" in words[0]
 
 
 def test_one_that_came_and_went_is_named(launch):
-    place = launch(0, start_timeout_s=2)
+    place = launch(0, start_timeout_s=1)
     with ThreadPoolExecutor(1) as pool:
         zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
         with socket.create_connection(("127.0.0.1", place.port)) as other:
@@ -333,7 +338,7 @@ def test_one_that_came_and_went_is_named(launch):
 
 def test_process_0_killed_after_some_have_come_ends_them_at_the_limit(launch):
     """It may be restarted until then."""
-    place = launch(1, start_timeout_s=2)
+    place = launch(1, start_timeout_s=1)
     listener = socket.create_server(("127.0.0.1", place.port))
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -342,13 +347,13 @@ def test_process_0_killed_after_some_have_come_ends_them_at_the_limit(launch):
             assert connection.recv(65536)
             connection.sendall(f'{MAGIC}{{"wait_s": 300}}\n'.encode())
             listener.close()
-        with pytest.raises(RendezvousError, match=r"Process 1 cannot reach process 0 at .* after 2 s \(Connection refused"):
+        with pytest.raises(RendezvousError, match=r"Process 1 cannot reach process 0 at .* after 1 s \(Connection refused"):
             joined.result(timeout=30)
     assert time.monotonic() - began < 5
 
 
 def test_one_that_is_frozen_when_all_are_there_is_named(launch, monkeypatch):
-    monkeypatch.setattr(rendezvous, "GRACE_S", 2.0)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 1.0)
     place = launch(0)
     with ThreadPoolExecutor(2) as pool:
         zero = pool.submit(serve, open_port(place, call(0)), call(0), place, 4321)
@@ -356,7 +361,7 @@ def test_one_that_is_frozen_when_all_are_there_is_named(launch, monkeypatch):
             other.sendall(f"{MAGIC}{json.dumps(vars(call(2)))}\n".encode())
             one = pool.submit(join, call(1), launch(1))
             for result in (zero, one):
-                with pytest.raises(RendezvousError, match="Process 2 on h2 joined, but did not answer for 2 s"):
+                with pytest.raises(RendezvousError, match="Process 2 on h2 joined, but did not answer for 1 s"):
                     result.result(timeout=30)
 
 
@@ -372,7 +377,7 @@ def test_a_connection_to_itself_is_none(monkeypatch):
 
 @pytest.mark.parametrize("answers", [b"", b"HTTP/1.1 400\r\n\r\n"], ids=["nobody", "something else"])
 def test_process_0_is_not_there(launch, answers):
-    place = launch(1, start_timeout_s=3)
+    place = launch(1, start_timeout_s=1)
     why = r"Connection refused" if not answers else "something else answers there"
     listener = socket.create_server(("127.0.0.1", place.port)) if answers else None
 
@@ -388,7 +393,7 @@ def test_process_0_is_not_there(launch, answers):
     if listener:
         threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(
-        RendezvousError, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 3 s \({why}; 127.0.0.1"
+        RendezvousError, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 1 s \({why}; 127.0.0.1"
     ):
         join(call(1), place)
     if listener:
