@@ -222,6 +222,7 @@ def test_a_run_goes_through_a_kill_and_a_broken_connection_to_the_losses_of_one_
         run.wait_for(7, process)
         (connection,) = (pid for pid, command, _ in processes_of_launch() if command[0] == "ssh" and "h2" in command)
         os.kill(connection, signal.SIGKILL)
+        run.go_on_quickly()
         out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signal.SIGKILL, out + err
     assert "[1] jaxllm: exit code 137 (ended by SIGKILL); restart 1 of at most 3 in 0.1 s" in err
@@ -242,7 +243,7 @@ def test_a_run_trains_on_without_lost_hosts_and_with_one_of_them_again(ssh, host
     options = ("train.global_batch_sequences=12", "train.microbatch_sequences=1", "parallel.data=4", "parallel.zero=3")
     # No checkpoint in the run directory before a host returns.
     options += ("checkpoint.every_steps=1000", "checkpoint.memory_every_steps=2", f"checkpoint.memory_dir={memory}")
-    run = real_launches.Run(tmp_path, text_file, "launch.wait_s=15", *options, steps=240)
+    run = real_launches.Run(tmp_path, text_file, "launch.wait_s=10", *options, steps=240)
     power = tmp_path / "ssh"
     without = f'for word; do if [[ -e "{tmp_path}/down-$word" ]]; then exit 255; fi; done'
     power.write_text(f'#!/bin/bash\n{without}\nexec {ssh} "$@"\n')
@@ -271,6 +272,8 @@ def test_a_run_trains_on_without_lost_hosts_and_with_one_of_them_again(ssh, host
             (memory / str(number)).mkdir()
         wait_until(lambda: any(start.get("absent_hosts") == 2 for start in run.starts()), "a start without two hosts")
         (tmp_path / "down-h1").unlink()
+        wait_until(lambda: run.starts()[-1].get("absent_hosts") == 1, "a start with one of them again")
+        run.go_on_quickly()
         out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, out + err
     starts = [(start["devices"], start.get("absent_hosts", 0)) for start in run.starts()]
