@@ -187,14 +187,16 @@ def test_a_lock_file_of_an_earlier_version_is_understood(tmp_path):
     ],
     ids=lambda text: text[:40],
 )
-def test_a_file_that_is_no_holder_s_is_replaced_after_a_while(launch, quick, tmp_path, content):
+def test_a_file_that_is_no_holder_s_is_replaced_after_a_while(launch, quick, tmp_path, monkeypatch, content):
+    monkeypatch.setattr(module, "SILENT_S", 0.2)
     (tmp_path / ".holder.json").write_text(content)
     assert holder(tmp_path) is None
     with closing_lock(RunDirLock.take(tmp_path)):
         assert holder(tmp_path).pid == os.getpid()
 
 
-def test_a_pipe_in_the_place_of_the_file_is_replaced_after_a_while(launch, quick, tmp_path):
+def test_a_pipe_in_the_place_of_the_file_is_replaced_after_a_while(launch, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SILENT_S", 0.2)
     os.mkfifo(tmp_path / ".holder.json")
     with closing_lock(RunDirLock.take(tmp_path)):
         assert holder(tmp_path).pid == os.getpid()

@@ -131,7 +131,7 @@ def test_each_detects_the_loss_of_process_0_itself(run, at_step_12):
 
 
 def test_silence_is_a_loss_and_status_from_process_0_is_not_silence(run):
-    ends = run(3, missing=(2,), silence_s=6)
+    ends = run(3, missing=(2,), silence_s=3)
     run.play(2)
     sentence, code = ends[1].ended()
     assert re.match(
@@ -142,7 +142,7 @@ def test_silence_is_a_loss_and_status_from_process_0_is_not_silence(run):
 
 def test_a_process_that_never_connects_is_named(run, monkeypatch):
     monkeypatch.setattr(peer_monitor, "CONNECT_S", 0.1)
-    ends = run(3, missing=(1,), silence_s=6)
+    ends = run(3, missing=(1,), silence_s=3)
     sentence, code = ends[2].ended()
     assert sentence.startswith("process 1 on h1 is lost (it never connected): it ended at once, or its host or network failed;")
     assert code == exit_codes.LOST

@@ -110,8 +110,8 @@ def test_without_restarts_the_environment_promises_none(start):
 
 def test_an_attempt_that_lasted_resets_the_count(start):
     """Attempts 0, 1, 3 and 4 fail at once and 2 does not: two in a row each time, never three."""
-    script = "echo $JAXLLM_ATTEMPT; ((JAXLLM_ATTEMPT != 2)) || sleep 5; exit 7"
-    code, out, err = ended(start(script, "--restarts", "2", "--anew-after", "5"))
+    script = "echo $JAXLLM_ATTEMPT; ((JAXLLM_ATTEMPT != 2)) || sleep 3; exit 7"
+    code, out, err = ended(start(script, "--restarts", "2", "--anew-after", "3"))
     assert (code, out) == (7, ["0", "1", "2", "3", "4"])
     assert [line.split("; ")[1].split(" of")[0] for line in err[:-1]] == ["restart 1", "restart 2", "restart 1", "restart 2"]
 
