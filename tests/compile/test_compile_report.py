@@ -18,6 +18,7 @@ from rich.console import Console
 from step_flops import step_matmul_flops
 from tiny import SMALL_MODEL
 
+from jaxllm.cli import app, main
 from jaxllm.compile import report as module
 from jaxllm.compile import report_warnings
 from jaxllm.compile.aot import OLDEST, can_compile_for_gpus, compile_step, gpu_devices, trace_step
@@ -122,14 +123,14 @@ def test_the_verdict_follows_from_the_capacity(report):
 
 
 @needs_gpu_compiler
-def test_too_little_memory_is_said_and_is_no_error(recipe, tmp_path):
+def test_too_little_memory_is_said_and_is_no_error(recipe, tmp_path, capsys):
     """A user-defined kind with 1.2 GiB leaves a step 113 MiB; the state of 4M parameters and the logits need more."""
     mine = tmp_path / "mine.yaml"
     mine.write_text("{like: a100-40gb, name: tiny, memory_bytes: 1288490189}")
     overrides = ["model.vocab_size=8192", "train.sequence_length=1024", "train.loss_chunk_tokens=16384", "parallel.tensor=1"]
-    result = cli(recipe, *overrides, "parallel.zero=0", "--gpu", str(mine), "--gpus", "1", "--no-cache", "--json")
-    assert result.returncode == 0, result.stderr
-    values = json.loads(result.stdout)
+    options = ("--gpu", str(mine), "--gpus", "1", "--no-cache", "--json")
+    app(["compile", recipe, *overrides, "parallel.zero=0", *options], standalone_mode=False)
+    values = json.loads(capsys.readouterr().out)
     assert values["gpu"] == "tiny"
     assert values["capacity_bytes"] == find_gpu(str(mine)).capacity_bytes < values["total_bytes"]
     assert values["fits"] is False
@@ -350,12 +351,15 @@ def test_text_fits_80_columns_and_says_it_all(report):
         (["--gpu", "h100-80gb", "--gpus", "3"], "parallel.tensor=2 does not divide the 3 devices"),
     ],
 )
-def test_mistakes_end_in_one_sentence_and_code_2(recipe, arguments, sentence):
+def test_mistakes_end_in_one_sentence_and_code_2(recipe, arguments, sentence, monkeypatch, capfd):
     # 12 sequences instead of 16, so that six data ranks divide them and only the hosts are wrong.
-    result = cli(recipe, "train.global_batch_sequences=12", "train.microbatch_sequences=1", *arguments)
-    assert result.returncode == 2
-    assert sentence in result.stderr
-    assert result.stderr.strip().count("\n") == 0
+    batch = ("train.global_batch_sequences=12", "train.microbatch_sequences=1")
+    monkeypatch.setattr(sys, "argv", ["jaxllm", "compile", recipe, *batch, *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert sentence in line
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
