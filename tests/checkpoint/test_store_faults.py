@@ -5,6 +5,7 @@ The checkpoints are made here, of a few bytes and without a model.
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import random
@@ -436,7 +437,8 @@ def damaged(place, kind):
 DAMAGE = ("changed", "torn", "missing", "no metadata", "other metadata", "empty list", "torn list", "list of a list")
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+# What is wrong with a file is found in the same way in each kind of store.
+@pytest.mark.parametrize(("kind", "damage"), zip(itertools.cycle(KINDS), DAMAGE), indirect=["kind"])
 def test_a_damaged_checkpoint_is_named_passed_over_and_replaced(place, door, here, tiny_config, tmp_path, damage):
     config, new = tiny_config(), tmp_path / "new"
     with copier(place, here, config) as stored:

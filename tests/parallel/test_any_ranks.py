@@ -19,7 +19,7 @@ from jaxllm.sharding import unstacked
 
 S, MICROBATCHES = 24, 4
 # None of 32, 64, 8 and 262 divides by these.
-MESHES = [(3, 1, 1, 1), (5, 1, 1, 1), (3, 2, 1, 1), (7, 1, 1, 1), (3, 1, 2, 1), (3, 1, 1, 2)]
+MESHES = [(3, 1, 1, 1), (3, 2, 1, 1), (7, 1, 1, 1), (3, 1, 2, 1), (3, 1, 1, 2)]
 LARGE = [(12, 1, 1, 1), (6, 1, 1, 2), (3, 1, 2, 2), (3, 2, 2, 1)]
 MODELS = ("model.vocab_size=262", "model.tie_embeddings=true")
 CASES, LARGE_CASES = (pairwise(list(itertools.product((1, 2, 3), meshes, MODELS))) for meshes in (MESHES, LARGE))
@@ -27,7 +27,7 @@ CASES, LARGE_CASES = (pairwise(list(itertools.product((1, 2, 3), meshes, MODELS)
 
 def rows_of(data):
     """Sequences of a microbatch of all ranks: one number for several meshes, so that one device computes it once."""
-    return data if data in (5, 7) else 12
+    return data if data == 7 else 12
 
 
 @pytest.fixture(scope="module")

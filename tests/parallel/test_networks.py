@@ -26,10 +26,10 @@ NETWORKS = {
 }
 CASES = [
     # data, context, tensor, pipe; ZeRO; microbatches
-    ((8, 1, 1, 1), 1, 1, "gqa", "parallel.remat=selective"),
+    ((8, 1, 1, 1), 0, 1, "gqa", "parallel.remat=selective"),
     ((4, 1, 2, 1), 1, 2, "mqa-tied", "parallel.remat=none"),
-    ((4, 1, 1, 1), 0, 2, "gqa-width", "model.scan_layers=false"),
-    ((3, 1, 1, 1), 1, 1, "mqa-tied", "model.scan_layers=false"),
+    # Stored vectors and matrices that end with zeros.
+    ((3, 1, 1, 1), 1, 2, "gqa-width", "model.scan_layers=false"),
     ((2, 1, 4, 1), 3, 2, "gqa-width", "parallel.remat=full"),
     ((1, 2, 2, 1), 2, 2, "gqa-width", "parallel.remat=offload"),
     ((2, 2, 1, 1), 3, 1, "mqa-tied", "parallel.context_method=all_gather"),
@@ -113,7 +113,7 @@ def own_losses(monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case == 5 else pytest.mark.slow, id=str(CASES[case][0])) for case in (1, 2, 5, 8, 10)],
+    [pytest.param(case, marks=() if case == 4 else pytest.mark.slow, id=str(CASES[case][0])) for case in (1, 2, 4, 7, 9)],
 )
 def test_losses_of_blocks_have_gradients(make_run, own_losses, case):
     """In a loop and with arrays of their own, sent once, on the host, in pipelines with an identity layer."""

@@ -19,28 +19,22 @@ MODELS = {
     "tied": ("model.num_kv_heads=1", "model.tie_embeddings=true"),
 }
 LOOP, UNROLLED = "model.scan_layers=true", "model.scan_layers=false"
+# With SEVERAL, a pairwise cover of one or several microbatches, loops, models, and what is in the last column.
 CASES = [
-    ((8, 1, 1), "untied", LOOP, "parallel.remat=selective"),
-    ((2, 2, 2), "tied", LOOP, "parallel.remat=full"),
     ((4, 1, 2), "untied", LOOP, "parallel.remat=offload"),
     # Stored matrices that end with zeros, as 32, 64 and 258 do not divide by 3 or 6.
-    ((3, 2, 1), "untied", LOOP, "parallel.remat=none"),
+    ((3, 2, 1), "tied", LOOP, "parallel.remat=none"),
     ((3, 1, 2), "tied", UNROLLED, "parallel.remat=selective"),
     ((4, 1, 1), "tied", UNROLLED, "parallel.remat=full"),
-    ((2, 2, 2), "untied", UNROLLED, "parallel.remat=none"),
-    ((2, 1, 2), "tied", LOOP, "parallel.replica=2"),
     ((4, 1, 1), "untied", UNROLLED, "parallel.replica=2"),
-    ((4, 1, 2), "tied", LOOP, "parallel.zero=0"),
     ((4, 1, 1), "untied", UNROLLED, "parallel.zero=0"),
 ]
 SEVERAL = [
     (2, (8, 1, 1), "untied", LOOP, "parallel.remat=selective"),
     (3, (2, 2, 2), "tied", LOOP, "parallel.remat=full"),
-    (2, (3, 2, 1), "tied", LOOP, "parallel.remat=none"),
     (4, (3, 1, 2), "untied", LOOP, "parallel.remat=offload"),
     (2, (2, 1, 2), "untied", LOOP, "parallel.replica=2"),
-    (2, (4, 1, 2), "tied", LOOP, "parallel.zero=0"),
-    (3, (2, 2, 2), "untied", LOOP, "parallel.zero=0"),
+    (3, (2, 2, 2), "tied", LOOP, "parallel.zero=0"),
     (2, (4, 1, 1), "untied", LOOP, "model.num_layers=1"),
     (2, (4, 1, 1), "tied", UNROLLED, "parallel.remat=selective"),
     (3, (3, 2, 1), "untied", UNROLLED, "parallel.remat=none"),
@@ -132,9 +126,13 @@ def test_a_step_that_measures_the_noise_scale_has_the_same_gradients(make_run, o
     assert_close(run.plain(gradients), jax.device_get(expected[1]), 2e-6)
 
 
+@pytest.fixture(scope="module")
+def losses_of_one_device(make_run):
+    return make_run((1, 1, 1), "tied", level=0).losses(3)
+
+
 @pytest.mark.parametrize("layers", [LOOP, UNROLLED])
-def test_steps_with_state_on_the_host_equal_one_device(make_run, layers):
-    expected = make_run((1, 1, 1), "tied", level=0).losses(3)
+def test_steps_with_state_on_the_host_equal_one_device(make_run, losses_of_one_device, layers):
     run = make_run((3, 2, 1), "tied", layers, "parallel.offload_state=optimizer_and_master")
     assert sends_inside(run)
-    np.testing.assert_allclose(run.losses(3), expected, rtol=1e-5)
+    np.testing.assert_allclose(run.losses(3), losses_of_one_device, rtol=1e-5)
