@@ -118,6 +118,8 @@ class LayerShape:
     """Whether each layer has its own arrays; else they go through a loop with a ring of residuals."""
     runs_ahead: bool
     """Whether XLA starts transfers early on this kind of GPU."""
+    rings_tensor: bool
+    """Whether tensor ranks send chunks of a sequence in a ring (layer_stack.rings_tensor)."""
     norms_heads: bool = False
     """Whether queries and keys are normalised (model.qk_norm)."""
     host_sums: float | None = None
@@ -135,7 +137,7 @@ def layer_backward(layer: LayerShape) -> Moments:
         moments["turn"] = {"relayout": layer.chunk_layers * stacks}
     for moment, held in counts.items():
         size = sum(count * units[name] for name, count in held._asdict().items())
-        size -= fewer_products(layer) * units["mlp"]
+        size += (forward_products(layer) - fewer_products(layer)) * units["mlp"]
         if moment == "attention" and is_single(layer) and keeps_products(layer) and layer.documents:
             # All three products wait for the gradients of their weights.
             size += units["mlp"]
@@ -182,10 +184,20 @@ def fewer_products(layer: LayerShape) -> int:
             return 0
         return 0 if documents or layer.context * layer.tensor > 1 else 2
     if is_single(layer):
-        return 0 if layer.runs_ahead and (documents or layer.microbatches > 1) else 2
+        # In a ring a product is an array for each chunk, which its gradient, one array, cannot overwrite.
+        return 0 if layer.rings_tensor or (layer.runs_ahead and (documents or layer.microbatches > 1)) else 2
     if layer.microbatches == 1 and not documents:
         return 1 if layer.runs_ahead and layer.context * layer.tensor > 1 else 2
     return 1 if layer.runs_ahead and layer.tensor == 1 else 0
+
+
+def forward_products(layer: LayerShape) -> int:
+    """Number of SwiGLU's products of the tick's forward pass that are live while a layer runs backward. In an interleaved
+    pipeline whose chunk is one layer, no loop keeps both passes apart, and their rings run at the same time: by buffer
+    listings, gate and up of the forward pass wait in chunks. Steps of 1F1B did not show it, and none that keeps products was
+    tried."""
+    both = layer.rings_tensor and is_single(layer) and layer.virtual_stages > 1
+    return 2 if both and {"mlp_gate", "mlp_up"} <= set(layer.policy.recompute) else 0
 
 
 def is_single(layer: LayerShape) -> bool:
@@ -195,8 +207,11 @@ def is_single(layer: LayerShape) -> bool:
 
 def transposes(layer: LayerShape) -> bool:
     """Whether gathered sequences are transposed back. The gather over tensor is along their second dim and moves it first,
-    which matters only for several sequences."""
-    return layer.sequences > 1 and layer.tensor > 1
+    which matters only for several sequences. Chunks in a ring stay in row-major order; the listings that show it are of
+    pipelines whose chunk is a loop over layers. Where it is one layer, the gather for the embedding's gradient is there
+    instead."""
+    in_rows = layer.rings_tensor and layer.pipelined and layer.chunk_layers > 1
+    return layer.sequences > 1 and layer.tensor > 1 and not in_rows
 
 
 def late_sequences(layer: LayerShape, moment: str) -> int:

@@ -259,6 +259,7 @@ class StepSizes:
             attention_workspace=self.attention_workspace,
             has_own_layers=self.has_own_layers,
             runs_ahead=self.runs_ahead,
+            rings_tensor=rings_tensor(self.config, self.capability),
             norms_heads=self.model.qk_norm is not None,
             host_sums=self.host_sums,
         )

@@ -124,6 +124,23 @@ def test_products_wait_less_in_a_pipeline_and_on_an_a100():
     # Chunks of one layer.
     assert products(pipe=8, gpu=A100) == 3
     assert products(pipe=8) == 5
+    # In a ring no product is overwritten, and in an interleaved pipeline those of the tick's forward pass are there too.
+    rings, whole = ({"pipe": 8, "tensor": 2, "batch": 1, "tensor_ring": ring} for ring in (True, False))
+    assert (products(**rings), products(**whole)) == (5, 3)
+    rings, whole = (case | {"pipe": 4, "batch": 64, "schedule": "interleaved", "virtual_stages": 2} for case in (rings, whole))
+    assert (products(**rings), products(**whole)) == (7, 5)
+    assert products(**rings | {"virtual_stages": 1, "schedule": "1f1b", "pipe": 8}) == 5
+
+
+def test_chunks_in_a_pipeline_s_ring_are_not_transposed():
+    def wholes(ring, pipe):
+        parallel = {"data": 1, "tensor": 2, "pipe": pipe, "tensor_ring": ring}
+        cfg = config(parallel=parallel, train={"microbatch_sequences": 2})
+        return layer_backward(Step(cfg).layer_shape)["feed_forward"]["working_set"] / Step(cfg).units["whole"]
+
+    assert wholes(False, 4) - wholes(True, 4) == 1
+    assert wholes(False, 8) == wholes(True, 8)
+    assert wholes(False, 1) == wholes(True, 1)
 
 
 def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
