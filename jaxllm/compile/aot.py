@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.extend
@@ -21,6 +22,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import program_cache
+from jaxllm.runtime.early_exchange import early_exchange
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train.build import build_training
 from jaxllm.train.rounds import layout_of_number
@@ -116,7 +118,16 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Co
     """Compiles the train step of `config` for `devices`; with train.diloco_steps, the inner step, and with train.diloco_overlap
     one that synchronises a fragment too. It runs nothing and makes no array."""
     config = config.resolve(len(devices))
-    return lower_step(config, devices).compile(compiler_options=compile_options(config, devices[0]))
+    lowered = lower_step(config, devices)
+    return lowered.compile(compiler_options=options_for(config, lowered, devices[0]))
+
+
+def options_for(
+    config: Config, lowered: jax.stages.Lowered, device: jax.Device, capacity_bytes: int | None = None
+) -> dict[str, Any]:
+    """Options to compile trace_step(config).lowered for devices of this kind. Args: capacity_bytes: see compile_options()."""
+    options = compile_options(config, device, capacity_bytes)
+    return early_exchange(lowered, options, device) if config.train.diloco_overlap else options
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:

@@ -218,11 +218,11 @@ def _compile(
     """Compiles for `devices`. Args: kind: name, memory and capacity of a device; gpu: its figures; real: devices with real
     memory; on_device: `devices` are present."""
     name, memory_bytes, capacity = kind
-    options = xla_flags.compile_options(config, devices[0], capacity)
-    may_remat = not xla_flags.NO_REMAT_GPU_OPTIONS.keys() & options.keys()
     started = time.perf_counter()
     step = aot.trace_step(config, devices)
     trace_s = time.perf_counter() - started
+    options = aot.options_for(config, step.lowered, devices[0], capacity)
+    may_remat = not xla_flags.NO_REMAT_GPU_OPTIONS.keys() & options.keys()
     compiled = step.lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - started
     text: str = compiled.as_text() or ""

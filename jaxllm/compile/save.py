@@ -22,6 +22,7 @@ from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.display import readable
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import distributed
+from jaxllm.runtime.early_exchange import early_exchange
 from jaxllm.runtime.program_cache import MANIFEST, write_whole
 from jaxllm.train.run_programs import run_programs
 from jaxllm.train.saved_programs import Manifest, fingerprint, machine_of, read_manifest, store_of, unlike
@@ -98,7 +99,10 @@ def _compile(
             if key in manifest.programs and (before := store.get(key)) is not None:
                 yield SavedProgram(program.name, 0.0, len(before), False)
                 continue
-            compiled = lowered.compile(compiler_options=program.options or None)
+            options = program.options
+            if program.exchanges:
+                options = early_exchange(lowered, options, mesh.devices.flat[0])
+            compiled = lowered.compile(compiler_options=options or None)
         calls_cudnn = not is_present and CUDNN in (compiled.as_text() or "")
         content = b"" if calls_cudnn else serialize_executable.serialize(compiled)[0]
         compile_s = time.perf_counter() - started

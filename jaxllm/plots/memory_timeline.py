@@ -34,7 +34,6 @@ from jaxllm.plots.memory import (
 )
 from jaxllm.plots.schedule import new_figure, save
 from jaxllm.runtime import distributed
-from jaxllm.runtime.xla_flags import compile_options
 
 _PHASES = {FORWARD: (0.93, 0.95, 0.99), BACKWARD: (1.0, 0.95, 0.90), UPDATE: (0.95, 0.92, 0.97)}
 SHORT_SPAN = 0.01
@@ -65,8 +64,9 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
     """
     devices = aot.gpu_devices(config.devices // gpus_per_host, gpus_per_host, gpu)
     with tempfile.TemporaryDirectory() as folder:
-        options = compile_options(config, devices[0]) | dump_options(folder)
-        compiled = aot.lower_step(config, devices).compile(compiler_options=options)
+        lowered = aot.lower_step(config, devices)
+        options = aot.options_for(config, lowered, devices[0]) | dump_options(folder)
+        compiled = lowered.compile(compiler_options=options)
         try:
             curve = read_dump(folder)
         except FileNotFoundError:

@@ -10,6 +10,7 @@ import jax
 
 from jaxllm.config import Config
 from jaxllm.runtime import distributed, program_cache, xla_flags
+from jaxllm.runtime.early_exchange import early_exchange
 from jaxllm.train.build import State, Training
 from jaxllm.train.rounds import Rounds
 from jaxllm.train.saved_programs import SavedPrograms, fingerprint, step_name
@@ -75,6 +76,8 @@ class CompiledSteps:
             what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
             distributed.require_same(fingerprint(lowered.as_text(), options), what)
         taken = self._saved.take(step_name(key[0], self._config.length_of(phase), *key[2:]), lowered, options)
+        if taken is None and key[3]:
+            options = early_exchange(lowered, options, self._mesh.devices.flat[0])
         self.current = self._programs[key] = taken or lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
         now = program_cache.counts()

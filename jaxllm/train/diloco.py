@@ -25,6 +25,7 @@ Metrics and state keys call a replica an island.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.rounds import are_codes, fragments_of, sends_codes
 from jaxllm.mesh import REPLICA
 from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.runtime.early_exchange import SCOPE
 from jaxllm.sharding import replica_spec
 from jaxllm.train.fragments import Fragments, dims_to_cut
 from jaxllm.train.outer_codes import coded_mean
@@ -157,8 +159,42 @@ def mean_at_once(mesh: Mesh, shared: Any, own: Any) -> Mean:
     return mean
 
 
+def squares_of(changes: Any) -> jax.Array:
+    """Squared lengths [replica] of changes [replica, ...]."""
+    return jax.tree.reduce(jnp.add, jax.tree.map(lambda d: jnp.square(d).sum(tuple(range(1, d.ndim))), changes))
+
+
+def squares_apart(mesh: Mesh, own: Any) -> Callable[[Any], jax.Array]:
+    """squares_of with a collective that XLA leaves alone. It would combine a sum of floats with those of the gradients' norms,
+    and the exchange, which waits for the squares, would wait for the inner step.
+
+    Args:
+      own: a tree of PartitionSpecs, of the changes.
+    """
+    axes = tuple(name for name in mesh.axis_names if name != REPLICA)
+    devices = mesh.size // mesh.shape[REPLICA]
+
+    def share(d: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Square of a device's part, over the devices that have the same."""
+        parts = math.prod(mesh.shape[name] for name in jax.tree.leaves(tuple(spec)))
+        return jnp.square(d).sum() * (parts / mesh.size)
+
+    def of_device(changes: Any) -> jax.Array:
+        square = jax.tree.reduce(jnp.add, jax.tree.map(share, changes, own))
+        # The bits of floats from 0 to infinity and NaN are in their order.
+        bits = jnp.zeros(devices, jnp.uint32).at[jax.lax.axis_index(axes)].set(square.view(jnp.uint32))
+        return jax.lax.pmax(bits, axes).view(jnp.float32).sum()[None]
+
+    return jax.shard_map(of_device, mesh=mesh, in_specs=(own,), out_specs=PartitionSpec(REPLICA), check_vma=False)
+
+
 def outer_step(
-    state: DilocoState, rate: float, momentum: float, mean: Mean = mean_in_float32, after: TrainState | None = None
+    state: DilocoState,
+    rate: float,
+    momentum: float,
+    mean: Mean = mean_in_float32,
+    squares: Callable[[Any], jax.Array] = squares_of,
+    after: TrainState | None = None,
 ) -> tuple[DilocoState, Metrics]:
     """Synchronises the replicas. It is a pure function, to be jitted with the state donated. Its mean over replicas is the only
     communication of DiLoCo between replicas.
@@ -171,12 +207,12 @@ def outer_step(
     by the mean square of one; where D comes from codes it has their error. islands_left_out is their number.
     """
     own = state.islands.params
-    with jax.named_scope("outer_step"):
+    with jax.named_scope(SCOPE):
         # Subtract before the mean: the differences are small, so their sum keeps more digits.
         changes = jax.tree.map(lambda t, own_t: t[None] - own_t, state.params, own)
-        squares = jax.tree.reduce(jnp.add, jax.tree.map(lambda d: jnp.square(d).sum(tuple(range(1, d.ndim))), changes))
-        counts = jnp.isfinite(squares)
-        others = {"number": counts.astype(jnp.float32), "square": jnp.where(counts, squares, 0)}
+        lengths = squares(changes)
+        counts = jnp.isfinite(lengths)
+        others = {"number": counts.astype(jnp.float32), "square": jnp.where(counts, lengths, 0)}
         change, residual, sums = mean(changes, state.residual, counts, others)
         is_known, number = sums["number"] > 0, jnp.maximum(sums["number"], 1)
         # `counts`, and for XLA a result of the exchange: it computes `counts` itself with all that asks for it, after the inner
@@ -272,7 +308,7 @@ def outer_step_of(config: Config, mesh: Mesh, shardings: DilocoState) -> OuterSt
     step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
     shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.islands.params))
     if train.diloco_overlap and config.parallel.replica > 1:
-        step = partial(step, mean=mean_at_once(mesh, shared, own))
+        step = partial(step, mean=mean_at_once(mesh, shared, own), squares=squares_apart(mesh, own))
     if sends_codes(config):
         step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))
     if count == 1:

@@ -77,6 +77,8 @@ class RunProgram:
     """Shapes with shardings."""
     options: dict[str, Any] = field(default_factory=dict)
     """Compiler options."""
+    exchanges: bool = False
+    """Whether it is a step with an exchange between replicas."""
 
 
 def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
@@ -108,7 +110,7 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
             for step, exchanges in itertools.product(filter(None, (training.step, training.measuring_step)), sorted(kinds)):
                 name = step_name(M, length, step is training.measuring_step, exchanges)
                 number = (layout_of_number(mesh),) if exchanges else ()
-                yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options)
+                yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options, exchanges)
             if config.log.layer_norms_every is not None:
                 yield RunProgram(layer_norms_name(length), jit_layer_norms(training, mesh), (training.layout().params, batch))
     last = trainings[-1][0][1]

@@ -12,13 +12,14 @@ from placed_rounds import Placed, assert_equal, belongs
 from run_files import records
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
-from jaxllm.compile.hlo import COLLECTIVES, Module
+from jaxllm.compile.hlo import Module
 from jaxllm.config.rounds import fragments_after, next_common_step
-from jaxllm.mesh import batch_sharding
+from jaxllm.mesh import axis_sizes, batch_sharding
 from jaxllm.train.loop import fit
 
 SIZES = ("train.global_batch_sequences=8", "train.microbatch_sequences=1", "model.num_layers=4", "optimizer.epsilon=1e-3")
 MESHES = {
+    "one GPU": (),
     "data, ZeRO 1": ("parallel.replica=4", "parallel.data=2", "parallel.zero=1"),
     "data x tensor, ZeRO 3": ("parallel.replica=2", "parallel.data=2", "parallel.tensor=2", "parallel.zero=3"),
 }
@@ -60,16 +61,18 @@ def test_one_program_is_the_outer_step_and_the_inner_step(tiny_config, mesh, bit
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
-@pytest.mark.parametrize("bits", [32, 4])
-def test_on_gpus_the_exchange_waits_for_nothing_of_the_inner_step(tiny_config, bits):
-    """XLA fuses what has the same operands, such as the changes with the update, and the replicas that count with the repair of
-    moments. The exchange would then wait for the gradients."""
-    given = (*SIZES, "parallel.replica=2", *OVERLAP, f"train.diloco_bits={bits}", "model.compute_dtype=bfloat16")
-    module = Module(compile_step(tiny_config(*given), gpu_devices(hosts=2, gpus_per_host=1)).as_text(), {"replica": 2})
+@pytest.mark.parametrize(("mesh", "bits"), [("one GPU", 32), ("data, ZeRO 1", 4), ("data x tensor, ZeRO 3", 32)])
+def test_on_gpus_the_exchange_runs_beside_the_whole_inner_step(tiny_config, mesh, bits):
+    """It waits for nothing of that step. XLA fuses what has the same operands, such as the changes with the update, and combines
+    all-reduces of one kind, such as those of two norms: the exchange would wait for the gradients."""
+    given = (*SIZES, *MESHES[mesh], "parallel.replica=2", *OVERLAP, f"train.diloco_bits={bits}", "model.compute_dtype=bfloat16")
+    config = tiny_config(*given)
+    devices = gpu_devices(2, config.parallel.tensor * (int(config.parallel.data) if mesh != "one GPU" else 1))
+    module = Module(compile_step(config, devices).as_text(), axis_sizes(config.resolve(len(devices)).parallel))
     entry = {at.instruction.name: at for at in module.walk() if at.among is module.computations[module.entry]}
     kinds = {name: at.instruction.op.removesuffix("-start") for name, at in entry.items()}
-    sent = [name for name, kind in kinds.items() if kind in COLLECTIVES]
-    assert [kinds[name] for name in sent] == (["all-reduce"] if bits == 32 else ["all-to-all", "all-gather"])
+    between = [one for one in module.collectives() if "replica" in one.axes]
+    sent = [one.name for one in between if one.elements > 100]
     needed, waiting = set(), list(sent)
     while waiting:
         name = waiting.pop()
@@ -79,6 +82,8 @@ def test_on_gpus_the_exchange_waits_for_nothing_of_the_inner_step(tiny_config, b
     products = {name for name, kind in kinds.items() if kind in ("custom-call", "dot", "while")}
     assert products
     assert not needed & products
+    assert [one.kind for one in between if one.name in sent] == (["all-reduce"] if bits == 32 else ["all-to-all", "all-gather"])
+    assert between[-1].flops_behind > 0.95 * module.flops(module.entry)
 
 
 def test_which_steps_exchange(tiny_config):
