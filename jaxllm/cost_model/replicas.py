@@ -17,7 +17,7 @@ from jaxllm.config import Config, ParallelConfig
 from jaxllm.config.model_spec import parameters
 from jaxllm.config.rounds import OUTER_BLOCK, fragments_of, sends_codes, steps_apart, without_rounds
 from jaxllm.cost_model.network import Group, Links, all_reduce_s, ring_all_reduce_s
-from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
+from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, OUTER_STEP, Transfers
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 from jaxllm.display import readable
 
@@ -47,6 +47,10 @@ class Exchange:
     codes: bool = False
     """Whether an all-reduce is an all-to-all and an all-gather of codes."""
 
+    hidden_share: float = 0.0
+    """Share of its time that runs beside a step, if the step takes as long (train.diloco_overlap): compiled for H100s, an
+    all-reduce does from the step's first kernel on; of codes the all-gather does, for which the all-to-all must be done."""
+
     def seconds(self, group: Group, links: Links) -> float:
         """Time on an idle network."""
         time_s = ring_all_reduce_s if self.codes else all_reduce_s
@@ -63,7 +67,8 @@ def exchange_of(config: Config) -> Exchange | None:
     rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
     reductions = 1 if config.train.diloco_overlap or codes else matrices
-    return Exchange(replicas, config.devices // replicas, rank_bytes, steps_apart(config.train), reductions, codes)
+    hidden = (0.5 if codes else 1.0) if config.train.diloco_overlap else 0.0
+    return Exchange(replicas, config.devices // replicas, rank_bytes, steps_apart(config.train), reductions, codes, hidden)
 
 
 def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> tuple[Group, Links]:
@@ -81,6 +86,22 @@ def over_replica_network(parallel: ParallelConfig, ranks: int, links: Links) -> 
         latency_s = p.replica_latency_ms / 1000
     own = replace(links, network_bytes_per_s=bytes_per_s, network_latency_s=latency_s)
     return Group(ranks // replicas, replicas), own
+
+
+def add_exchange(transfers: Transfers, config: Config, group: Group, links: Links, step_s: float) -> None:
+    """Adds what crosses between the replicas of a resolved config: gradients once a step, or with DiLoCo weights once a round.
+
+    Args:
+      group: of a rank in all replicas, where no network of their own connects them.
+      step_s: what an exchange may run beside.
+    """
+    if (exchange := exchange_of(config)) is None:
+        return
+    if config.parallel.names_replica_network:
+        group, links = over_replica_network(config.parallel, exchange.replicas, links)
+    name, exchange_s = "replica" if config.train.diloco_steps is None else OUTER_STEP, exchange.seconds(group, links)
+    for share, behind_s in ((exchange.hidden_share, step_s), (1 - exchange.hidden_share, 0.0)):
+        transfers.add(name, share * exchange_s, behind_s, times=1 / exchange.steps)
 
 
 def network_text(parallel: ParallelConfig) -> str:

@@ -13,12 +13,11 @@ from jaxllm.cost_model.flops import moments_per_parameter, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.host_copies import HostCopies
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
-from jaxllm.cost_model.replicas import exchange_of, over_replica_network
+from jaxllm.cost_model.replicas import add_exchange
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
     COMMUNICATION,
     MEASURED,
-    OUTER_STEP,
     STEP_KERNELS,
     Fitted,
     StepTime,
@@ -78,9 +77,10 @@ class StepModel(HostCopies):
             terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
             self.add_pipe_reductions(once)
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
-        self.add_replicas(once)
+        add_times(terms, self.head())
+        add_exchange(once, self.config, self.replica_group, self.links, sum(terms.values()))
         self.add_state_offload(once)
-        for times_s in (self.head(), self.update(), once.exposed_s):
+        for times_s in (self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
         # Replicas of DiLoCo wait for each other once a round only.
@@ -385,16 +385,6 @@ class StepModel(HostCopies):
         n = moments_per_parameter(self.config)
         moved_bytes = self.shared_parameters() * (4 * (2 + n) + 4 * (1 + n) + 4 + 4 + self.itemsize)
         return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.kernel_s}
-
-    def add_replicas(self, transfers: Transfers) -> None:
-        """Transfers between replicas: gradients once a step, or with DiLoCo weights once a round."""
-        if (exchange := exchange_of(self.config)) is None:
-            return
-        group, links = self.replica_group, self.links
-        if self.parallel.names_replica_network:
-            group, links = over_replica_network(self.parallel, exchange.replicas, links)
-        name = "replica" if self.config.train.diloco_steps is None else OUTER_STEP
-        transfers.add(name, exchange.seconds(group, links), times=1 / exchange.steps)
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds nothing, because input is prefetched."""

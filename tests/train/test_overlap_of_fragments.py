@@ -23,6 +23,7 @@ MESHES = {
     "data, ZeRO 1": ("parallel.replica=4", "parallel.data=2", "parallel.zero=1"),
     "data x tensor, ZeRO 3": ("parallel.replica=2", "parallel.data=2", "parallel.tensor=2", "parallel.zero=3"),
 }
+SMALL = ("model.num_layers=2", "train.global_batch_sequences=4", "model.compute_dtype=bfloat16")
 OVERLAP = ("train.diloco_steps=4", "train.diloco_fragments=2", "train.diloco_overlap=true")
 
 
@@ -65,7 +66,7 @@ def test_one_program_is_the_outer_step_and_the_inner_step(tiny_config, mesh, bit
 def test_on_gpus_the_exchange_runs_beside_the_whole_inner_step(tiny_config, mesh, bits):
     """It waits for nothing of that step. XLA fuses what has the same operands, such as the changes with the update, and combines
     all-reduces of one kind, such as those of two norms: the exchange would wait for the gradients."""
-    given = (*SIZES, *MESHES[mesh], "parallel.replica=2", *OVERLAP, f"train.diloco_bits={bits}", "model.compute_dtype=bfloat16")
+    given = (*SIZES, *MESHES[mesh], "parallel.replica=2", *OVERLAP, f"train.diloco_bits={bits}", *SMALL)
     config = tiny_config(*given)
     devices = gpu_devices(2, config.parallel.tensor * (int(config.parallel.data) if mesh != "one GPU" else 1))
     module = Module(compile_step(config, devices).as_text(), axis_sizes(config.resolve(len(devices)).parallel))
