@@ -87,9 +87,9 @@ class StepSizes:
         if self.config.train.diloco_steps is not None:
             outer = (2 + sends_codes(self.config)) * FLOAT32 * self.all.master
             if self.config.train.diloco_overlap:
-                # Fragments in float32 that the step with an exchange holds more, as compiled for 1B in four and in two: 1.0 to 1.7
-                # on six meshes, 1.65 in 4 bits. Without a limit of transfers at a time, ZeRO 3 ranks gather embedding and head
-                # at once (8B: 2.1 GiB, with fragments of 0.5).
+                # Fragments in float32 that the step with an exchange holds more, as compiled for 1B in four and in two: 1.0 to
+                # 1.7 on six meshes, and in 4 bits 1.6 to 1.8 on three. Without a limit of transfers at a time, ZeRO 3 ranks
+                # gather embedding and head at once (8B: 2.1 GiB, with fragments of 0.5).
                 outer += 1.7 * FLOAT32 * self.all.master / fragments_of(self.config)
                 if self.zero == 3 and not self.model.tie_embeddings:
                     outer += self.itemsize * self.head.compute

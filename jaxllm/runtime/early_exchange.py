@@ -1,9 +1,9 @@
 """Makes XLA begin the exchange between replicas at the start of the step beside it (train.diloco_overlap).
 
 XLA's scheduler begins a collective as long before its end as it believes it to take: an all-reduce as long as some matmuls,
-whatever the network, and less than a loop over layers. So most of the step would be over when the exchange begins. A profile may
-give it other times by the names of instructions (XLA's profile-guided latency estimator). Only a compiled program has the names,
-so such a step is compiled twice.
+whatever the network, and less than a loop over layers. So most of the step would be over when the exchange begins. A profile
+may give it other times by the names of instructions (XLA's profile-guided latency estimator). Only a compiled program has the
+names, so such a step is compiled twice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def early_exchange(lowered: Any, options: dict[str, Any], device: jax.Device) ->
         log.warning("The exchange between replicas begins late in its step: %s. Let TMPDIR name a folder to write to.", error)
         return options
     wanted = {
-        # Also beside loops with collectives. With 2 the exchange of tensor ranks still waited for the loops.
+        # Also beside loops with collectives, which count as all that they send. With 4 an exchange of ZeRO 3 x tensor ranks
+        # still waited for the loops.
         _AT_ONCE: max(64, options.get(_AT_ONCE, 1)),
         _PROFILE: str(path),
         # Instructions without a cost keep XLA's own: no reason for a warning each.

@@ -64,8 +64,8 @@ def test_one_program_is_the_outer_step_and_the_inner_step(tiny_config, mesh, bit
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 @pytest.mark.parametrize(("mesh", "bits"), [("one GPU", 32), ("data, ZeRO 1", 4), ("data x tensor, ZeRO 3", 32)])
 def test_on_gpus_the_exchange_runs_beside_the_whole_inner_step(tiny_config, mesh, bits):
-    """It waits for nothing of that step. XLA fuses what has the same operands, such as the changes with the update, and combines
-    all-reduces of one kind, such as those of two norms: the exchange would wait for the gradients."""
+    """It waits for nothing of that step, though XLA fuses what has the same operands, such as the changes with the update, and
+    combines all-reduces of one kind, such as those of two norms."""
     given = (*SIZES, *MESHES[mesh], "parallel.replica=2", *OVERLAP, f"train.diloco_bits={bits}", *SMALL)
     config = tiny_config(*given)
     devices = gpu_devices(2, config.parallel.tensor * (int(config.parallel.data) if mesh != "one GPU" else 1))
