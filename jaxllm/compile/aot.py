@@ -19,6 +19,7 @@ import jax.extend
 from jax.experimental import topologies
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.rounds import exchanges_beside_steps
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.placement import mesh_on_hosts
 from jaxllm.runtime import program_cache
@@ -127,7 +128,7 @@ def options_for(
 ) -> dict[str, Any]:
     """Options to compile trace_step(config).lowered for devices of this kind. Args: capacity_bytes: see compile_options()."""
     options = compile_options(config, device, capacity_bytes)
-    return early_exchange(lowered, options, device) if config.train.diloco_overlap else options
+    return early_exchange(lowered, options, device) if exchanges_beside_steps(config) else options
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:

@@ -10,7 +10,8 @@ host only what exceeds everything else. Nothing is timed.
 
 The account is of the mean step. In DiLoCo's rounds an outer step is once in several steps, and the part `outer_step` has a
 step's share of it: the exchange as the step-time model predicts it, and the kernels if it is beside a step
-(train.diloco_overlap). Those into which XLA fused operations of the inner step count in each step.
+(train.diloco_overlap). Those into which XLA fused operations of the inner step count in each step, and so do a few small sums
+over the ranks of a replica.
 
 The part of a kernel follows from what it does and from the named scopes of the traced program. A kernel into which XLA fused
 operations of several parts belongs to the part of its result.

@@ -47,7 +47,7 @@ def render(report: CompileReport) -> Group:
     if report.overlap:
         parts += [Text("\nExposed communication, by kind"), Padding(overlap_table(report), (0, 0, 0, 2))]
         parts.append(Text("  bare: no matmul between start and done; shows: by a model's times"))
-        if every := max((row.every_steps or 0 for row in report.overlap), default=0):
+        if (every := max((row.every_steps or 0 for row in report.overlap), default=0)) > 1:
             parts.append(Text(f"  over replica: in one of {every:,} steps"))
     if report.largest_results:
         parts += [Text("\nLargest results of instructions (some share memory, at different times)"), results_table(report)]

@@ -18,6 +18,11 @@ def sends_codes(config: Config) -> bool:
     return config.train.diloco_steps is not None and are_codes(config.train.diloco_bits, config.parallel.replica)
 
 
+def exchanges_beside_steps(config: Config) -> bool:
+    """Whether replicas exchange during steps; a single one sends nothing."""
+    return config.train.diloco_overlap and config.parallel.replica > 1
+
+
 def fragments_of(config: Config) -> int:
     """Number of outer steps in a round, each of a part of the weights (train/fragments.py)."""
     return 1 if config.train.diloco_steps is None else config.train.diloco_fragments

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxllm.config import Config, ParallelConfig
 from jaxllm.config.model_spec import parameters
-from jaxllm.config.rounds import OUTER_BLOCK, fragments_of, sends_codes, steps_apart, without_rounds
+from jaxllm.config.rounds import OUTER_BLOCK, exchanges_beside_steps, fragments_of, sends_codes, steps_apart, without_rounds
 from jaxllm.cost_model.network import Group, Links, all_reduce_s, ring_all_reduce_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, OUTER_STEP, Transfers
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
@@ -67,7 +67,7 @@ def exchange_of(config: Config) -> Exchange | None:
     rank_bytes = round(each * StepSizes(config).trained.master / fragments)
     matrices = sum(spec.is_matrix and spec.path not in config.frozen for spec in parameters(config.model))
     reductions = 1 if config.train.diloco_overlap or codes else matrices
-    hidden = (0.5 if codes else 1.0) if config.train.diloco_overlap else 0.0
+    hidden = (0.5 if codes else 1.0) if exchanges_beside_steps(config) else 0.0
     return Exchange(replicas, config.devices // replicas, rank_bytes, steps_apart(config.train), reductions, codes, hidden)
 
 

@@ -147,7 +147,7 @@ class StepTime:
         its part, because the compiled loop sends in the ticks of the bubble too, and the simulation counts them.
 
         Kept: all compute, with the bubble's; `tensor_skew`, because one device's schedule does not show how long ranks wait
-        for each other; `outer_step`, which is another program; `offload` and `offload_state`, because the simulation leaves
+        for each other; `outer_step`, which is not in each step; `offload` and `offload_state`, because the simulation leaves
         out copies to and from the host.
 
         Both sides take a transfer's time from cost_model/network.py. They differ in what hides it: the simulation counts

@@ -10,7 +10,7 @@ from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.model_spec import LAYERS, layer_matmuls
 from jaxllm.config.remat_policy import Policy, policy_of
-from jaxllm.config.rounds import fragments_of, sends_codes
+from jaxllm.config.rounds import exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
 from jaxllm.cost_model.flops import trained_matrices
@@ -86,11 +86,11 @@ class StepSizes:
         outer = 0.0
         if self.config.train.diloco_steps is not None:
             outer = (2 + sends_codes(self.config)) * FLOAT32 * self.all.master
-            if self.config.train.diloco_overlap:
+            if exchanges_beside_steps(self.config):
                 # Fragments in float32 that the step with an exchange holds more, as compiled for 1B in four and in two: 1.0 to
-                # 1.7 on six meshes, and in 4 bits 1.6 to 1.8 on three. Without a limit of transfers at a time, ZeRO 3 ranks
+                # 1.7 on six meshes, and in 4 bits 1.6 to 1.8 on three. With many transfers at a time, ZeRO 3 ranks
                 # gather embedding and head at once (8B: 2.1 GiB, with fragments of 0.5).
-                outer += 1.7 * FLOAT32 * self.all.master / fragments_of(self.config)
+                outer += 1.75 * FLOAT32 * self.all.master / fragments_of(self.config)
                 if self.zero == 3 and not self.model.tie_embeddings:
                     outer += self.itemsize * self.head.compute
         return {

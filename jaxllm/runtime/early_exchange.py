@@ -4,22 +4,19 @@ XLA's scheduler begins a collective as long before its end as it believes it to 
 whatever the network, and less than a loop over layers. So most of the step would be over when the exchange begins. A profile
 may give it other times by the names of instructions (XLA's profile-guided latency estimator). Only a compiled program has the
 names, so such a step is compiled twice.
+
+The profile itself is an option of JAX's, not a file that XLA reads: so JAX's cache of compiled programs knows its content.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxllm.runtime import flag_names, xla_flags
-from jaxllm.runtime.program_cache import write_whole
+from jaxllm.runtime import distributed, flag_names, xla_flags
 
 log = logging.getLogger(__name__)
 
@@ -27,41 +24,35 @@ SCOPE = "outer_step"
 """jax.named_scope around the exchange."""
 _START = re.compile(rf'^\s*%(\S+-start\S*) = .*op_name="[^"]*\b{SCOPE}/shard_map\b', re.MULTILINE)
 _LATENCY_US = 10**12
-_PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
-_AT_ONCE = next(iter(xla_flags.MORE_AT_ONCE))
+_ESTIMATES = ("xla_gpu_pgle_profile_file_or_directory_path", "xla_gpu_enable_latency_hiding_scheduler")
+"""Flags of a user who has a profile, or decides about the scheduler that reads it."""
+_GPU_OPTIONS: dict[str, Any] = {
+    # Also beside loops with collectives, which count as all that they send. With 4 an exchange of ZeRO 3 x tensor ranks still
+    # waited for the loops.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
+    # Instructions without a time in the profile keep XLA's own: no reason for a warning each.
+    "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+}
 
 
 def early_exchange(lowered: Any, options: dict[str, Any], device: jax.Device) -> dict[str, Any]:
-    """Options to compile a step with an exchange: `options`, and those with which the exchange begins as soon as it can.
+    """Options to compile a step with an exchange: `options`, and those with which the exchange begins as soon as it can. The
+    user's XLA_FLAGS take precedence.
 
     Args:
       lowered: the step. It is compiled once here.
     """
-    if device.platform == "cpu" or _PROFILE in flag_names.names(xla_flags.given_flags()):
+    if device.platform == "cpu":
         return options
-    if not (starts := _START.findall(lowered.compile(compiler_options=options).as_text() or "")):
+    given = set(flag_names.names(xla_flags.given_flags()))
+    text = "" if given.intersection(_ESTIMATES) else lowered.compile(compiler_options=options).as_text()
+    profile = "".join(f'costs {{ name: "{name}" cost_us: {_LATENCY_US} }}\n' for name in _START.findall(text or ""))
+    if jax.process_count() > 1:
+        what = "compiled different exchanges between replicas; give all hosts the same packages, flags and cache of programs"
+        distributed.require_same(profile, what)
+    if not profile:
+        if text:
+            log.warning("XLA's program has no transfer between replicas that could begin early (train.diloco_overlap).")
         return options
-    profile = "".join(f'costs {{ name: "{name}" cost_us: {_LATENCY_US} }}\n' for name in starts)
-    try:
-        path = _written(profile)
-    except OSError as error:
-        log.warning("The exchange between replicas begins late in its step: %s. Let TMPDIR name a folder to write to.", error)
-        return options
-    wanted = {
-        # Also beside loops with collectives, which count as all that they send. With 4 an exchange of ZeRO 3 x tensor ranks
-        # still waited for the loops.
-        _AT_ONCE: max(64, options.get(_AT_ONCE, 1)),
-        _PROFILE: str(path),
-        # Instructions without a cost keep XLA's own: no reason for a warning each.
-        "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
-    }
-    return options | {name: value for name, value in wanted.items() if xla_flags.is_accepted(name, value)}
-
-
-def _written(text: str) -> Path:
-    """A file with this text. JAX's cache of compiled programs knows its name, which is thus that of the content."""
-    folder = Path(tempfile.gettempdir()) / f"jaxllm-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"exchange-{hashlib.sha256(text.encode()).hexdigest()[:16]}.pbtxt"
-    write_whole(path, text.encode())
-    return path
+    wanted = {name: value for name, value in _GPU_OPTIONS.items() if name not in given and xla_flags.is_accepted(name, value)}
+    return options | wanted | {"fdo_profile": profile.encode()}

@@ -261,8 +261,7 @@ class PeerMonitor:
 
     def _statuses(self) -> list[PeerStatus]:
         with self._lock:
-            seen = dict(self._seen)
-        seen[self.rank] = progress.now()
+            seen = self._seen | {self.rank: progress.now()}
         return [PeerStatus(rank, self._members[rank].host, seen[rank]) for rank in sorted(seen)]
 
     def _stranger(self, connection: socket.socket, address: str) -> Link:
@@ -314,6 +313,7 @@ class PeerMonitor:
             self._slowest, self.idle_s = message.slowest, message.idle_s
         elif isinstance(message, Bye):
             link.excused = True
+            self._seen.pop(link.rank, None)
         elif isinstance(message, StopNotice):
             link.excused = link.excused or message.own_error or message.stuck or link.rank == 0
             self._receive_notice(message, but=link)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxllm.config import Config
+from jaxllm.config.rounds import exchanges_beside_steps
 from jaxllm.runtime import distributed, program_cache, xla_flags
 from jaxllm.runtime.early_exchange import early_exchange
 from jaxllm.train.build import State, Training
@@ -76,7 +77,7 @@ class CompiledSteps:
             what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
             distributed.require_same(fingerprint(lowered.as_text(), options), what)
         taken = self._saved.take(step_name(key[0], self._config.length_of(phase), *key[2:]), lowered, options)
-        if taken is None and key[3]:
+        if taken is None and key[3] and exchanges_beside_steps(config):
             options = early_exchange(lowered, options, self._mesh.devices.flat[0])
         self.current = self._programs[key] = taken or lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started

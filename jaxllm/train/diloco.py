@@ -39,7 +39,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.rounds import are_codes, fragments_of, sends_codes
+from jaxllm.config.rounds import are_codes, exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.mesh import REPLICA
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.runtime.early_exchange import SCOPE
@@ -137,7 +137,7 @@ def mean_in_float32(changes: Any, residual: None, counts: jax.Array, others: Sum
 
 
 def mean_at_once(mesh: Mesh, shared: Any, own: Any) -> Mean:
-    """mean_in_float32 by a single all-reduce: XLA keeps one in flight, so of several it would hide the last alone.
+    """mean_in_float32 by a single all-reduce: XLA by default keeps one in flight, and of several would hide the last.
 
     Args:
       shared, own: trees of PartitionSpecs, of D and of the changes.
@@ -181,7 +181,7 @@ def squares_apart(mesh: Mesh, own: Any) -> Callable[[Any], jax.Array]:
 
     def of_device(changes: Any) -> jax.Array:
         square = jax.tree.reduce(jnp.add, jax.tree.map(share, changes, own))
-        # The bits of floats from 0 to infinity and NaN are in their order.
+        # Each number has one writer, and the others bring 0.
         bits = jnp.zeros(devices, jnp.uint32).at[jax.lax.axis_index(axes)].set(square.view(jnp.uint32))
         return jax.lax.pmax(bits, axes).view(jnp.float32).sum()[None]
 
@@ -307,7 +307,7 @@ def outer_step_of(config: Config, mesh: Mesh, shardings: DilocoState) -> OuterSt
     train, count = config.train, fragments_of(config)
     step = partial(outer_step, rate=train.diloco_lr, momentum=train.diloco_momentum)
     shared, own = (jax.tree.map(lambda s: s.spec, tree) for tree in (shardings.params, shardings.islands.params))
-    if train.diloco_overlap and config.parallel.replica > 1:
+    if exchanges_beside_steps(config):
         step = partial(step, mean=mean_at_once(mesh, shared, own), squares=squares_apart(mesh, own))
     if sends_codes(config):
         step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))

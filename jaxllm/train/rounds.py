@@ -1,4 +1,4 @@
-"""When DiLoCo's replicas are synchronised (diloco.py), and the compiled outer step."""
+"""The compiled outer step of DiLoCo's replicas (diloco.py), and a run's rounds after a resumption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxllm.train.diloco import OUTER, DilocoState, Metrics, outer_step, outer_s
 
 
 class Rounds:
-    """Decides when replicas are synchronised, and holds the compiled outer step.
+    """Runs the outer steps that config/rounds.py says are due, and holds the compiled one.
 
     With train.diloco_overlap the outer step that is due after a step is a part of the next one (`beside`), and only those after
     the last step of the run are programs of their own.

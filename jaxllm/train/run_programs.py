@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import Config
-from jaxllm.config.rounds import sends_codes, without_rounds
+from jaxllm.config.rounds import exchanges_beside_steps, sends_codes, without_rounds
 from jaxllm.mesh import batch_sharding, replicated
 from jaxllm.runtime.xla_flags import compile_options
 from jaxllm.train import diloco
@@ -110,7 +110,8 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
             for step, exchanges in itertools.product(filter(None, (training.step, training.measuring_step)), sorted(kinds)):
                 name = step_name(M, length, step is training.measuring_step, exchanges)
                 number = (layout_of_number(mesh),) if exchanges else ()
-                yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options, exchanges)
+                crosses = exchanges and exchanges_beside_steps(config)
+                yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options, crosses)
             if config.log.layer_norms_every is not None:
                 yield RunProgram(layer_norms_name(length), jit_layer_norms(training, mesh), (training.layout().params, batch))
     last = trainings[-1][0][1]

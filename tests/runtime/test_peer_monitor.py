@@ -345,6 +345,10 @@ def test_all_know_for_how_long_no_process_has_begun_anything(run, at_step_12, mo
             until(lambda monitor=ends[rank].monitor, idle_s=idle_s: monitor.idle_s == idle_s, "the word goes round")
     say(slow, phase="step", step=5, seconds=1000.0)
     until(lambda: ends[1].monitor.idle_s == 70.0, "all wait")
+    say(slow, phase="step", step=6, seconds=0.5)
+    until(lambda: ends[1].monitor.idle_s == 0.5, "one begins a step")
+    say(slow, bye=True)
+    until(lambda: ends[1].monitor.idle_s == 70.0, "one that leaves begins nothing more")
 
 
 def test_a_stuck_process_makes_the_others_show_their_stacks(run, at_step_12, capfd):
