@@ -199,24 +199,22 @@ REPLIES = (
 
 
 def test_a_reply_of_other_types_is_something_else(launch):
-    """Each of these replies at a port of its own, side by side: all wait for the limit."""
+    """Each of these replies at a port of its own, six at a time: all wait for the last try."""
 
-    def joined(reply, pool):
+    def joined(reply):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            own = pool.submit(join, call(1), replace(launch(1, start_timeout_s=1), port=listener.getsockname()[1]))
-            listener.settimeout(0.5)
+            own = joins.submit(join, call(1), replace(launch(1, start_timeout_s=2), port=listener.getsockname()[1]))
+            listener.settimeout(0.1)
             while not own.done():
                 with suppress(TimeoutError, ConnectionError), listener.accept()[0] as connection:
                     connection.sendall(f"{MAGIC}{reply}\n".encode())
                     connection.recv(65536)
             return own.exception()
 
-    with ThreadPoolExecutor(2 * len(REPLIES)) as pool:
-        errors = [pool.submit(joined, reply, pool) for reply in REPLIES]
-        for reply, future in zip(REPLIES, errors, strict=True):
-            error = future.result(timeout=60)
+    with ThreadPoolExecutor(6) as joins, ThreadPoolExecutor(6) as pool:
+        for reply, error in zip(REPLIES, pool.map(joined, REPLIES, timeout=60), strict=True):
             assert isinstance(error, RendezvousError), reply[:60]
-            assert "after 1 s (something else answers there; 127.0.0.1 is h1 itself)" in str(error), reply[:60]
+            assert "after 2 s (something else answers there; 127.0.0.1 is h1 itself)" in str(error), reply[:60]
 
 
 def test_a_sentence_of_process_0_is_one_printable_line(launch):
@@ -285,8 +283,8 @@ def test_another_launch_on_this_port_is_named(launch):
         own = call(0, launch_id="new")
         with pytest.raises(ConfigError, match=f"Port {place.port} of JAXLLM_COORDINATOR is taken on this host"):
             open_port(place, own)
-        with pytest.raises(RendezvousError, match=r"after 1 s \(process 0 of another launch, old, is there"):
-            join(call(1, launch_id="new"), launch(1, start_timeout_s=1))
+        with pytest.raises(RendezvousError, match=r"after 2 s \(process 0 of another launch, old, is there"):
+            join(call(1, launch_id="new"), launch(1, start_timeout_s=2))
         # Nor was the other launch disturbed.
         with ThreadPoolExecutor(2) as others:
             found = [others.submit(join, call(rank, launch_id="old"), launch(rank)) for rank in (1, 2)]
@@ -377,7 +375,7 @@ def test_a_connection_to_itself_is_none(monkeypatch):
 
 @pytest.mark.parametrize("answers", [b"", b"HTTP/1.1 400\r\n\r\n"], ids=["nobody", "something else"])
 def test_process_0_is_not_there(launch, answers):
-    place = launch(1, start_timeout_s=1)
+    place = launch(1, start_timeout_s=2)
     why = r"Connection refused" if not answers else "something else answers there"
     listener = socket.create_server(("127.0.0.1", place.port)) if answers else None
 
@@ -393,7 +391,7 @@ def test_process_0_is_not_there(launch, answers):
     if listener:
         threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(
-        RendezvousError, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 1 s \({why}; 127.0.0.1"
+        RendezvousError, match=rf"Process 1 cannot reach process 0 at 127.0.0.1:{place.port} after 2 s \({why}; 127.0.0.1"
     ):
         join(call(1), place)
     if listener:
