@@ -19,14 +19,15 @@ MODELS = {
     "tied": ("model.num_kv_heads=1", "model.tie_embeddings=true"),
 }
 LOOP, UNROLLED = "model.scan_layers=true", "model.scan_layers=false"
-# With SEVERAL, a pairwise cover of one or several microbatches, loops, models, and what is in the last column.
+# With SEVERAL and test_a_model_of_one_layer, all pairs of one or several microbatches, loops, models, and the last column, but
+# not (tied, offload), (untied, full), (UNROLLED, offload), nor num_layers=1 with tied or UNROLLED.
 CASES = [
     ((4, 1, 2), "untied", LOOP, "parallel.remat=offload"),
     # Stored matrices that end with zeros, as 32, 64 and 258 do not divide by 3 or 6.
     ((3, 2, 1), "tied", LOOP, "parallel.remat=none"),
     ((3, 1, 2), "tied", UNROLLED, "parallel.remat=selective"),
     ((4, 1, 1), "tied", UNROLLED, "parallel.remat=full"),
-    ((4, 1, 1), "untied", UNROLLED, "parallel.replica=2"),
+    ((4, 1, 1), "tied", UNROLLED, "parallel.replica=2"),
     ((4, 1, 1), "untied", UNROLLED, "parallel.zero=0"),
 ]
 SEVERAL = [
