@@ -29,7 +29,7 @@ from jaxllm.runtime.program_cache import start as start_program_cache
 from jaxllm.train.trainer import Trainer
 
 # Traces are many small objects that live long. By its own thresholds Python's garbage collector scans them again and again: of
-# tests/parallel/test_sending_once.py it took 18 s of 145 s on a busy machine, and takes 3 s so.
+# tests/parallel/test_sending_once.py it took 18 s of 145 s on a busy machine, with these thresholds 3 s.
 gc.set_threshold(50_000, 20, 100)
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
