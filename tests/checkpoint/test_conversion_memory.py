@@ -22,13 +22,19 @@ LARGE = {
 }
 """1.2 GB in bfloat16. The largest tensors have 71 MB, and they are transposed."""
 
+BUFFERS = 135e6
+"""Bytes beside the imports and the largest tensor. Conversions took 94 to 100 MB, with three tensors at once 175 MB."""
+
 CHILD = """
 import sys
 from jaxllm.checkpoint.gguf_convert import to_gguf
 from jaxllm.checkpoint.hf_convert import from_hf, to_hf
+def peak():
+    # Not ru_maxrss, which a child inherits from its parent.
+    return next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]
+imports = peak()
 {"from_hf": from_hf, "to_hf": to_hf, "to_gguf": to_gguf}[sys.argv[1]](*sys.argv[2:])
-# Not ru_maxrss, which a child inherits from its parent.
-print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+print(imports, peak())
 """
 
 
@@ -51,6 +57,6 @@ def test_memory_is_bounded_by_the_largest_tensor(large_folder, tmp_path):
     for way, source, target in ways:
         command = [sys.executable, "-c", CHILD, way, str(source), str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
-        peak = 1024 * int(done.stdout)
-        print(f"{way}: {peak / 1e6:.0f} MB for {total / 1e9:.2f} GB")
-        assert peak < 1.3 * largest + 450e6 < 0.5 * total
+        imports, peak = (1024 * int(word) for word in done.stdout.split())
+        print(f"{way}: {peak / 1e6:.0f} MB for {total / 1e9:.2f} GB, {imports / 1e6:.0f} MB of them imports")
+        assert peak < imports + largest + BUFFERS
