@@ -194,8 +194,8 @@ def fewer_products(layer: LayerShape) -> int:
 def forward_products(layer: LayerShape) -> int:
     """Number of SwiGLU's products of the tick's forward pass that are live while a layer runs backward. In an interleaved
     pipeline whose chunk is one layer, no loop keeps both passes apart, and their rings run at the same time: by buffer
-    listings, gate and up of the forward pass wait in chunks. Steps of 1F1B did not show it, and none that keeps products was
-    tried."""
+    listings, gate and up of the forward pass wait in chunks. Steps of 1F1B did not show it, and no interleaved step that
+    keeps products was compiled."""
     both = layer.rings_tensor and is_single(layer) and layer.virtual_stages > 1
     return 2 if both and {"mlp_gate", "mlp_up"} <= set(layer.policy.recompute) else 0
 
@@ -254,7 +254,9 @@ def copies(layer: LayerShape, moment: str) -> float:
     policy, several = layer.policy, layer.chunk_layers > 1
     if policy.everything:
         interleaved = layer.virtual_stages > 1 and several
-        if not transposes(layer) or (layer.pipelined and not interleaved):
+        # Chunks in a ring are counted too: of such a step no buffer listing shows that they stay in row-major order.
+        gathers_several = layer.sequences > 1 and layer.tensor > 1
+        if not gathers_several or (layer.pipelined and not interleaved):
             return 0
         # A second, transposed stack of the normed input; if interleaved, of both (attention and feed-forward), in all slots.
         stacks = 2 * layer.slots if interleaved else 1

@@ -154,6 +154,7 @@ def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
     assert copied()[0] == 0
     found, step = copied(schedule="interleaved", virtual_stages=2)
     assert found == 2 * step.slots * 2
+    assert copied(schedule="interleaved", virtual_stages=2, tensor_ring=True)[0] == found
     # Chunks of one layer.
     assert copied(schedule="interleaved", virtual_stages=4)[0] == 0
 
