@@ -52,6 +52,7 @@ EXCHANGE_LIMIT_MS = 24 * 3_600_000
 
 _exchanges, _boards = itertools.count(), itertools.count()
 _meeting: Meeting | None = None
+_without_devices = False
 _monitor: PeerMonitor | None = None
 
 
@@ -114,19 +115,15 @@ def _start_program_cache(wanted: str, launch: Launch | None, on_cpu: bool) -> No
     """On CPU each process has its own entries. On GPUs all must find the same ones, because those that compile share out the
     timing of kernels and wait for each other's results; and one process of each host writes.
     """
-    if on_cpu or not jax.distributed.is_initialized():
-        program_cache.start(wanted, _programs_folder, os.environ)
-    elif launch is None or _meeting is None:
-        # The caller started JAX's processes, and we do not know who shares a host.
-        program_cache.start("off", _programs_folder, os.environ)
-    else:
-        hosts = [host for host, _ in _meeting.answer.members]
-        is_first = launch.process_id == hosts.index(hosts[launch.process_id])
-        program_cache.start(wanted, _programs_folder, os.environ, is_writer=is_first, agree=_seen_by_all)
-
-
-def _programs_folder() -> Path:
-    return cache_folder() / "programs"
+    is_writer, agree = True, None
+    if not on_cpu and jax.distributed.is_initialized():
+        if launch is None or _meeting is None:
+            # The caller started JAX's processes, and we do not know who shares a host.
+            wanted = "off"
+        else:
+            hosts = [host for host, _ in _meeting.answer.members]
+            is_writer, agree = launch.process_id == hosts.index(hosts[launch.process_id]), _seen_by_all
+    program_cache.start(wanted, lambda: cache_folder() / "programs", os.environ, is_writer=is_writer, agree=agree)
 
 
 def _seen_by_all(entries: Iterable[str]) -> frozenset[str]:
@@ -148,12 +145,13 @@ def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -
     Args:
       gpu, deterministic: set XLA_FLAGS as a run on GPUs of this kind sets them, with this run.deterministic.
     """
+    global _without_devices
     if not has_backends():
         xla_flags.require_known()
+        _without_devices = True
+        jax.config.update("jax_platforms", "cpu")
     kinds = () if gpu is None else (gpu.device_kind or gpu.name,)
     xla_flags.apply(RunConfig(cpu_devices=1, deterministic=deterministic), kinds)
-    if not has_backends():
-        jax.config.update("jax_platforms", "cpu")
     if program_cache.FOLDER_VARIABLE in os.environ:
         # JAX's own cache would store programs for absent devices, which it cannot load, and warn of each.
         _start_program_cache("auto", None, on_cpu=True)
@@ -167,10 +165,14 @@ def cache_folder() -> Path:
 
 
 def is_main_process() -> bool:
-    """Whether this is the one process that writes logs, metrics and the config; it works before `start` too."""
+    """Whether this is the one process that writes logs, metrics and the config; it works before `start` too.
+
+    Raises:
+      ConfigError: before `start`, as launchers.find.
+    """
     if has_backends() or jax.distributed.is_initialized():
         return jax.process_index() == 0
-    return (found := launchers.find(os.environ)) is None or found.process_id == 0
+    return _without_devices or (found := launchers.find(os.environ)) is None or found.process_id == 0
 
 
 def launch_info() -> LaunchInfo:
@@ -296,11 +298,8 @@ class Board:
 
 def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
     """Raises ConfigError on all processes unless verdict_on(text of process 0, differing texts by process) is empty."""
-
-    def combine(texts: list[str]) -> str:
-        return verdict_on(texts[0], {rank: text for rank, text in enumerate(texts) if text != texts[0]})
-
-    if verdict := exchange(here, combine):
+    verdict = exchange(here, lambda each: verdict_on(each[0], {who: text for who, text in enumerate(each) if text != each[0]}))
+    if verdict:
         raise ConfigError(verdict)
 
 

@@ -461,9 +461,24 @@ def test_a_launch_of_an_endless_name_is_refused():
 
 def test_the_main_process_is_known_before_jax_starts(monkeypatch):
     monkeypatch.setattr(distributed, "has_backends", lambda: False)
+    monkeypatch.setattr(distributed, "_without_devices", False)
     monkeypatch.setattr(jax, "process_index", pytest.fail)
     assert distributed.is_main_process()
     for rank in range(3):
         for name, value in (OURS | {"JAXLLM_PROCESS_ID": str(rank)}).items():
             monkeypatch.setenv(name, value)
         assert distributed.is_main_process() == (rank == 0)
+
+
+@pytest.mark.parametrize("environ", [OURS, {"JOB_COMPLETION_INDEX": "1"}], ids=["another rank", "half of a launch"])
+def test_a_process_without_devices_is_the_main_one(environ, monkeypatch):
+    """It is alone, also where a launcher started several: each compiles what it was asked for."""
+    monkeypatch.setattr(distributed, "has_backends", lambda: False)
+    monkeypatch.setattr(distributed, "_without_devices", False)
+    monkeypatch.setattr(distributed.xla_flags, "apply", lambda *_: [])
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    distributed.start_without_devices()
+    assert distributed.is_main_process()

@@ -173,7 +173,6 @@ def test_a_home_is_not_needed(process_cache, tmp_path, monkeypatch, caplog):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(distributed, "_programs_folder", no_home)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     for wanted in ("off", str(tmp_path)):
         program_cache.start(wanted, no_home, os.environ)
