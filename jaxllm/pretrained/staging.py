@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxllm.config.errors import ConfigError
@@ -46,9 +47,9 @@ def new_folder(destination: str, size_bytes: int, force: bool = False, only: str
       ConfigError: the destination exists or cannot be written.
     """
     target = require_new(destination, force, only is not None)
-    aside = target.with_name(f".{target.name}.being-written")
+    # A name of its own: another process may be writing the same destination.
+    aside = target.with_name(f".{target.name}.being-written-{uuid.uuid4().hex[:12]}")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         if (free := shutil.disk_usage(aside).free) < size_bytes:
             raise ConfigError(
@@ -68,6 +69,15 @@ def new_folder(destination: str, size_bytes: int, force: bool = False, only: str
         raise ConfigError(f"{destination} could not be written ({reason}): remove the cause, or choose another.") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_left(folder: Path) -> None:
+    """Removes what killed processes left half-written in a folder of destinations, to which nothing may be writing now."""
+    with suppress(OSError):
+        for left in folder.glob(".*.being-written*"):
+            # A process that writes to it in spite of that can then no longer give a part of it the final name.
+            aside = left.rename(left.with_name(f"{left.name}-removed"))
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _put(file: Path, target: Path) -> None:

@@ -313,8 +313,8 @@ class Supervisor:
 
 
 def die_with_parent(parent: int) -> None:
-    """Runs in COMMAND's process before COMMAND: if the supervisor, process `parent`, is killed, COMMAND must not continue
-    alone. Linux only."""
+    """Ends this process when `parent`, which started it, ends, also if that has happened already. The supervisor calls it in
+    COMMAND's process before COMMAND, which must not continue alone. Linux only."""
     assert _prctl is not None, "used on Linux only"
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,14 +14,25 @@ from pathlib import Path
 
 from jaxllm.checkpoint.files import saved_steps
 from jaxllm.checkpoint.manager import Checkpoints
+from jaxllm.pretrained.staging import remove_left
 from jaxllm.runtime import distributed, progress
 from jaxllm.stderr import safe_to_print
 from jaxllm.train.console import Console
 from jaxllm.train.trainer import Trainer
 from jaxllm.untrusted import reason_of
 
+# It asks to end with its parent itself: between fork and exec Python code may hang, since JAX has threads.
+CHILD = """
+import sys
+if sys.platform == "linux":
+    from jaxllm.runtime.supervisor import die_with_parent
+    die_with_parent(int(sys.argv[1]))
+del sys.argv[1]
+from jaxllm.cli import main
+main()
+"""
 # The standard tools, because the environment of this process is not read here. It is on the CPU, and other work comes first.
-BESIDE_TRAINING = ("env", "JAX_PLATFORMS=cpu", "nice", "-n", "19", sys.executable, "-m", "jaxllm.cli", "export")
+BESIDE_TRAINING = ("env", "JAX_PLATFORMS=cpu", "nice", "-n", "19", sys.executable, "-c", CHILD, str(os.getpid()), "export")
 TAIL = 300
 """Characters of an error to show."""
 LOOK_S = 1.0
@@ -38,6 +50,8 @@ def exporting(trainer: Trainer, checkpoints: Checkpoints, folder: Path, console:
         return
     exports = Exports(folder, every, console.say, trainer.config.run.phase_timeout_s)
     if distributed.is_main_process():
+        # Exports end with their run, and run.dir is held.
+        remove_left(folder / "exports")
         checkpoints.on_saved, checkpoints.is_awaited = exports.begin, exports.waits_for
         latest = -1 if checkpoints.latest is None else checkpoints.latest
         # Before any save, which may delete one. First those that checkpoint.keep will delete.

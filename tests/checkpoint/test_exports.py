@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -13,8 +15,9 @@ from jaxllm import cli
 from jaxllm.checkpoint import weights
 from jaxllm.checkpoint.hf_convert import to_hf
 from jaxllm.commands.predict import tokenizer_of
-from jaxllm.config import CheckpointConfig
+from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.data.tokenizer import BYTES, load_tokenizer
+from jaxllm.pretrained.staging import new_folder
 from jaxllm.train import exports as module
 from jaxllm.train.exports import Exports, exporting
 from jaxllm.train.loop import fit
@@ -180,6 +183,39 @@ def test_an_export_that_hangs_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", "import time; time.sleep(60)"))
     (warning,) = exported(tmp_path, 7, limit_s=0.2)
     assert warning == "warning: checkpoint 7 was not exported (it took longer than run.phase_timeout_s=0.2)"
+
+
+def test_of_two_that_write_one_destination_the_first_stays_whole(tmp_path):
+    """As an export that a killed run left, and that of its next start."""
+    target = str(tmp_path / "7")
+
+    def write(text, meanwhile=lambda: None):
+        with new_folder(target, 0) as folder:
+            (folder / "a").write_text(text)
+            meanwhile()
+            (folder / "b").write_text(text)
+
+    with pytest.raises(ConfigError, match=f"^{target} exists already, and nothing is overwritten: "):
+        write("late", lambda: write("early"))
+    assert contents(tmp_path / "7") == {"a": b"early", "b": b"early"}
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+
+
+def test_a_start_removes_what_a_killed_export_left(tmp_path):
+    for name in (".7.being-written-0123456789ab", ".8.being-written", "9"):
+        (tmp_path / "exports" / name).mkdir(parents=True)
+        (tmp_path / "exports" / name / "part").touch()
+    with exporting(trainer_of(export_every_steps=1), SimpleNamespace(latest=None), tmp_path, SimpleNamespace(say=pytest.fail)):
+        assert [path.name for path in (tmp_path / "exports").iterdir()] == ["9"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process end with its parent")
+def test_an_export_whose_run_was_killed_ends(tmp_path):
+    command = list(module.BESIDE_TRAINING)
+    # No process can have this number (proc(5), pid_max).
+    command[-2] = str(2**22 + 1)
+    ended = subprocess.run([*command, "--help"], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"")
 
 
 TWO_STEPS = """

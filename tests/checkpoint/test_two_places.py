@@ -304,7 +304,7 @@ def test_what_a_stop_left_unexported_is_exported_as_if_undisturbed(bucket, whole
         patch.setattr(SignalHandler, "actions_after", stops)
         assert fit(config).stopped_by == "SIGTERM"
     assert (committed(bucket), list((tmp_path / "run/exports").iterdir())) == ([4, 5], [])
-    slow = f"while [ ! -e {tmp_path}/run/checkpoints/6 ]; do sleep 0.1; done; exec $0 $@"
+    slow = f'while [ ! -e {tmp_path}/run/checkpoints/6 ]; do sleep 0.1; done; exec "$0" "$@"'
     monkeypatch.setattr(exports, "BESIDE_TRAINING", ("sh", "-c", slow, *exports.BESIDE_TRAINING))
     fit(config)
     assert saved_steps(tmp_path / "run/checkpoints") == [4, 6]
