@@ -18,6 +18,7 @@ from jaxllm.pretrained.staging import remove_left
 from jaxllm.runtime import distributed, progress
 from jaxllm.stderr import safe_to_print
 from jaxllm.train.console import Console
+from jaxllm.train.signals import SignalHandler
 from jaxllm.train.trainer import Trainer
 from jaxllm.untrusted import reason_of
 
@@ -40,29 +41,32 @@ LOOK_S = 1.0
 
 
 @contextmanager
-def exporting(trainer: Trainer, checkpoints: Checkpoints, folder: Path, console: Console) -> Iterator[None]:
-    """Exports what `checkpoints` completes, on process 0. At the end of a run that was not stopped, all processes wait for the
-    rest; what a stopped run had not exported, the next start exports, where the checkpoint is still there."""
+def exporting(
+    trainer: Trainer, checkpoints: Checkpoints, folder: Path, console: Console, signals: SignalHandler
+) -> Iterator[None]:
+    """Exports what `checkpoints` completes, on process 0, and first every older checkpoint that is still there, due by
+    checkpoint.export_every_steps and without an export. At the end of a run that was not stopped, all processes wait for the
+    rest; a signal stops that too."""
     config = trainer.config.checkpoint
     every = config.export_every_steps
     if every is None:
         yield
         return
-    exports = Exports(folder, every, console.say, trainer.config.run.phase_timeout_s)
+    exports = Exports(folder, every, console.say, trainer.config.run.phase_timeout_s, config.keeps_forever)
     if distributed.is_main_process():
         # Exports end with their run, and run.dir is held.
         remove_left(folder / "exports")
         checkpoints.on_saved, checkpoints.is_awaited = exports.begin, exports.waits_for
         latest = -1 if checkpoints.latest is None else checkpoints.latest
-        # Before any save, which may delete one. First those that checkpoint.keep will delete.
-        for step in sorted(saved_steps(folder / "checkpoints"), key=config.keeps_forever):
-            if step <= latest:
-                exports.begin(step)
+        # Before any save, which may delete one.
+        exports.begin(*(step for step in saved_steps(folder / "checkpoints") if step <= latest))
     try:
         yield
         while not trainer.stopped_by and distributed.first_nonempty("" if exports.done(LOOK_S) else "not yet"):
             with progress.phase("save"):
-                pass
+                trainer.stopped_by = signals.agreed_signal()
+            if trainer.stopped_by:
+                console.say(f"stopped by {trainer.stopped_by}; the next start exports the rest")
     finally:
         exports.close()
 
@@ -74,41 +78,64 @@ class Exports:
       every: steps that are no multiple of it are not exported.
       say: receives a line about each.
       limit_s: seconds for each. The watchdog does not limit them: the end of a run may wait for several.
+      can_wait: whether the checkpoint of a step stays; the others come first, and the older ones of each kind.
     """
 
-    def __init__(self, folder: Path, every: int, say: Callable[[str], None], limit_s: float):
-        self._folder, self._every, self._say, self._limit_s = folder, every, say, limit_s
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        say: Callable[[str], None],
+        limit_s: float,
+        can_wait: Callable[[int], bool] = lambda step: False,
+    ):
+        self._folder, self._every, self._say, self._limit_s, self._can_wait = folder, every, say, limit_s, can_wait
         self._one_at_a_time = ThreadPoolExecutor(max_workers=1)
-        self._jobs: dict[int, Future] = {}
-        self._left = set[int]()
+        self._jobs: list[Future] = []
+        self._awaited = set[int]()
         self._process: subprocess.Popen | None = None
         self._closed, self._starting = False, threading.Lock()
 
     def done(self, timeout_s: float) -> bool:
         """Whether all have ended, after at most so many seconds."""
-        return not wait(self._jobs.values(), timeout_s).not_done
+        return not wait(self._jobs, timeout_s).not_done
 
     def waits_for(self, step: int) -> bool:
         """Whether the export of this checkpoint is still to come, if only at the next start: not one that has failed."""
-        return step in self._left or (step in self._jobs and not self._jobs[step].done())
+        return step in self._awaited
 
-    def begin(self, step: int) -> None:
-        """Exports the checkpoint of this step when those before it are done, unless it is exported already."""
-        if step % self._every == 0 and not (self._folder / "exports" / str(step)).exists():
-            self._jobs[step] = self._one_at_a_time.submit(self._export, step)
+    def begin(self, *steps: int) -> None:
+        """Exports the checkpoints of these steps when it is their turn, except those that are exported already."""
+        with self._starting:
+            new = {step for step in steps if step % self._every == 0 and not self._target(step).exists()} - self._awaited
+            self._awaited |= new
+        self._jobs += [self._one_at_a_time.submit(self._export_next) for _ in new]
 
     def close(self) -> None:
         """Stops what is still running."""
         with self._starting:
+            # Those that are left stay awaited: a save that is under way must not delete them.
             self._closed = True
-            # A save that is under way must not delete them.
-            self._left = {step for step, job in self._jobs.items() if not job.done()}
             if self._process is not None and self._process.poll() is None:
                 self._process.terminate()
         self._one_at_a_time.shutdown(cancel_futures=True)
 
+    def _target(self, step: int) -> Path:
+        return self._folder / "exports" / str(step)
+
+    def _export_next(self) -> None:
+        with self._starting:
+            # One at a time: none of them has begun.
+            step = min(self._awaited, key=lambda one: (self._can_wait(one), one))
+        try:
+            self._export(step)
+        finally:
+            with self._starting:
+                if not self._closed or self._target(step).exists():
+                    self._awaited.remove(step)
+
     def _export(self, step: int) -> None:
-        source, target = (self._folder / name / str(step) for name in ("checkpoints", "exports"))
+        source, target = self._folder / "checkpoints" / str(step), self._target(step)
         try:
             code, said = self._convert(source, target)
         except OSError as error:

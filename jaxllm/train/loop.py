@@ -86,7 +86,7 @@ def fit(
         config = trainer.config
         console.resize(config.train.steps)
         keep_reference(folder, trainer, require)
-        stack.enter_context(exporting(trainer, checkpoints, folder, console))
+        stack.enter_context(exporting(trainer, checkpoints, folder, console, signals))
         if (first := trainer.step) >= config.train.steps:
             console.say(f"nothing to train: train.steps={config.train.steps}")
         sinks = open_sinks(config, first, require, lambda: trainer.config.train.steps) if distributed.is_main_process() else []

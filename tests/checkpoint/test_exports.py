@@ -201,11 +201,17 @@ def test_of_two_that_write_one_destination_the_first_stays_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
 
 
+SILENT = SimpleNamespace(agreed_signal=lambda: None)
+"""No signal has come."""
+
+
 def test_a_start_removes_what_a_killed_export_left(tmp_path):
     for name in (".7.being-written-0123456789ab", ".8.being-written", "9"):
         (tmp_path / "exports" / name).mkdir(parents=True)
         (tmp_path / "exports" / name / "part").touch()
-    with exporting(trainer_of(export_every_steps=1), SimpleNamespace(latest=None), tmp_path, SimpleNamespace(say=pytest.fail)):
+    with exporting(
+        trainer_of(export_every_steps=1), SimpleNamespace(latest=None), tmp_path, SimpleNamespace(say=pytest.fail), SILENT
+    ):
         assert [path.name for path in (tmp_path / "exports").iterdir()] == ["9"]
 
 
@@ -258,7 +264,7 @@ def test_a_checkpoint_waits_for_its_export_and_not_for_one_that_failed(tmp_path,
     (tmp_path / "checkpoints/2").mkdir(parents=True)
     monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", TWO_STEPS + "sys.exit(3)", str(tmp_path / "log")))
     lines, checkpoints = [], SimpleNamespace(latest=None)
-    with exporting(trainer_of(export_every_steps=2), checkpoints, tmp_path, SimpleNamespace(say=lines.append)):
+    with exporting(trainer_of(export_every_steps=2), checkpoints, tmp_path, SimpleNamespace(say=lines.append), SILENT):
         for step in (2, 3):
             checkpoints.on_saved(step)
         assert [checkpoints.is_awaited(step) for step in (1, 2, 3)] == [False, True, False]
@@ -276,9 +282,38 @@ def test_a_start_begins_with_what_is_missing(tmp_path, monkeypatch):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     lines, checkpoints = [], SimpleNamespace(latest=12)
     trainer = trainer_of(export_every_steps=2, keep_every_steps=4)
-    with exporting(trainer, checkpoints, tmp_path, SimpleNamespace(say=lines.append)):
+    with exporting(trainer, checkpoints, tmp_path, SimpleNamespace(say=lines.append), SILENT):
         pass
     assert lines == [f"exported step {step} to {tmp_path / 'exports' / str(step)}" for step in (6, 10, 4, 12)]
+
+
+def test_a_new_checkpoint_that_will_be_deleted_comes_before_old_ones_that_stay(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", TWO_STEPS, str(log)))
+    for step in (4, 8):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    lines, checkpoints = [], SimpleNamespace(latest=8)
+    trainer = trainer_of(export_every_steps=2, keep_every_steps=4)
+    with exporting(trainer, checkpoints, tmp_path, SimpleNamespace(say=lines.append), SILENT):
+        while not log.exists() or not log.read_text():
+            pass
+        for step in (12, 10):
+            checkpoints.on_saved(step)
+        (tmp_path / "go").touch()
+    assert lines == [f"exported step {step} to {tmp_path / 'exports' / str(step)}" for step in (4, 10, 8, 12)]
+
+
+def test_a_signal_ends_the_wait_for_exports(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BESIDE_TRAINING", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    asked = iter([None, "SIGTERM"])
+    trainer, lines, checkpoints = trainer_of(export_every_steps=1), [], SimpleNamespace(latest=None)
+    signals = SimpleNamespace(agreed_signal=lambda: next(asked))
+    with exporting(trainer, checkpoints, tmp_path, SimpleNamespace(say=lines.append), signals):
+        checkpoints.on_saved(1)
+    assert trainer.stopped_by == "SIGTERM"
+    assert lines == ["stopped by SIGTERM; the next start exports the rest"]
+    assert checkpoints.is_awaited(1)
 
 
 def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
@@ -286,7 +321,7 @@ def test_what_is_not_due_or_exported_already_is_left_alone(tmp_path):
     exports = Exports(tmp_path, 4, pytest.fail, 60)
     for step in (3, 4, 5):
         exports.begin(step)
-    assert exports._jobs == {}
+    assert exports._jobs == []
     exports.close()
 
 
@@ -299,5 +334,5 @@ def test_the_end_of_a_stopped_run_waits_for_none(tmp_path, monkeypatch):
     # The next start exports them, and a save that ends after this deletes neither.
     assert exports.waits_for(1)
     assert exports.waits_for(2)
-    assert all(job.done() for job in exports._jobs.values())
+    assert all(job.done() for job in exports._jobs)
     assert exports._process is None or exports._process.returncode
