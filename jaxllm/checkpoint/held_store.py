@@ -30,9 +30,7 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
         yield None, False
         return
     lock, stored, has_one, refusal = None, None, False, None
-    # A process that runs alone has no number before JAX has devices, which are not needed yet.
-    is_main = not jax.distributed.is_initialized() or distributed.is_main_process()
-    if is_main:
+    if distributed.is_main_process():
         try:
             store = Store(config.store)
             lock = StoreLock(store)

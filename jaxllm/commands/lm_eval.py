@@ -118,8 +118,11 @@ class JaxLLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name by which the harness finds its cached requests to this chat template. Texts of other adapters are no
-        Conversations, and folders of one name may have different templates.
+        """Name by which the harness finds its cached requests to this chat template. Texts of the harness's other models
+        are no Conversations, and folders of one name may have different templates.
+
+        Raises:
+          ConfigError: the model has no chat template.
         """
         template = self._conversation()
         written_by = repr((template.source, sorted(template.special_tokens.items())))

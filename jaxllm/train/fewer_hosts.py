@@ -94,13 +94,14 @@ def _together(config: Config, hosts: Sequence[Sequence[ProcessInfo]], per_host: 
 
 def why_none(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str:
     """Why no layout fits these hosts or fewer of them, down to launch.least_hosts, and what to change, for the log."""
-    least = config.launch.least_hosts or 1
+    least = config.launch.least_hosts
+    assert least is not None, "`rules` asks only then"
     devices, replicas, wanted = sum(_devices(config, hosts)), config.parallel.replica, _wanted(config)
     left = min(devices * replicas // wanted, replicas) if wanted else 0
     uneven = [batch for batch in config.batches if left and batch % left]
     # Fewer than the least must not train, whatever the batch is.
     is_batch = replicas > 1 and uneven and left * wanted * len(hosts) >= least * devices * replicas
-    # One search of the planner, of a likely number, because the other processes wait for it.
+    # One number of hosts, a likely one, because the other processes wait for it.
     of_one = max(wanted * len(hosts) // (devices * replicas), 1) if replicas > 1 else 1
     numbers = range((least - 1) // of_one, 0, -1)
     fewer = of_one * next((count for count in numbers if not any(batch % count for batch in config.batches)), 0)
@@ -110,7 +111,7 @@ def why_none(config: Config, hosts: Sequence[Sequence[ProcessInfo]]) -> str:
     apart = ", and one replica of several would use the slow network between them in every step" if _apart(config) else ""
     return (
         f"{uneven[0]} sequences cannot be shared by {left} replicas{apart}: with a train.global_batch_sequences that {left} "
-        f"divides they train on" + f", or {fewer} of them with launch.least_hosts={fewer}" * is_least
+        f"divides they train on" + (f", or {fewer} of them with launch.least_hosts={fewer}" if is_least else "")
     )
 
 

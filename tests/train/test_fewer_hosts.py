@@ -239,7 +239,8 @@ NOT_SHARED = (
 
 def test_what_cannot_be_shared_is_named(tiny_config):
     config = tiny_config(
-        "train.global_batch_sequences=32", "run.cpu_devices=1", "parallel.replica=4", "parallel.data=1", *DILOCO
+        *("train.global_batch_sequences=32", "run.cpu_devices=1", "parallel.replica=4", "parallel.data=1", *DILOCO),
+        "launch.least_hosts=1",
     )
     assert fewer_hosts.why_none(config, processes(4, range(3))) == NOT_SHARED
     assert fewer_hosts.why_none(config, processes(4, range(2))).startswith("the batch does not divide over them, or")
