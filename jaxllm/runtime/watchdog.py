@@ -5,10 +5,9 @@ and nothing happens. A thread checks progress.py every second. Its last message 
 releases that, the interpreter's own timer (faulthandler) prints the stacks and exits with 1.
 
 A process that waits for another has done nothing wrong: while the peer monitor reports a peer in another phase than a step, a
-step may take as long as that phase may. And no step is stuck while any process begins new ones: in DiLoCo's rounds a fast
-replica waits at an outer step for a slow one. In a run that is stuck all processes wait: in rounds from the next outer step
-on, at the latest. A process that is frozen as a
-whole is its supervisor's job; `beat` sends the supervisor heartbeats.
+step may take as long as that phase may. And no step is stuck while any process begins something: in DiLoCo's rounds a fast
+replica waits at an outer step for a slow one. In a run that is stuck all processes wait: in rounds from the next outer step on,
+at the latest. A process that is frozen as a whole is its supervisor's job; `beat` sends the supervisor heartbeats.
 """
 
 from __future__ import annotations
