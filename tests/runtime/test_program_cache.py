@@ -218,28 +218,30 @@ def test_each_process_is_asked_once(process_cache, tmp_path, monkeypatch, first)
 @pytest.mark.parametrize(
     ("rank", "hosts", "is_initialized", "has_met", "expected"),
     [
-        (0, "ab", True, True, ("auto", True)),
-        (1, "ab", True, True, ("auto", True)),
-        (1, "aa", True, True, ("auto", False)),
-        (3, "abab", True, True, ("auto", False)),
-        (0, "", False, False, ("auto", None)),
+        (0, "ab", True, True, ("auto", True, True)),
+        (1, "ab", True, True, ("auto", True, True)),
+        (1, "aa", True, True, ("auto", False, True)),
+        (3, "abab", True, True, ("auto", False, True)),
+        (0, "", False, False, ("auto", True, False)),
         # The caller started JAX's processes.
-        (1, "", True, False, ("off", None)),
+        (1, "", True, False, ("off", True, False)),
     ],
 )
 def test_one_process_of_each_host_writes(monkeypatch, rank, hosts, is_initialized, has_met, expected):
     """In a run on GPUs all agree on what may be found."""
     started = []
-    monkeypatch.setattr(
-        program_cache, "start", lambda wanted, *_, is_writer=None, agree=None: started.append((wanted, is_writer))
-    )
+
+    def start(wanted, *_, is_writer=True, agree=None):
+        started.append((wanted, is_writer, agree is not None))
+
+    monkeypatch.setattr(program_cache, "start", start)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: is_initialized)
     answer = SimpleNamespace(members=[(host, 1) for host in hosts])
     monkeypatch.setattr(distributed, "_meeting", SimpleNamespace(answer=answer) if has_met else None)
     launch = SimpleNamespace(process_id=rank)
     distributed._start_program_cache("auto", launch, on_cpu=False)
     distributed._start_program_cache("auto", launch, on_cpu=True)
-    assert started == [expected, ("auto", None)]
+    assert started == [expected, ("auto", True, False)]
 
 
 def test_all_processes_are_asked_also_without_a_folder(process_cache, tmp_path, caplog):
