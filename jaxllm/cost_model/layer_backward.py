@@ -205,13 +205,18 @@ def is_single(layer: LayerShape) -> bool:
     return layer.pipelined and layer.chunk_layers == 1
 
 
+def gathers_several(layer: LayerShape) -> bool:
+    """Whether tensor ranks gather several sequences at once."""
+    return layer.sequences > 1 and layer.tensor > 1
+
+
 def transposes(layer: LayerShape) -> bool:
     """Whether gathered sequences are transposed back. The gather over tensor is along their second dim and moves it first,
     which matters only for several sequences. Chunks in a ring stay in row-major order; the listings that show it are of
     pipelines whose chunk is a loop over layers. Where it is one layer, the gather for the embedding's gradient is there
     instead."""
     in_rows = layer.rings_tensor and layer.pipelined and layer.chunk_layers > 1
-    return layer.sequences > 1 and layer.tensor > 1 and not in_rows
+    return gathers_several(layer) and not in_rows
 
 
 def late_sequences(layer: LayerShape, moment: str) -> int:
@@ -255,8 +260,7 @@ def copies(layer: LayerShape, moment: str) -> float:
     if policy.everything:
         interleaved = layer.virtual_stages > 1 and several
         # Chunks in a ring are counted too: of such a step no buffer listing shows that they stay in row-major order.
-        gathers_several = layer.sequences > 1 and layer.tensor > 1
-        if not gathers_several or (layer.pipelined and not interleaved):
+        if not gathers_several(layer) or (layer.pipelined and not interleaved):
             return 0
         # A second, transposed stack of the normed input; if interleaved, of both (attention and feed-forward), in all slots.
         stacks = 2 * layer.slots if interleaved else 1

@@ -353,7 +353,7 @@ def test_of_replicas_without_rounds_the_schedule_has_the_exchange():
 
 @pytest.mark.parametrize("network", ["parallel.replica_gbit_per_s=2", "train.diloco_steps=16", "train.diloco_bits=8"])
 def test_an_account_differs_by_what_the_step_time_model_says(network):
-    """Of a step without the exchange beside it, which is then another program."""
+    """A step without the exchange beside it, which is then another program."""
     configs = [in_rounds("train.diloco_steps=8", *more) for more in ((), (network,))]
     one, other = (kernel_account(Module(HLO, {}), config, H100, 2).step_s for config in configs)
     assert one - other == pytest.approx(predicted(configs[0]).step_s - predicted(configs[1]).step_s) != 0
