@@ -164,7 +164,7 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
     it only times a step."""
     config = configured(run, size)
     # Slow to import, and needed only by the child processes.
-    from jaxllm.train.trainer import Trainer
+    from jaxllm.run.trainer import Trainer
 
     trainer = Trainer(config)
     if run.kind == "seconds":
@@ -181,7 +181,7 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
 
     def remember(line: dict[str, Any]) -> None:
         batches.append(trainer.config.phase_at(line["step"] - 1).sequences * SEQUENCE)
-        scales.append(trainer.noise.found.tokens if trainer.noise.found else math.inf)
+        scales.append(trainer.metrics.noise.found.tokens if trainer.metrics.noise.found else math.inf)
 
     for line in trainer.steps(config.train.steps):
         loss, tokens = line["loss"], line["tokens"]
@@ -210,7 +210,7 @@ def trained(run: Run, size: Size, limit_tokens: float) -> dict[str, Any]:
         found = {"tokens": tokens, "steps": trainer.step, "loss": trainer.evaluate().loss}
     if run.kind == "grows":
         found["batch_schedule"] = trainer.config.train.batch_schedule
-    noise = trainer.noise.found
+    noise = trainer.metrics.noise.found
     trainer.close()
     model = {}
     if run.measures:

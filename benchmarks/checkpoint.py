@@ -1,11 +1,10 @@
-"""Cost of a save for the training loop: asynchronous and synchronous saves, saves in memory, and the speed of steps during one.
+"""Cost of a save for the training loop: asynchronous and synchronous saves, and the speed of steps during one.
 Cost of a restore, with and without the verification of every byte. With --store, of copies to a store against a disk alone.
 
     python benchmarks/checkpoint.py [section.key=value ...] [--saves N] [--store [s3://BUCKET/PREFIX]] [--quick] [--json]
 
 The model has about 12 M parameters, so 145 MB of state with both moments in float32, by default on one CPU device. Each save
-completes before the next; the kinds alternate. A wait is the time that the loop spends in Checkpoints.save, or in
-MemoryCheckpoints.save with checkpoint.memory_dir of one host, without a neighbour. A step is timed
+completes before the next; the kinds alternate. A wait is the time that the loop spends in Checkpoints.save. A step is timed
 from one reading of a loss to the next. Restores read files that the system has cached.
 
 --store saves to a disk, to a disk and a store, and to these while the copy before is under way, in turn. The loop's wait is
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.runtime.cpus import available_cpus
+from jaxllm.machine.cpus import available_cpus
 
 MODEL = {
     **{"num_layers": 4, "hidden_size": 448, "intermediate_size": 1536, "num_heads": 7, "num_kv_heads": 7, "vocab_size": 256},
@@ -52,7 +51,7 @@ RECIPE = {
 }
 QUIET_STEPS = 20
 """Number of steps without a save, for comparison."""
-KINDS = ("asynchronous", "synchronous", "in memory")
+KINDS = ("asynchronous", "synchronous")
 STORE_KINDS = ("disk", "disk and store", "during a copy")
 MOTO = """
 import logging, sys
@@ -104,14 +103,16 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
 
     from jaxllm.checkpoint.files import describe_run, saved_steps
     from jaxllm.checkpoint.manager import Checkpoints
-    from jaxllm.checkpoint.memory import MemoryCheckpoints
 
     trainer, report = begun(config, saves, KINDS)
     with tempfile.TemporaryDirectory() as folder:
-        stores: dict[str, Any] = {"in memory": MemoryCheckpoints(Path(folder), config.checkpoint, trainer.state)}
-        for kind in KINDS[:2]:
-            chosen = config.checkpoint.model_copy(update={"asynchronous": kind == "asynchronous", "keep": 1})
-            stores[kind] = Checkpoints(Path(folder) / kind, chosen)
+        stores = {
+            kind: Checkpoints(
+                Path(folder) / kind,
+                config.checkpoint.model_copy(update={"asynchronous": kind == "asynchronous", "keep": 1}),
+            )
+            for kind in KINDS
+        }
         # The first save of each kind also creates folders and threads.
         for number in range(saves + 1):
             for kind, checkpoints in stores.items():
@@ -121,8 +122,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
                 started = time.perf_counter()
                 checkpoints.save(step, trainer.state, describe_run(trainer.config, step, "benchmark"))
                 wait_s, step_s = time.perf_counter() - started, []
-                is_memory = isinstance(checkpoints, MemoryCheckpoints)
-                while checkpoints.is_writing if is_memory else step not in saved_steps(checkpoints.folder):
+                while step not in saved_steps(checkpoints.folder):
                     step_s.append(step_seconds(trainer))
                 write_s = time.perf_counter() - started
                 checkpoints.wait()
@@ -132,7 +132,6 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
                     figures["write_s"].append(write_s)
                     # The first includes time in which no step was running.
                     figures["step_s"] += step_s[1:]
-        stores.pop("in memory").close(is_useless=True)
         for checkpoints in stores.values():
             checkpoints.close()
         report |= restore_seconds(trainer, Path(folder) / KINDS[0], saves)
@@ -145,7 +144,7 @@ def begun(config: Config, saves: int, kinds: Sequence[str]) -> tuple[Any, dict[s
     import jax
 
     import jaxllm
-    from jaxllm.pretrained.folder import versions
+    from jaxllm.machine.versions import versions
 
     trainer = jaxllm.Trainer(config)
     for _ in trainer.steps(3):
@@ -167,8 +166,8 @@ def measure_store(config: Config, saves: int, address: str) -> dict[str, Any]:
     Raises:
       ConfigError: as measure, or the store cannot be used.
     """
-    from jaxllm.checkpoint.held_store import hold_store
     from jaxllm.checkpoint.manager import Checkpoints
+    from jaxllm.checkpoint.stored_checkpoints import hold_store
 
     with tempfile.TemporaryDirectory() as home, some_store(address) as place:
         trainer, report = begun(config, saves, STORE_KINDS)

@@ -32,7 +32,7 @@ TENTHS = 10
 
 def losses(side: str, seed: int, overrides: Sequence[str], folder: str) -> list[float]:
     # Imported after parsing, so that wrong options are refused without JAX.
-    from jaxllm.train.trainer import Trainer
+    from jaxllm.run.trainer import Trainer
 
     chosen = [*QUIET, *overrides, *SIDES[side], f"train.seed={seed}", f"run.dir={folder}/{side}-{seed}"]
     trainer = Trainer(load_config(QUICKSTART, chosen))

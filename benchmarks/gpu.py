@@ -3,6 +3,7 @@
     python benchmarks/gpu.py [--minutes 30]        resumes: it does not measure existing rows again
     python benchmarks/gpu.py --dry-run             a trial at tiny sizes on the local device
     python benchmarks/gpu.py --only 8B             only cases with matching names; --table: only prints the tables
+    python benchmarks/gpu.py --block 1             a block of gpu_day.py's plan for fifteen minutes of one GPU
 
 Ceilings come first: a large copy, and bfloat16 matmuls of random numbers. Then complete Llama 3.2 1B and 3B, and Llama 3.1 8B
 with as many layers as fit (by the estimate, `selective`, 8,192 tokens), at sequences of 4,096, 8,192 and 32,768 tokens, with
@@ -14,7 +15,8 @@ AdamW, and variants (`Theirs` in step.py). Then the parts of a step alone, the b
 Consecutive cases of jaxllm share a process (gpu_cases.py), because on a cold machine a process takes 20 s to start; PyTorch's
 have their own. So memory in use is known where a case needs more than those before it. A row is written when its case ends. An
 out-of-memory error or a crash costs one row: the rest continue, after a crash in a new process. Rows are JSON lines in --out,
-by default gpu.jsonl in $OUT or runs/gpu. Rows in --known are read too. Standard error of the cases goes to gpu.log beside it,
+by default gpu.jsonl in $OUT or runs/gpu. Rows in --known, of the same kind of GPU, are read too. A line with the case's
+prediction is written before the case begins. Standard error of the cases goes to gpu.log beside it,
 and power and clocks by nvidia-smi to gpu.power.csv. A case that does not fit into the remaining time, or is interrupted by its
 end, is left for the next run. A failed case is not repeated without --again.
 """
@@ -22,6 +24,7 @@ end, is left for the next run. A failed case is not repeated without --again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +32,7 @@ import platform
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,12 +49,13 @@ import subprocess_runner
 from gpu_cases import config_of, largest_microbatch
 
 from jaxllm.config import ConfigError
-from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.cost_model.hardware import FIT_SHARE, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.plan.plan_result import FIT_SHARE
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 CASES = Path(__file__).with_name("gpu_cases.py")
+KNOWN = Path(__file__).with_name("gpu_h100.jsonl")
+"""Rows of earlier days."""
 
 MODELS = {"1B": "llama-3.2-1b", "3B": "llama-3.2-3b", "8B": "llama-3.1-8b"}
 VARIANTS = {
@@ -73,20 +78,32 @@ DRY_RUN_MODEL = (
 DRY_RUN_LENGTH, DRY_RUN_SEQUENCES = 32, 4
 
 THEIRS = "transformers"
-"""The kind of PyTorch's cases. Each has a process of its own."""
-EXPECTED_S = {"ceilings": 30, "train": 45, "transformers": 100, "parts": 60, "ring": 60, "attention": 60}
+"""The kind of PyTorch's cases."""
+ALONE = (THEIRS, "pretend", "real_run", "peers")
+"""Kinds whose cases have a process of their own."""
+EXPECTED_S = {
+    **{"ceilings": 30, "train": 45, "transformers": 100, "parts": 60, "ring": 60, "attention": 60},
+    **{"pretend": 45, "grouped": 13, "limit": 16, "real_run": 105, "peers": 120},
+}
 """Expected duration of a case before one of its kind was measured here. On an H100 with a cold disk, in a process that had
 started, ceilings took 8 s, training 29 to 45 s, and PyTorch 65 s with a known microbatch. The rest are guesses."""
-LIMIT_S = 420
-"""Time limit from one figure of a case to the next."""
+BLOCKS_S = {1: 570, 2: 235}
+"""Duration of each block of gpu_day.py: a machine that is lent for fifteen minutes runs a command for ten at most, and takes
+one to start. After the second block it says in 25 s what it is."""
+LIMIT_S, LIMITS_S = 420, {"pretend": 150, "peers": 300}
+"""Time limit from one figure of a case to the next, and that of kinds with another."""
 VARIABLES = {
     # Lets PyTorch's memory segments grow.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # PyTorch's threads on a CPU would spin while they wait.
     "OMP_WAIT_POLICY": "passive",
+    # Compiled programs, and with them the kernels that XLA chose by timing, serve later processes on the same machine.
+    "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "jaxllm-gpu-programs"),
 }
 KILLED_S = 5
 """Part of the remaining time that is kept for writing results."""
+MEASURING = ("steps", "traced", "xla", "keep", "first")
+"""Options that say how a case is measured. A row with others is of the same work."""
 
 Row = dict[str, Any]
 
@@ -99,6 +116,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     """Columns that identify the case in tables."""
+    predicted: dict[str, Any] = field(default_factory=dict)
+    """What its figures should be, by the estimate or by compiling without the GPU."""
+    expected_s: float | None = None
+    """Expected duration; default: by its kind."""
+    after: str = ""
+    """Name of a case without whose figures this one says nothing."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- cases
@@ -268,7 +291,7 @@ class Waiting:
     def next_(self, shares: str | None = None) -> Case | None:
         """Takes the next case. None if there is none, or if it cannot share the process of a case of the kind `shares`."""
         case = self._first.pop() if self._first else next(self._cases, None)
-        if case is not None and shares is not None and THEIRS in (shares, case.kind):
+        if case is not None and shares is not None and (shares in ALONE or case.kind in ALONE):
             self.again(case)
             return None
         return case
@@ -288,6 +311,8 @@ class Runner:
     """End time by time.monotonic."""
     again: str | None = None
     """Pattern of names: their rows, and failed ones, are measured again."""
+    device: str | None = None
+    """Kind of this GPU: rows of another are not read."""
     rows: dict[str, Row] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     """Names of cases without enough time."""
@@ -297,32 +322,42 @@ class Runner:
             if file.exists():
                 for line in file.read_text(encoding="utf-8").splitlines():
                     row = json.loads(line)
-                    self.rows[row["name"]] = row
+                    if "begun" not in row and self.device in (None, row.get("device", self.device)):
+                        self.rows[row["name"]] = row
         if self.again is not None:
             kept = lambda row: "error" not in row and not re.search(self.again, row["name"])  # noqa: E731
             self.rows = {name: row for name, row in self.rows.items() if kept(row)}
 
     def is_done(self, case: Case) -> bool:
+        work = lambda options: {name: value for name, value in options.items() if name not in MEASURING}  # noqa: E731
         row = self.rows.get(case.name)
-        return row is not None and row["options"] == case.options
+        return row is not None and work(row["options"]) == work(case.options)
 
     def remaining_s(self) -> float:
         return self.until - time.monotonic()
 
-    def expected_s(self, kind: str) -> float:
-        took = [row["took_s"] for row in self.rows.values() if row["kind"] == kind and "took_s" in row]
-        return statistics.median(took) if took else EXPECTED_S[kind]
+    def expected_s(self, case: Case) -> float:
+        if case.expected_s is not None:
+            return case.expected_s
+        took = [row["took_s"] for row in self.rows.values() if row["kind"] == case.kind and "took_s" in row]
+        return statistics.median(took) if took else EXPECTED_S[case.kind]
 
     def run(self, cases: Iterable[Case]) -> None:
         """Measures those of the cases that have no row yet: consecutive ones of jaxllm in one process. A crash costs one case,
         and the rest continue in a new process. A later case may depend on the rows of earlier ones."""
         waiting = Waiting(case for case in cases if not self.is_done(case))
         while (case := waiting.next_()) is not None:
-            if self._has_time(case):
+            if self._may_begin(case):
                 self._run_process(case, waiting)
 
-    def _has_time(self, case: Case) -> bool:
-        enough = self.remaining_s() >= self.expected_s(case.kind) + KILLED_S
+    def _may_begin(self, case: Case) -> bool:
+        if case.after and "error" in self.rows.get(case.after, {}):
+            self._write({**dataclasses.asdict(case), "error": f"Left out: {case.after!r} has no figures."})
+            return False
+        if case.after and case.after not in self.rows:
+            self.left.append(case.name)
+            return False
+        enough = self.remaining_s() >= self.expected_s(case) + KILLED_S
         if not enough:
             self.left.append(case.name)
         return enough
@@ -335,7 +370,8 @@ class Runner:
         def begin() -> str:
             nonlocal found, began
             found, began = {}, time.monotonic()
-            say(f"{case.name} ({case.kind}; about {self.expected_s(case.kind):.0f} s, {self.remaining_s():.0f} s left)")
+            say(f"{case.name} ({case.kind}; about {self.expected_s(case):.0f} s, {self.remaining_s():.0f} s left)")
+            self._append({**dataclasses.asdict(case), "begun": time.strftime("%Y-%m-%d %H:%M:%S")})
             return json.dumps(dataclasses.asdict(case))
 
         def each(said: Row) -> str | None:
@@ -346,19 +382,22 @@ class Runner:
             if found:
                 self._end(case, found, began, waiting)
                 case = waiting.next_(shares=first.kind)
-                while case is not None and not self._has_time(case):
+                while case is not None and not self._may_begin(case):
                     case = waiting.next_(shares=first.kind)
             return "" if case is None else begin()
 
         command, variables = [sys.executable, str(CASES)], {"CUDA_VISIBLE_DEVICES": first_gpu(), **VARIABLES}
         limit_s = self.remaining_s() - KILLED_S
-        _, error = subprocess_runner.run(command, limit_s, variables, self.out.with_suffix(".log"), each, LIMIT_S)
+        silent_s = LIMITS_S.get(first.kind, LIMIT_S)
+        _, error = subprocess_runner.run(command, limit_s, variables, self.out.with_suffix(".log"), each, silent_s)
         if case is None:
             return
         # Measurements before a crash count.
-        measured = "tokens_per_s" in found
+        measured = "tokens_per_s" in found or "step_s" in found
         if not measured and subprocess_runner.is_late(error) and self.remaining_s() <= KILLED_S:
             self.left.append(case.name)
+            # Like a beginning, no row: the case is measured again.
+            self._append({**dataclasses.asdict(case), **found, "begun": "cut off by the end"})
             return
         found["died" if measured else "error"] = error or "It printed nothing."
         self._end(case, found, began, waiting)
@@ -383,15 +422,26 @@ class Runner:
     def power_file(self) -> Path:
         return self.out.with_suffix(".power.csv")
 
-    def _write(self, row: Row) -> None:
-        self.rows[row["name"]] = row
+    def _append(self, row: Row) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with self.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def _write(self, row: Row) -> None:
+        self.rows[row["name"]] = row
+        self._append({"device": self.device, **row} if self.device else row)
         if "error" in row:
             say(f"  {row['error']}")
         elif "tokens_per_s" in row:
             say(f"  {row['tokens_per_s']:,.0f} tokens/s, {row['tflops_full_square']:.1f} TFLOP/s full-square")
+
+
+def kind_of_gpu() -> str | None:
+    """As JAX names it; None without nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", f"--id={first_gpu()}"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    return None
 
 
 def first_gpu() -> str:
@@ -408,9 +458,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     until = time.monotonic() + 60 * options.minutes
     try:
-        runner = Runner(options.out, options.known, until, options.again)
+        runner = Runner(options.out, options.known, until, options.again, device=None if options.dry_run else kind_of_gpu())
         if not options.table:
-            measure(runner, options.dry_run, re.compile(options.only))
+            measure(runner, options.dry_run, re.compile(options.only), options.block)
     except ConfigError as error:
         say(f"benchmarks/gpu.py: {error}")
         sys.exit(2)
@@ -419,8 +469,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def measure(runner: Runner, dry: bool, only: re.Pattern[str]) -> None:
+def measure(runner: Runner, dry: bool, only: re.Pattern[str], block: int | None) -> None:
     runner.out.parent.mkdir(parents=True, exist_ok=True)
+    if dry and block:
+        runner.run(cases_of(block, {}, dry))
+        return
     if dry:
         of_torch = [case for case in cases({}, dry) if case.kind == THEIRS]
         of_jax = [ceilings(dry), *(case for case in cases({}, dry) if case.kind != THEIRS)]
@@ -429,10 +482,18 @@ def measure(runner: Runner, dry: bool, only: re.Pattern[str]) -> None:
             list(pool.map(runner.run, [of_jax, of_torch]))
         return
     with gpu_power.sampling(runner.power_file, first_gpu()):
-        runner.run(plan(runner, only))
+        runner.run(plan(runner, only, block))
 
 
-def plan(runner: Runner, only: re.Pattern[str]) -> Iterator[Case]:
+def cases_of(block: int | None, found: Row, dry: bool) -> list[Case]:
+    if block is None:
+        return cases(found, dry)
+    import gpu_day
+
+    return gpu_day.cases(block, found, dry)
+
+
+def plan(runner: Runner, only: re.Pattern[str], block: int | None) -> Iterator[Case]:
     """The ceilings, then the cases that depend on them."""
     first = ceilings(dry=False)
     yield first
@@ -440,7 +501,7 @@ def plan(runner: Runner, only: re.Pattern[str]) -> Iterator[Case]:
     if found is None or "error" in found:
         say("Without ceilings nothing else can be measured.")
         return
-    yield from (case for case in cases(found, dry=False) if only.search(case.name))
+    yield from (case for case in cases_of(block, found, dry=False) if only.search(case.name))
 
 
 def report(runner: Runner, as_json: bool) -> None:
@@ -456,17 +517,24 @@ def report(runner: Runner, as_json: bool) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(os.environ.get("OUT", CHECKOUT / "runs" / "gpu"))
-    parser.add_argument("--minutes", type=float, default=60, help="begin no case that would end later; default: 60")
+    parser.add_argument("--block", type=int, choices=(1, 2), help="a block of gpu_day.py, for as long as it says there")
+    parser.add_argument("--minutes", type=float, help="begin no case that would end later; default: 60, or as the block says")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="rows, read and added to; default: gpu.jsonl in $OUT or runs/gpu"
     )
     parser.add_argument("--known", type=Path, nargs="*", default=[], metavar="FILE", help="rows of earlier runs")
+    parser.add_argument("--gone-s", type=float, default=0, metavar="S", help="seconds of the time that have gone before")
     parser.add_argument("--only", default="", metavar="PATTERN", help="only cases with matching names, and the ceilings")
     parser.add_argument("--again", metavar="PATTERN", help="measure rows with matching names, and all failed ones, again")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object, alone on standard output")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the local device")
     options = parser.parse_args(arguments)
+    if options.minutes is None:
+        options.minutes = BLOCKS_S[options.block] / 60 if options.block else 60
+    options.minutes -= options.gone_s / 60
+    if options.block and not options.dry_run:
+        options.known = [KNOWN, *options.known]
     # A trial always measures, so it gets a new file.
     options.out = options.out or (Path(tempfile.mkdtemp()) if options.dry_run else folder) / "gpu.jsonl"
     return options

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import gzip
+import importlib
 import json
 import math
 import re
@@ -36,10 +37,9 @@ from trace_parts import gpu_planes, kernels_of, trace_parts
 import jaxllm
 from jaxllm.config import Config, ModelConfig, load_config
 from jaxllm.cost_model.flops import attention_flops_per_token, parameter_count, train_flops_per_token
-from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
+from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.kernel_rates import KernelRates, kernel_rates
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.plan.plan_result import FIT_SHARE
 
 Figures = dict[str, Any]
 Tell = Callable[..., None]
@@ -129,30 +129,35 @@ def train(
     steps: int,
     traced: bool = False,
     at_most: int | None = None,
+    microbatch: int | None = None,
     xla: Mapping[str, Any] | None = None,
     keep: str | None = None,
+    made: Callable[[Any], None] = lambda trainer: None,
 ) -> Figures:
     """Measures a run's own train step, with the largest microbatch that fits by the estimate.
 
     Args:
       traced: profile two more steps.
       at_most: limit for the sequences of a microbatch.
+      microbatch: its sequences, whether they fit or not.
       xla: options of the compiler, beside a run's own.
       keep: start of the names of two files: the program as this device compiled it (.hlo.gz), and the profile (.xplane.gz).
+      made: gets the Trainer.
     """
-    from jaxllm.runtime import xla_flags
-    from jaxllm.train.memory_check import total_bytes
+    from jaxllm.machine import xla_flags
+    from jaxllm.run.memory_check import total_bytes
 
     device = start_jax()
     earlier = peak_bytes(device)
     own_options = xla_flags.compile_options
     with_more = lambda *arguments: own_options(*arguments) | dict(xla or {})  # noqa: E731
     gpu = gpu_from_device_kind(device.device_kind)
-    rows = largest_microbatch(overrides, capacity_of(device), gpu, at_most)
+    rows = microbatch or largest_microbatch(overrides, capacity_of(device), gpu, at_most)
     tell(microbatch=rows)
     config = config_of(overrides, microbatch_sequences=rows)
     estimate = estimate_memory(config, gpu)
     trainer = jaxllm.Trainer(config)
+    made(trainer)
     batches = [batch_of(trainer, number) for number in range(step.BATCHES)]
     with mock.patch.object(xla_flags, "compile_options", with_more):
         launch, compile_s, _ = step.our_side(trainer, batches)
@@ -161,7 +166,7 @@ def train(
         Path(f"{keep}.hlo.gz").write_bytes(gzip.compress(hlo.encode()))
     tell(
         microbatches=config.num_microbatches,
-        attention=trainer.parallelized.attention,
+        attention=trainer.programs.functions.attention,
         compile_s=compile_s,
         estimate_bytes=estimate.peak_bytes,
         compiled_bytes=total_bytes(trainer.compiled.memory_analysis()),
@@ -185,15 +190,15 @@ def start_jax() -> Any:
     """Starts JAX as a run does, and returns the device."""
     import jax
 
+    from jaxllm.cluster import distributed
     from jaxllm.config import RunConfig
-    from jaxllm.runtime import distributed
 
     distributed.start(RunConfig())
     return jax.local_devices()[0]
 
 
 def capacity_of(device: Any) -> int | None:
-    from jaxllm.train.memory_check import capacity_of
+    from jaxllm.run.memory_check import capacity_of
 
     return capacity_of(device)
 
@@ -445,7 +450,7 @@ def optimizer(config: Config) -> Figures:
     import jax
     import jax.numpy as jnp
 
-    from jaxllm.mesh import make_mesh
+    from jaxllm.mesh.axes import make_mesh
     from jaxllm.train.build import build_training
     from jaxllm.train.optimizer import make_learning_rate, make_optimizer
     from jaxllm.train.step import make_train_step, make_update
@@ -723,6 +728,12 @@ KINDS = {
     "attention": attention,
     "transformers": transformers,
 }
+ELSEWHERE = ("pretend", "grouped", "limit", "real_run", "peers")
+"""Kinds that are functions of the module gpu_<kind>."""
+
+
+def measure(kind: str) -> Callable[..., Figures]:
+    return getattr(importlib.import_module(f"gpu_{kind}"), kind) if kind in ELSEWHERE else KINDS[kind]
 
 
 def main() -> None:
@@ -734,7 +745,7 @@ def main() -> None:
             print(json.dumps({"name": name, **figures}), flush=True)
 
         try:
-            tell(**KINDS[case["kind"]](tell, **case["options"]))
+            tell(**measure(case["kind"])(tell, **case["options"]))
         except Exception:
             text = traceback.format_exc()
             print(text, file=sys.stderr, flush=True)

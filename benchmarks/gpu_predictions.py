@@ -23,13 +23,13 @@ import gpu as benchmark
 from gpu_cases import config_of, largest_microbatch
 from markdown_sections import write_between
 
+from jaxllm.cluster import distributed
 from jaxllm.compile.report import CompileReport, compile_report
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.runtime import distributed
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 GIB = 2**30

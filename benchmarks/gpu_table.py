@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import gpu_day_table
 import trace_parts
 
 Row = Mapping[str, Any]
@@ -199,6 +200,7 @@ def text(rows: Rows) -> str:
         _trace_text(rows),
         *_account_texts(rows),
         _ring_text(rows),
+        gpu_day_table.text(rows),
         _table(("target", "of", "found", ""), [_verdict_cells(verdict) for verdict in verdicts(rows)]),
         "\n".join(f"- {name}: {row['error']}" for name, row in rows.items() if "error" in row),
     ]

@@ -27,7 +27,7 @@ from jaxllm.compile import aot
 from jaxllm.compile.hlo import COLLECTIVES, Module
 from jaxllm.compile.kernels import NO_KERNELS
 from jaxllm.config import Config, load_config
-from jaxllm.mesh import axis_sizes
+from jaxllm.mesh.axes import axis_sizes
 
 BUDGET = Path(__file__).with_name("hlo_budget.json")
 SHAPE = {

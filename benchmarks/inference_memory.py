@@ -19,11 +19,11 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.inference_memory import bucket, cache_positions, evaluation_moments, generation_moments, rooms
 from jaxllm.inference.generate import Generator
 from jaxllm.inference.sampling import Sampling
-from jaxllm.mesh import PIPE, batch_sharding, replicated
+from jaxllm.mesh.axes import PIPE, batch_sharding, replicated
+from jaxllm.mesh.placement import mesh_on_hosts
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.placement import mesh_on_hosts
-from jaxllm.train.memory_check import total_bytes
+from jaxllm.run.memory_check import total_bytes
 
 H100 = GPUS["h100-80gb"]
 MODEL = {

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
+from against import report_of
 from markdown_sections import write_between
 
-from jaxllm.compile.elsewhere import report_from_elsewhere
 from jaxllm.display import readable
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -64,8 +64,7 @@ def measured(environment: Path) -> tuple[str, Measured]:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             yaml.safe_dump(recipe, file)
             file.flush()
-            report = report_from_elsewhere([str(environment)], [file.name, "--gpu", "h100-80gb", "--gpus", "8"])
-        assert report is not None
+            report = report_of(str(environment), [file.name, "--gpu", "h100-80gb", "--gpus", "8"])
         assert report.kernels is not None
         values = (report.total_bytes, report.exposed_transfers_s, report.kernels.step_s)
         version, found[title] = report.jax_version, dict(zip(FIGURES, values, strict=True))

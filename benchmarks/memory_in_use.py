@@ -62,7 +62,7 @@ def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     from jaxllm import Trainer, load_config
     from jaxllm.cost_model.hardware import gpu_from_device_kind
     from jaxllm.cost_model.memory import estimate_memory
-    from jaxllm.train.memory_check import total_bytes
+    from jaxllm.run.memory_check import total_bytes
 
     with tempfile.TemporaryDirectory() as folder:
         base = {"train": {"steps": max(steps, 1)}, "run": {"dir": folder}, "parallel": {"data": 1}, "model": {}}
@@ -78,7 +78,7 @@ def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
         trainer.close()
     return {
         "device": device.device_kind,
-        "attention": trainer.parallelized.attention,
+        "attention": trainer.programs.functions.attention,
         "estimate_bytes": estimate.peak_bytes,
         "compiled_bytes": total_bytes(compiled),
         "in_use_bytes": stats.get("peak_bytes_in_use"),

@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(RECIPE, [*(TINY if options.dry_run else ()), *options.overrides])
     # Imported after the config is read, so that a wrong config is refused without JAX.
-    from jaxllm.train.trainer import Trainer
+    from jaxllm.run.trainer import Trainer
 
     trainer = Trainer(config)
     times_s: dict[bool, list[float]] = {False: [], True: []}
@@ -54,7 +54,7 @@ def main() -> None:
     }
     report = {f"{name}_step_s": [round(float(x), 6) for x in found] for name, found in quartiles.items()}
     cost = quartiles["measuring"][1] / quartiles["plain"][1] - 1
-    scale = [x if math.isfinite(x) else None for x in trainer.noise.found or ()]
+    scale = [x if math.isfinite(x) else None for x in trainer.metrics.noise.found or ()]
     print(json.dumps(report | {"cost_of_a_measuring_step": round(float(cost), 5), "noise_scale_tokens": scale}))
 
 

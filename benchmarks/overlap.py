@@ -8,7 +8,7 @@ python benchmarks/overlap.py [NAME ...] [--write | --check | --bounds | --option
     --write      puts the table into benchmarks/RESULTS.md, between its markers
     --check      compares the exposed seconds of each step with its bound; a sentence for each that is above, and exit code 1
     --bounds     writes the bounds of these steps for the installed minor version of JAX into benchmarks/overlap_bounds.json
-    --options    instead: the effect of each of run.xla_options (jaxllm/runtime/xla_flags.py) on a step
+    --options    instead: the effect of each of run.xla_options (jaxllm/machine/xla_flags.py) on a step
 
 Columns: bytes that a GPU sends in a step; the fraction of collectives without a matmul or attention between start and done
 (bare); the fraction of bytes whose time shows (shows); FLOPs of matmuls and attention between starts and dones.
@@ -36,8 +36,8 @@ from jaxllm.compile.hlo import Module
 from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.mesh import axis_sizes
-from jaxllm.runtime.xla_flags import OPTIONAL_GPU_OPTIONS
+from jaxllm.machine.xla_flags import OPTIONAL_GPU_OPTIONS
+from jaxllm.mesh.axes import axis_sizes
 
 GPU = GPUS["h100-80gb"]
 GPUS_PER_HOST = 8
@@ -50,7 +50,6 @@ instructions differently."""
 PIPE_TENSOR = ("parallel.pipe=2", "parallel.tensor=2")
 FOUR_AXES = ("parallel.pipe=4", "parallel.context=2", "parallel.tensor=4")
 INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=4")
-BOTH = "parallel.overlap_passes=true"
 LONG_70B = ("parallel.zero=3", "parallel.context=2", "parallel.remat=offload", "train.microbatch_sequences=2")
 STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "8b-zero1-512-single": (512, "llama-3.1-8b", ()),
@@ -62,15 +61,12 @@ STEPS: Mapping[str, tuple[int, str, Sequence[str]]] = {
     "8b-zero3": (8, "llama-3.1-8b", ("parallel.zero=3",)),
     "8b-zero3-tensor": (8, "llama-3.1-8b", ("parallel.zero=3", "parallel.tensor=2")),
     "8b-pipe-tensor": (8, "llama-3.1-8b", PIPE_TENSOR),
-    "8b-pipe-tensor-both": (8, "llama-3.1-8b", (*PIPE_TENSOR, BOTH)),
     "8b-pipe-context-tensor": (8, "llama-3.1-8b", ("parallel.pipe=2", "parallel.context=2", "parallel.tensor=2")),
     "70b-layers-tensor": (8, "llama-3.1-70b", ("model.num_layers=8", "parallel.tensor=8")),
     "8b-zero3-64": (64, "llama-3.1-8b", ("parallel.zero=3",)),
     "70b-zero3-context": (64, "llama-3.1-70b", LONG_70B),
     "70b-4d": (64, "llama-3.1-70b", FOUR_AXES),
-    "70b-4d-both": (64, "llama-3.1-70b", (*FOUR_AXES, BOTH)),
     "70b-4d-interleaved": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED)),
-    "70b-4d-interleaved-both": (64, "llama-3.1-70b", (*FOUR_AXES, *INTERLEAVED, BOTH)),
 }
 """Name -> (GPUs, model, overrides). The data axis takes the remaining GPUs."""
 MICROBATCHES, FEWER = 8, {"single": 1, "two": 2}

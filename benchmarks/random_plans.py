@@ -3,10 +3,10 @@
 python benchmarks/random_plans.py CONFIG --gpus 8 [--draws 20000] [--gpu h100-80gb] [--device-gib 20] [--seed 0]
 
 A draw sets every key of `parallel` that a plan may choose, and the microbatch: a mesh, ZeRO, schedule and virtual stages,
-overlap_passes, remat (a policy or a random mapping of the block's tensors), offload_state. Draws that Config refuses are
-repeated. With --more also context_method and tensor_ring, which a plan leaves as they are. It counts those whose estimate is
-within the planner's limits of memory (with --device-gib that many for the estimate), and prints the fastest by the step-time
-model beside the plan. It exits with 1 if one is faster than the plan by more than a tie (plan_result.TIE_SHARE).
+remat (a policy or a random mapping of the block's tensors), offload_state. Draws that Config refuses are repeated. With --more
+also context_method and tensor_ring, which a plan leaves as they are. It counts those whose estimate is within the planner's
+limits of memory (with --device-gib that many for the estimate), and prints the fastest by the step-time model beside the plan.
+It exits with 1 if one is faster than the plan by more than a tie (plan_result.TIE_SHARE).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate
 from jaxllm.plan.recipe import recipe
-from jaxllm.plan.search import SearchOptions, search
+from jaxllm.plan.search import SearchOptions, search, why_nothing
 from jaxllm.plan.space import MOST_VIRTUAL_STAGES, REMATS
-from jaxllm.plan.why_nothing import why_nothing
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), *(("interleaved", stages) for stages in range(2, MOST_VIRTUAL_STAGES + 1)))
 
@@ -51,7 +50,7 @@ def drawn(config: Config, gpus: int, gpus_per_host: int, rng: random.Random, mor
         data = each // (tensor * context * pipe)
         parallel: dict[str, Any] = {
             **{"pipe": pipe, "data": data, "context": context, "tensor": tensor, "zero": rng.randrange(4)},
-            **{"schedule": schedule, "virtual_stages": virtual_stages, "overlap_passes": rng.random() < 0.3},
+            **{"schedule": schedule, "virtual_stages": virtual_stages},
             "remat": rng.choice(REMATS) if rng.random() < 0.2 else _mapping(rng),
             "offload_state": rng.choice(OFFLOAD_STATES),
         }

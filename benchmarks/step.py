@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError, ModelConfig, load_config
 from jaxllm.cost_model.flops import mfu, parameter_count
-from jaxllm.runtime.cpus import available_cpus
+from jaxllm.machine.cpus import available_cpus
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 # transformers' side sees one text per row, so ours does too.
@@ -96,7 +96,7 @@ def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
     import jax
 
     import jaxllm
-    from jaxllm.train.loop import peak_flops_of
+    from jaxllm.run.log_lines import peak_flops_of
 
     trainer = jaxllm.Trainer(config)
     config, model, S = trainer.config, trainer.config.model, trainer.config.train.sequence_length

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.compile.hlo import RUNNING, Module
-from jaxllm.compile.hlo_text import trip_count
+from jaxllm.compile.hlo import RUNNING, Module, trip_count
 from jaxllm.compile.kernel_account import kernel_seconds, part_of
 from jaxllm.compile.kernels import Kernel, kernels
 from jaxllm.cost_model.kernel_rates import KernelRates

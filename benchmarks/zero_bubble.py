@@ -36,8 +36,7 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import MEASURED
 from jaxllm.cost_model.step_sizes import StepSizes
-from jaxllm.pipeline_schedule import make_schedule
-from jaxllm.pipeline_table import Schedule
+from jaxllm.pipeline_schedule import Schedule, make_schedule
 
 GPU = GPUS["h100-80gb"]
 GPUS_PER_HOST, GIB = 8, 2**30

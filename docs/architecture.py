@@ -1,5 +1,9 @@
-"""Prints the measurements of the code that CONTRIBUTING.md shows: python docs/architecture.py
+"""Measures the code, for the table of CONTRIBUTING.md.
 
+    python docs/architecture.py              prints the table
+    python docs/architecture.py --write      writes it into CONTRIBUTING.md; a test fails where that is old
+
+Lines of a closure and of the package are to the nearest hundred, and of a file to ten: not every change moves the table.
 Functions, comments and docstrings are counted by the syntax tree. The import closure follows imports at the top of modules
 (tests/test_architecture.py, which holds the budgets).
 """
@@ -15,15 +19,17 @@ from pathlib import Path
 import numpy as np
 
 CHECKOUT = Path(__file__).parents[1]
-sys.path[:0] = [str(CHECKOUT / "tests"), str(CHECKOUT)]
+sys.path[:0] = [str(CHECKOUT / folder) for folder in ("tests", "benchmarks", ".")]
 
 import test_architecture as budgets  # noqa: E402
+from markdown_sections import write_between  # noqa: E402
 
 BRANCHES = ast.If | ast.IfExp | ast.For | ast.While | ast.Try | ast.Match
 
 
-def spread(values: list[int]) -> str:
-    return f"{np.median(values):.0f} / {np.percentile(values, 90):.0f} / {max(values)}"
+def spread(values: list[int], to: int = 0) -> str:
+    median, most_of = (f"{round(float(np.percentile(values, share)), -to):.0f}" for share in (50, 90))
+    return f"{median} / {most_of} / {max(values)}"
 
 
 def function_of(file: str, name: str) -> ast.FunctionDef | ast.ClassDef:
@@ -54,6 +60,10 @@ def prose_share() -> tuple[float, float]:
     return comments / code, docstrings / code
 
 
+def hundreds(lines: int) -> str:
+    return f"{round(lines, -2):,}"
+
+
 def rows() -> list[tuple[str, str]]:
     found = [function for file in budgets.FILES for function in budgets.functions(file)]
     lengths = [length(function) for function in found]
@@ -67,25 +77,30 @@ def rows() -> list[tuple[str, str]]:
 
     def closure(module: str) -> str:
         modules = budgets.closure(module)
-        return f"{len(modules)} / {sum(map(budgets.source_lines, modules)):,} / {budgets.chain(module)}"
+        return f"{len(modules)} / {hundreds(sum(map(budgets.source_lines, modules)))} / {budgets.chain(module)}"
 
     return [
         ("lines of a function, median / 90th percentile / most", spread(lengths)),
         ("functions above 60 lines", f"{100 * np.mean(np.array(lengths) > 60):.1f}%"),
-        ("lines of a file, median / 90th percentile / most", spread(files)),
+        ("lines of a file, median / 90th percentile / most", spread(files, to=1)),
         ("train step with its factory, lines / branches", f"{length(step)} / {branches}"),
         ("attention class, lines", str(length(attention))),
         ("import closure of the train step, modules / lines / chain", closure("jaxllm.train.step")),
-        ("of the mesh", closure("jaxllm.mesh")),
-        ("of `parallelize`", closure("jaxllm.parallel.parallelize")),
-        ("of the training loop", closure("jaxllm.train.loop")),
+        ("of `jaxllm/train/build.py`, which makes the step for a mesh", closure("jaxllm.train.build")),
+        ("of the training loop", closure("jaxllm.run.loop")),
         ("comments, docstrings, per line of code", f"{100 * comments:.0f}%, {100 * docstrings:.0f}%"),
         ("parameters annotated", f"{100 * np.mean([a.annotation is not None for a in arguments]):.0f}%"),
-        ("lines of the package", f"{sum(files):,}"),
+        ("lines of the package", hundreds(sum(files))),
         ("rooms", str(len({budgets.name(file).split("/")[0] for file in budgets.FILES} - {"__init__.py"}))),
     ]
 
 
+def table() -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows())])
+
+
 if __name__ == "__main__":
-    for name, value in rows():
-        print(f"| {name} | {value} |")
+    if sys.argv[1:] == ["--write"]:
+        write_between(CHECKOUT / "CONTRIBUTING.md", "house", table())
+    else:
+        print(table())

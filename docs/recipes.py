@@ -278,7 +278,6 @@ def _layout(candidate: Mapping[str, Any]) -> str:
     if candidate["pipe"] > 1:
         chunks = f" x {candidate['virtual_stages']}" if candidate["virtual_stages"] > 1 else ""
         schedule = f", {candidate['schedule']}{chunks}"
-        schedule += " overlap" if candidate.get("overlap_passes") else ""
     state = candidate.get("offload_state", "none")
     return (
         f"{axes or 'one GPU'}; ZeRO {candidate['zero']}, microbatch {candidate['microbatch_sequences']}{schedule}, "

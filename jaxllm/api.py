@@ -1,15 +1,17 @@
 """The public Python API. `import jaxllm` re-exports it."""
 
 from jaxllm import notebook
-from jaxllm.checkpoint.load_model import LoadedModel, load_model, open_model
 from jaxllm.commands.plan import plan
 from jaxllm.commands.predict import evaluate, generate
 from jaxllm.compile.inspect import inspect_config
 from jaxllm.data.iterables import prepare
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.inference_estimate import estimate_inference
-from jaxllm.train.loop import fit
-from jaxllm.train.trainer import Trainer
+from jaxllm.run import advisor
+from jaxllm.run.loop import fit
+from jaxllm.run.trainer import Trainer
+from jaxllm.run_report import for_runs
+from jaxllm.weights.load_model import LoadedModel, load_model, open_model
 
 __all__ = [
     "LoadedModel",
@@ -26,4 +28,5 @@ __all__ = [
     "prepare",
 ]
 
+advisor.use(for_runs)
 notebook.register()

@@ -1,4 +1,4 @@
-"""How results reach people: sizes in bytes, small HTML tables for notebooks, tables for a terminal.
+"""How results reach people: sizes in bytes, small HTML tables for notebooks. Tables for a terminal: terminal.py.
 
 The only style of the HTML tables is alignment, so that a notebook's own theme, light or dark, applies.
 """
@@ -6,11 +6,7 @@ The only style of the HTML tables is alignment, so that a notebook's own theme, 
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from collections.abc import Iterable, Sequence
 
 
 def escaped(text: object) -> str:
@@ -34,22 +30,6 @@ def table(rows: Iterable[Sequence[object]], headings: Sequence[str] = (), *, lef
     above = f'<caption style="text-align:left;caption-side:top"><b>{_in_lines(caption)}</b></caption>' if caption else ""
     head = f"<thead>{line(headings, 'th')}</thead>" if headings else ""
     return f"<table>{above}{head}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
-
-
-def terminal_table(headings: Iterable[str], *, right: Collection[str] = (), gap: int = 2, **options: Any) -> Table:
-    """An empty table of rich without lines, for a terminal. Cells that are too long are folded.
-
-    Args:
-      right: headings of the columns that are right-aligned.
-      gap: spaces between columns.
-      options: more arguments of rich's Table.
-    """
-    from rich.table import Table
-
-    grid = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", **options)
-    for heading in headings:
-        grid.add_column(heading, overflow="fold", justify="right" if heading in right else "left")
-    return grid
 
 
 def preformatted(text: str) -> str:

@@ -43,6 +43,16 @@ def parse(line: bytes) -> dict[str, Any] | None:
     return None if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in record.values()) else record
 
 
+def before_step(lines: bytes, step: int) -> int:
+    """How many bytes come before the last lines, those of `step` and later ones. Damaged lines among these count with them."""
+    kept = len(lines)
+    for line in reversed(lines.splitlines(keepends=True)):
+        if (record := parse(line)) is not None and record["step"] < step:
+            break
+        kept -= len(line)
+    return kept
+
+
 def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:
     """The values of these keys; None if one is not a number, such as null for a loss that is not finite."""
     values = [record.get(name) for name in names]

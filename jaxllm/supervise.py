@@ -1,6 +1,6 @@
-"""Old name of jaxllm.runtime.supervisor for `python -m jaxllm.supervise`, kept for one version."""
+"""Old name of jaxllm.cluster.supervisor for `python -m jaxllm.supervise`, kept for one version."""
 
-from jaxllm.runtime.supervisor import main
+from jaxllm.cluster.supervisor import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

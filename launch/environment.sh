@@ -7,7 +7,7 @@
 #   use_wheels FOLDER               before that: use the current Python as it is, with the wheels of the folder
 #   run_check NAME COMMAND...       runs a command and records its result
 #   closing_summary                 prints the recorded results; returns the exit code of the first failure
-#   supervisor_option WORD          whether it is an option of jaxllm/runtime/supervisor.py that launch scripts accept
+#   supervisor_option WORD          whether it is an option of jaxllm/cluster/supervisor.py that launch scripts accept
 #   can_resume COMMAND...           whether this command resumes its work when it is restarted
 #   launch_id                       prints a name for this launch of a job, the given one if there is one
 #   share_secret                    exports a secret for the processes of this launch, unless one is given

@@ -5,7 +5,7 @@
 #
 #   bash launch/local_cluster.sh 2 jaxllm train configs/quickstart.yaml run.cpu_devices=4
 #
-# OPTION: an option of the supervisor (jaxllm/runtime/supervisor.py), such as --restarts 3. With any of them, each process has a
+# OPTION: an option of the supervisor (jaxllm/cluster/supervisor.py), such as --restarts 3. With any of them, each process has a
 # supervisor that restarts it when it fails and kills it when it is frozen; a process has then failed when its supervisor gives
 # up.
 # PYTHON and JAXLLM_VENV: see environment.sh.
@@ -29,7 +29,7 @@ shift
 # shellcheck disable=SC2119  # "$@" is the command, not extras
 prepare_environment
 [[ "$1" != jaxllm ]] || set -- "$python" -m jaxllm.cli "${@:2}"
-((${#supervisor[@]} == 0)) || set -- "$python" -m jaxllm.runtime.supervisor "${supervisor[@]}" --follow parent -- "$@"
+((${#supervisor[@]} == 0)) || set -- "$python" -m jaxllm.cluster.supervisor "${supervisor[@]}" --follow parent -- "$@"
 PATH="$(dirname "$python"):$PATH"
 cd "$caller_folder"
 

@@ -5,12 +5,12 @@
 #   bash launch/mpi.sh --hostfile hosts --map-by ppr:1:node -- jaxllm train configs/quickstart.yaml train.steps=20
 #
 # OPTION: an option of mpirun, which knows the hosts and how many processes each gets (one drives all GPUs of its host, or one
-# for each GPU: --map-by ppr:8:node); or of each process's supervisor (jaxllm/runtime/supervisor.py), such as --restarts 3 (default: 10,
+# for each GPU: --map-by ppr:8:node); or of each process's supervisor (jaxllm/cluster/supervisor.py), such as --restarts 3 (default: 10,
 # or 0 for commands that do not resume, such as jaxllm doctor). The checkout, its environment and the folder of the caller must
 # be at the same place on all hosts.
 #
 # On SIGTERM and Ctrl-C the run saves and stops; the exit code is then 75, and the same command resumes the run. The loss of a
-# host ends mpirun: `python -m jaxllm.runtime.supervisor -- bash launch/mpi.sh ...` restarts all of it.
+# host ends mpirun: `python -m jaxllm.cluster.supervisor -- bash launch/mpi.sh ...` restarts all of it.
 #
 # JAXLLM_COORDINATOR      host:port of rank 0, the same for all; default: its host's name and a free port, found by a first,
 #                         short mpirun
@@ -76,7 +76,7 @@ mark() {
 
 # Its own process group: Ctrl-C reaches it only through this script.
 set -m
-"$mpirun" "${options[@]}" "$python" -m jaxllm.runtime.supervisor ${supervisor[@]+"${supervisor[@]}"} --follow parent -- "$@" \
+"$mpirun" "${options[@]}" "$python" -m jaxllm.cluster.supervisor ${supervisor[@]+"${supervisor[@]}"} --follow parent -- "$@" \
   </dev/null > >(mark) 2> >(mark >&2) &
 pid=$!
 set +m

@@ -1,7 +1,7 @@
 """The work of launch/ssh.sh: python over_ssh.py HOSTS LEAST_HOSTS "VARIABLE ..." [SUPERVISOR OPTION...] -- COMMAND...
 
 For each line of HOSTS one ssh sends a script to a bash there, on standard input so that values of variables do not show in a
-list of processes. The script becomes the supervisor (jaxllm/runtime/supervisor.py), which reads the rest of standard input as
+list of processes. The script becomes the supervisor (jaxllm/cluster/supervisor.py), which reads the rest of standard input as
 orders: TERM, INT or KILL, one per line. ssh forwards no signals, and when it is killed it leaves the other end running; but the
 supervisor reacts to a closed standard input.
 
@@ -248,7 +248,7 @@ def main(arguments: list[str]) -> int:
     variables["JAXLLM_NUM_PROCESSES"] = str(len(hosts))
     if int(least_hosts):
         variables["JAXLLM_HOSTS"] = ",".join(map(address_of, hosts))
-    supervised = [sys.executable, "-m", "jaxllm.runtime.supervisor", *options, "--follow", "stdin", "--", *command]
+    supervised = [sys.executable, "-m", "jaxllm.cluster.supervisor", *options, "--follow", "stdin", "--", *command]
     processes = [
         Process(rank, host, script(variables | {"JAXLLM_PROCESS_ID": str(rank)}, supervised)) for rank, host in enumerate(hosts)
     ]

@@ -9,12 +9,12 @@
 # environment and the folder of the caller at the same place as here.
 # OPTION: --least-hosts N, for jaxllm train: when hosts are lost, the others train on as long as N are left, and take a host back
 # when ssh reaches it again (docs/launch.md); this adds launch.least_hosts=N to COMMAND. Or an option of each process's supervisor
-# (jaxllm/runtime/supervisor.py) on its host, such as --restarts 3 (default: 10, or 0 for commands that do not resume, such as
+# (jaxllm/cluster/supervisor.py) on its host, such as --restarts 3 (default: 10, or 0 for commands that do not resume, such as
 # jaxllm doctor).
 #
 # On SIGTERM and Ctrl-C the run saves and stops; the exit code is then 75, and the same command resumes the run. A broken
 # connection, or the end of this script, has the same effect. Without --least-hosts the loss of a host ends all processes:
-# `python -m jaxllm.runtime.supervisor -- bash launch/ssh.sh ...` restarts them.
+# `python -m jaxllm.cluster.supervisor -- bash launch/ssh.sh ...` restarts them.
 #
 # JAXLLM_COORDINATOR      host:port of process 0, the same for all; default: ssh's address of the first line, and a free port
 # SSH                     the program and its options; default: ssh

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Style, imports and tests: launch/test.sh [--all | --nightly] [pytest arguments ...]
-# Without an option it runs the quick tests. --all adds types, slow tests, launchers, two notebooks and comparisons with PyTorch.
-# --nightly adds the tests marked so, such as the other notebooks, and runs everything without the compilation cache of earlier
-# runs (tests/program_cache.py). GPU tests are in launch/gpu_check.sh. All checks run even if one fails; the exit code is that
-# of the first failure. On Python 3.11 packages have the versions of constraints/ci.txt.
+# Without an option it runs the quick tests (tests/selection.py). --all adds types, two notebooks and a third of the slow tests,
+# of launchers and of comparisons with PyTorch, another third at each commit; with pytest arguments it runs all of them. --nightly
+# runs every test but those for GPUs, and runs them without the compilation cache of earlier runs (tests/program_cache.py). A
+# line every half minute says how long it still takes; a failed test is named at once (tests/progress.py). GPU tests are in
+# launch/gpu_check.sh. All checks run even if one fails; the exit code is that of the first failure. On Python 3.11 packages have
+# the versions of constraints/ci.txt.
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
@@ -18,15 +20,13 @@ case "${1:-}" in
     shift
     all=true
     markers="not gpu and not nightly"
-    # A slow or busy machine is no reason to refuse a change. Without an option the limit is 30 s (tests/durations.py).
-    export JAXLLM_TEST_TIME_LIMIT="${JAXLLM_TEST_TIME_LIMIT:-120}"
+    if (($#)); then export JAXLLM_TEST_PARTS="${JAXLLM_TEST_PARTS:-1}"; fi
     ;;
   --nightly)
     shift
     all=true
     limit=180m
     markers="not gpu"
-    export JAXLLM_TEST_TIME_LIMIT="${JAXLLM_TEST_TIME_LIMIT:-120}"
     export JAX_ENABLE_COMPILATION_CACHE=0
     ;;
 esac

@@ -18,15 +18,19 @@ os.environ |= {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION":
 
 import durations
 import jax
+import progress
 import pytest
 import real_material
+import selection
 from tiny import TINY
 
 from jaxllm.config import Config, RunConfig, load_config
-from jaxllm.runtime import xla_flags
-from jaxllm.runtime.program_cache import prune
-from jaxllm.runtime.program_cache import start as start_program_cache
-from jaxllm.train.trainer import Trainer
+from jaxllm.machine import xla_flags
+from jaxllm.machine.program_cache import prune
+from jaxllm.machine.program_cache import start as start_program_cache
+from jaxllm.run import advisor
+from jaxllm.run.trainer import Trainer
+from jaxllm.run_report import for_runs
 
 # Traces are many small objects that live long. By its own thresholds Python's garbage collector scans them again and again: of
 # tests/parallel/test_sending_once.py it took 18 s of 145 s on a busy machine, with these thresholds 3 s.
@@ -48,6 +52,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(durations.Durations(config))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(progress.Progress(config))
 
 
 def pytest_sessionstart(session):
@@ -55,6 +61,11 @@ def pytest_sessionstart(session):
     folder = jax.config.jax_compilation_cache_dir
     if folder and not hasattr(session.config, "workerinput"):
         prune(Path(folder).parent, program_cache.LIMIT_BYTES, unused_s=0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    selection.mark(items)
 
 
 def pytest_collection_finish():
@@ -77,6 +88,12 @@ def gpu_programs():
     folder = jax.config.jax_compilation_cache_dir
     with program_cache.kept_gpu_programs(Path(folder)) if jax.config.jax_enable_compilation_cache and folder else nullcontext():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def planner():
+    """As jaxllm.fit and the command line."""
+    advisor.use(for_runs)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""What each launcher sets for a process, as its documentation or source says: jaxllm/runtime/launcher_table.py names the place.
+"""What each launcher sets for a process, as its documentation or source says: jaxllm/cluster/launcher_table.py names the place.
 
 environment_of("torchrun", rank=1, count=2, port=29500)
 """

@@ -6,7 +6,7 @@ import socket
 import time
 from contextlib import suppress
 
-from jaxllm.runtime.xla_flags import CPU_THREADS
+from jaxllm.machine.xla_flags import CPU_THREADS
 
 
 def environment(**variables: str) -> dict[str, str]:

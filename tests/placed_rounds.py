@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh.axes import make_mesh
 from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.run.rounds import Rounds
 from jaxllm.train.build import build_training
-from jaxllm.train.rounds import Rounds
 
 
 def assert_equal(found, expected):

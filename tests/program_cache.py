@@ -1,5 +1,5 @@
 """Compiled programs of earlier tests and runs, without which the suite takes three times as long: the cache of a user's runs
-(jaxllm/runtime/program_cache.py) in a folder of its own.
+(jaxllm/machine/program_cache.py) in a folder of its own.
 
 JAX_ENABLE_COMPILATION_CACHE=0 turns it off, JAX_COMPILATION_CACHE_DIR moves it.
 
@@ -71,7 +71,7 @@ class GpuLowered:
         return getattr(self._lowered, name)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
-        from jaxllm.runtime.program_cache import SUFFIX, write_whole
+        from jaxllm.machine.program_cache import SUFFIX, write_whole
 
         if "xla_dump_to" in (compiler_options or {}):
             return self._lowered.compile(compiler_options=compiler_options)

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import jaxllm
-from jaxllm.cli import app, fitted, load
+from jaxllm.cli.app import app, fitted, load
 from jaxllm.config import config_folder
 
 ROOT = config_folder().parent
@@ -135,7 +135,7 @@ def test_importing_is_quick_and_starts_nothing():
 def test_an_estimate_imports_neither_jax_nor_what_trains():
     code = """if True:
         import sys
-        from jaxllm.cli import main
+        from jaxllm.cli.app import main
         sys.argv = ["jaxllm", "estimate", "quickstart", "--gpu", "h100-80gb", "--gpus", "8"]
         try:
             main()

@@ -1,4 +1,4 @@
-"""What the tests add to the persistent compilation cache (tests/runtime/test_program_cache.py): programs for GPUs."""
+"""What the tests add to the persistent compilation cache (tests/machine/test_program_cache.py): programs for GPUs."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def test_steps_compiled_for_gpus_are_kept(tiny_config, tmp_path):
 def test_it_can_be_switched_off(tmp_path):
     program = """if True:
         import os
-        from jaxllm.runtime import program_cache
+        from jaxllm.machine import program_cache
         program_cache.start("auto", program_cache.Path, os.environ)
         print(program_cache._store)
     """

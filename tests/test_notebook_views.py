@@ -29,7 +29,7 @@ from jaxllm.model.llama import Llama
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.search_text import WIDTH, render
-from jaxllm.train.console import Console
+from jaxllm.run.console import Console
 
 LARGE = {
     "model": {"name": "llama-3.1-8b"},
@@ -149,7 +149,7 @@ def test_a_run_on_a_terminal_has_no_more_than_it_can_show(monkeypatch, capsys, v
     """A terminal that cannot move its cursor gets complete lines; one without colours gets the bar, on 80 columns too."""
     file = io.StringIO()
     screen = RichConsole(file=file, width=80, force_terminal=True, highlight=False, soft_wrap=True, _environ=variables)
-    monkeypatch.setattr("jaxllm.train.console.RichConsole", lambda **_: screen)
+    monkeypatch.setattr("jaxllm.run.console.RichConsole", lambda **_: screen)
     with Console(total_steps=72000) as console:
         for step in (12000, 12050):
             console.step({"step": step, "tokens": 10 * step, "loss": 1.0, "tokens_per_s_per_device": 5e4}, 0.45, due=True)

@@ -10,18 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.config import ConfigError
-from jaxllm.pipeline_schedule import (
-    GPIPE,
-    INTERLEAVED,
-    ONE_F_ONE_B,
-    ScheduleError,
-    check,
-    forward_only,
-    idle_share,
-    make_schedule,
-    microbatches_for,
-)
-from jaxllm.pipeline_table import Group
+from jaxllm.cost_model.pipeline_idle import idle_share, microbatches_for
+from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, Group, ScheduleError, check, forward_only, make_schedule
 from jaxllm.plan.pipeline_report import pipeline_report
 
 

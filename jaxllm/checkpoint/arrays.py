@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.checkpoint.orbax_errors import silence_orphans
 from jaxllm.config import ConfigError
-from jaxllm.mesh import HOST
-from jaxllm.sharding import Parameter, stack_dims
+from jaxllm.mesh.axes import HOST
+from jaxllm.mesh.sharding import Parameter, stack_dims
 
 OF_REPLICAS = ("islands", "residual")
 """Names of a state's arrays that each replica has its own copy of (diloco.py). They have a leading replica dim."""
@@ -79,7 +79,7 @@ def as_saved(source: Path | str, saved: Mapping[tuple[str, ...], tuple[int, ...]
         stacked = stack_dims(parameter.dims)
         of_stack = len(shape) - (len(wanted) - stacked)
         sizes = zip(shape[of_stack:], parameter.shape[stacked:], parameter.dims[stacked:], strict=False)
-        # Other replicas are cut off, or are zeros until they join (restored.py).
+        # Other replicas are cut off, or are zeros until they join (run/restored.py).
         is_other = not of_replicas and tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
         # The rows of a vocabulary are padded for pipe x tensor too, here or in the run.
         is_other = is_other or any(d != "vocab" and (a < least or (a > least and not may_be_padded)) for a, least, d in sizes)

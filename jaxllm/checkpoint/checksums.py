@@ -2,7 +2,8 @@
 
 On a save, each process computes the checksums of the files that it has just written, in Orbax's background thread; process 0
 collects them in files.json. On a restore, each process reads the files that the process of its number wrote, in a thread beside
-the one that reads the arrays: mostly the same bytes, so that the disk reads them once.
+the one that reads the arrays: mostly the same bytes, so that the disk reads them once. The others, and the pieces of hosts that
+shared no disk, are dealt out in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax
 
 from jaxllm.checkpoint.files import FILES, FILES_BYTES, META, STATE, cannot_be_read, is_not_damage, read_files, read_meta, why
 from jaxllm.config.errors import ConfigError
-from jaxllm.untrusted import Whole, checked_map, read_json
+from jaxllm.untrusted import read_json
 
 PART = "files-of-process-"
 THREADS = min(8, os.cpu_count() or 1)
@@ -56,7 +57,7 @@ def describe_files(folder: Path) -> None:
     """
     known: dict[str, list[int]] = {}
     for part in (parts := list(folder.glob(f"{PART}*.json"))):
-        known |= checked_map(read_json(part, FILES_BYTES), list[Whole])
+        known |= read_json(part, FILES_BYTES)
     names = {path: path.relative_to(folder).as_posix() for item in (STATE, META) for path in _files_in(folder / item)}
     known |= described({path: name for path, name in names.items() if name not in known})
     (folder / FILES).write_text(json.dumps({name: known[name] for name in names.values()}))
@@ -108,14 +109,15 @@ def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.
     try:
         ends_only = read_meta(folder)["format"] == 1
         recorded = read_files(folder)
-        names = [name for name in recorded if (_writer(name) or 0) % processes == process]
+        readers = ((name, place if (writer := _writer(name)) is None else writer) for place, name in enumerate(recorded))
+        names = [name for name, reader in readers if reader % processes == process]
         with ThreadPoolExecutor(THREADS) as pool:
             found = pool.map(lambda name: checksum(folder / name, ends_only, stop), names)
             for name, crc in zip(names, found, strict=True):
                 if crc != recorded[name][1] and not stop.is_set():
                     stop.set()
                     return f"{name} has changed"
-    except (OSError, MemoryError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, MemoryError, ValueError) as error:
         if is_not_damage(error):
             raise cannot_be_read(folder, error) from None
         return why(error)

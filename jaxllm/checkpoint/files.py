@@ -10,25 +10,28 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from jaxllm.cluster.error_causes import causes
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import PositiveInt, Switch, Tokens
-from jaxllm.pretrained.folder import versions
-from jaxllm.runtime.error_causes import causes
-from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, read_json, shown
+from jaxllm.machine.versions import versions
+from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, parse_json, read_bytes, read_json, shown
 
 FORMAT = 2
 """In format 1, a checksum covers only the ends of a large file (checksums.py)."""
 STATE, META, FILES = "state", "meta", "files.json"
+MANIFEST = f"{STATE}/manifest.ocdbt"
+"""Orbax's index of the arrays, of a checkpoint whose processes share a disk."""
 BACKSLASH, PATTERN_CHARACTERS = "\\", "[]*?\\"
 """TensorStore takes a backslash for a slash. Orbax takes a path with one of the others for a pattern when it saves, and then
 leaves out most of the checkpoint, or takes files of another run.
 """
 FILES_BYTES = 2**30
 """Limit of files.json: 10 million files."""
+T = TypeVar("T")
 Meta = dict[str, Any]
 """describe_run's, as StoredMeta says."""
 
@@ -85,7 +88,7 @@ def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int
     Args:
       fingerprint: fingerprint of the text that the run reads.
       skipped_steps: number of steps so far that were skipped.
-      noise: state of the averages of the gradient noise scale (train/noise_scale.py).
+      noise: state of the averages of the gradient noise scale (run/noise_scale.py).
     """
     return {
         "format": FORMAT,
@@ -105,6 +108,16 @@ def saved_steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
+
+
+def by_step(names: Mapping[str, T]) -> dict[int, dict[str, T]]:
+    """{step: {name in it: ...}} of the objects of checkpoints below the address of a store, oldest first, complete or not."""
+    steps: dict[int, dict[str, T]] = {}
+    for name, value in names.items():
+        step, _, inner = name.partition("/")
+        if step.isdecimal() and str(int(step)) == step and inner:
+            steps.setdefault(int(step), {})[inner] = value
+    return dict(sorted(steps.items()))
 
 
 def committed_steps(there: Mapping[int, Mapping[str, Any]]) -> list[int]:
@@ -171,7 +184,7 @@ def damage(folder: Path, item: str = "") -> str | None:
                 return f"{name} has changed"
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         if is_not_damage(error):
             raise cannot_be_read(folder, error) from None
         return why(error)
@@ -201,12 +214,22 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     Raises:
       OSError, ValueError: the list is missing or torn.
     """
-    return checked_map(read_json(folder / FILES, FILES_BYTES), tuple[Whole, Whole])
+    return listed_in(read_bytes(folder / FILES, FILES_BYTES))
 
 
-def differs(listed: Mapping[str, int], there: Mapping[str, int]) -> str | None:
-    """How the objects of a checkpoint differ from what its files.json lists, both as {name: bytes}; None if they do not."""
-    for name, size in listed.items():
+def listed_in(content: bytes) -> dict[str, tuple[int, int]]:
+    """As read_files, of the content of a files.json. Raises ValueError if it is torn."""
+    return checked_map(parse_json(content, FILES_BYTES), tuple[Whole, Whole])
+
+
+def differs(folder: Path, there: Mapping[str, int]) -> str | None:
+    """How the objects of a checkpoint in a store, {name: bytes}, differ from what its copied files.json lists; None if they do
+    not."""
+    try:
+        listed = read_files(folder)
+    except ValueError as error:
+        return why(error)
+    for name, (size, _) in listed.items():
         path = PurePosixPath(name)
         if path.parts[:1] not in ((STATE,), (META,)) or ".." in path.parts:
             return f"{FILES} names {shown(name)}"

@@ -1,36 +1,114 @@
 """Parts of checkpoints, for a run whose hosts share no disk: each process writes its own, and copies it into the store.
 
     run.dir/shares/START-3/2/400/      the part of process 2 of 3, in one start of the run: no other's arrays, so no checkpoint
-    s3://bucket/first/400/state/...    its files of arrays
-    s3://bucket/first/400/parts/2/...  its index (share_index.py) and files.json, until process 0 has joined the parts
+    s3://bucket/first/400/state/...    its pieces of the arrays, and what each array is from process 0
+    s3://bucket/first/400/parts/2/...  its files.json, until process 0 has written that of the whole
 
 Process 0 says on a board which checkpoint is copied now, and the others answer there when their parts have arrived. So what
 an earlier start left in the store, or one of more processes, is never taken for a part. A part stays until its checkpoint, or
 a newer one, is whole there, and one of a permanent checkpoint until that one is: if a run ends before, the next start copies
 it, where all parts of it are left.
+
+Orbax writes a part with one file for each piece of an array (its format without OCDBT), so the parts side by side are the files
+of an ordinary checkpoint: none is read or changed to make it whole.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
+import os
 import secrets
 import shutil
 import socket
 import threading
+import time
+import uuid
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-from jaxllm.checkpoint.checksums import checksum
-from jaxllm.checkpoint.files import FILES, META, STATE, damage, read_files, saved_steps, why
+from jaxllm.checkpoint.files import FILES, MANIFEST, META, damage, read_files, saved_steps, why
 from jaxllm.checkpoint.store import Store, StoreError
-from jaxllm.config import CheckpointConfig
-from jaxllm.runtime import distributed, exit_codes
+from jaxllm.cluster import distributed, exit_codes
+from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.untrusted import parse_json
+
+# ------------------------------------------------------------------------------------------------------ who shares a disk
+# Which processes of a run have one run.dir: those whose hosts share its disk, and those of one host.
+#
+# Each process makes a file there and looks for those of the others. Of the processes with one run.dir, the lowest leads: it
+# holds the lock, fetches checkpoints and deletes old ones.
+
+SHARED_LIMIT_S = 20
+"""Seconds that a process looks for the files of others: NFS may need some seconds to show them."""
+
+
+@dataclass(frozen=True)
+class DiskGroups:
+    leaders: tuple[int, ...]
+    """By rank, the lowest process with the same run.dir."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all processes have the same run.dir."""
+        return not any(self.leaders)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader of its run.dir."""
+        rank = jax.process_index()
+        return self.leaders[rank] == rank
+
+
+def find_disk_groups(run_dir: Path) -> DiskGroups:
+    """The processes by their run directories; every process must call it. If not all share it, that takes SHARED_LIMIT_S."""
+    count, rank = jax.process_count(), jax.process_index()
+    if count == 1:
+        return DiskGroups((0,))
+    name = distributed.broadcast(f".shared-{uuid.uuid4().hex}")
+    own = run_dir / f"{name}-{rank}"
+    own.touch()
+    try:
+        distributed.broadcast("written")
+        deadline, unseen = time.monotonic() + SHARED_LIMIT_S, set(range(count))
+        while True:
+            # Listing the folder makes NFS refresh it.
+            os.listdir(run_dir)
+            unseen = {other for other in unseen if not (run_dir / f"{name}-{other}").exists()}
+            if not unseen or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        seen = sorted(set(range(count)) - unseen)
+        return DiskGroups(tuple(parse_json(distributed.exchange(json.dumps(seen), _leaders))))
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def not_shared(run_dir: Path, groups: DiskGroups) -> ConfigError:
+    """The error of a run that needs one run.dir, and has several."""
+    stranger = next(rank for rank, leader in enumerate(groups.leaders) if leader)
+    return ConfigError(
+        f"run.dir={run_dir} of process {stranger} is not that of process 0: put it on storage that all hosts share, or set "
+        f"checkpoint.store=s3://BUCKET/PREFIX."
+    )
+
+
+def _leaders(texts: Sequence[str]) -> str:
+    """The lowest process of each process's group, by rank; `texts` are those that each sees. One that sees another shares its
+    disk: the other may see it later.
+    """
+    leaders = list(range(len(texts)))
+    for rank, text in enumerate(texts):
+        joined = {leaders[one] for one in (rank, *parse_json(text))}
+        leaders = [min(joined) if leader in joined else leader for leader in leaders]
+    return json.dumps(leaders)
+
+
+# ------------------------------------------------------------------------------------------------------------ host shares
 
 SHARES, PARTS = "shares", "parts"
 LOOK_S = 1.0
@@ -185,16 +263,11 @@ class HostShares:
 
     def upload(self, step: int, folder: Path, rank: int) -> int:
         """Copies the part of process `rank` of a checkpoint into the store. Returns the CRC32 of its files.json."""
-        content, files = (folder / FILES).read_bytes(), {}
-        for name in read_files(folder):
-            if is_of_index(name):
-                files[f"{step}/{PARTS}/{rank}/{name.removeprefix(f'{STATE}/')}"] = folder / name
-            elif is_brought_by(name, rank):
-                files[f"{step}/{name}"] = folder / name
+        content = (folder / FILES).read_bytes()
+        files = {f"{step}/{name}": folder / name for name in read_files(folder) if is_brought_by(name, rank)}
         if missing := {name: path for name, path in files.items() if name not in self._arrived}:
             self._store.copy_in(missing)
-            # Indexes are removed when the parts are joined, which may have to be done again.
-            self._arrived |= {name for name in missing if f"/{PARTS}/" not in name}
+            self._arrived |= missing.keys()
         self._store.write(f"{step}/{PARTS}/{rank}/{FILES}", content)
         return zlib.crc32(content)
 
@@ -239,25 +312,21 @@ def by_checkpoint(lists: Sequence[list[Folder]]) -> tuple[dict[Left, dict[int, i
 
 
 def _is_torn(folder: Path) -> bool:
-    """Whether a part lacks something, as after a power cut, or has a damaged index, which cannot be joined."""
+    """Whether a part lacks something, as after a power cut. Raises ConfigError for one of an earlier version."""
     try:
         listed = read_files(folder)
-        return damage(folder, META) is not None or any(
-            (folder / name).stat().st_size != size or (is_of_index(name) and checksum(folder / name) != crc)
-            for name, (size, crc) in listed.items()
-        )
+        if MANIFEST not in listed:
+            sizes = ((folder / name).stat().st_size == size for name, (size, _) in listed.items())
+            return damage(folder, META) is not None or not all(sizes)
     except (OSError, ValueError):
         return True
-
-
-def is_of_index(name: str) -> bool:
-    return re.match(rf"{STATE}/(manifest\.ocdbt$|d/)", name) is not None
+    raise ConfigError(
+        f"{folder} is a part that an earlier jaxllm wrote, with an index of its own: start the run once with that version, "
+        f"which copies the checkpoint to the store, or move the part away."
+    )
 
 
 def is_brought_by(name: str, process: int) -> bool:
-    """Whether a file of a part, but for the index, is the one of this process that the whole checkpoint has. What Orbax writes
-    for all, and the metadata, are those of process 0."""
-    found = re.match(rf"{STATE}/(?:ocdbt\.process_|array_metadatas/process_)(\d+)(/|$)", name)
-    if found:
-        return int(found[1]) == process
-    return process == 0 and name.startswith((f"{STATE}/", f"{META}/"))
+    """Whether the whole checkpoint has this file of the part of a process: the metadata, and what Orbax writes for all arrays,
+    are those of process 0. The others have pieces of arrays beside them."""
+    return process == 0 or name.count("/") > 1

@@ -1,53 +1,55 @@
 """The checkpoints of a run whose hosts share no disk: only those that are whole in the store count.
 
-A restart takes the newest intact one there. The leader of each run.dir (disk_groups.py) copies the whole checkpoint into it,
+A restart takes the newest intact one there. The leader of each run.dir (host_shares.py) copies the whole checkpoint into it,
 under another name until it is verified; then each process reads what it needs, as from a disk that all share. host_shares.py
-says how the parts of a new one come into the store; process 0 joins them to what one disk would have held.
+says how the parts of a new one come into the store; they are a checkpoint when process 0 has written files.json.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import socket
-import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
-from jaxllm.checkpoint.checksums import changed, checksum, described
-from jaxllm.checkpoint.disk_groups import DiskGroups
+from jaxllm.checkpoint.checksums import changed
 from jaxllm.checkpoint.files import (
     FILES,
     FILES_BYTES,
-    STATE,
     Meta,
     committed_steps,
     damage,
+    listed_in,
     newest_whole,
-    read_files,
     read_meta,
     saved_steps,
     set_aside,
 )
-from jaxllm.checkpoint.host_shares import PARTS, HostShares, Left, by_checkpoint, is_brought_by, is_of_index, parts_in
-from jaxllm.checkpoint.share_index import MANIFEST, NODES, join_indexes
+from jaxllm.checkpoint.host_shares import (
+    PARTS,
+    DiskGroups,
+    HostShares,
+    Left,
+    by_checkpoint,
+    find_disk_groups,
+    is_brought_by,
+    not_shared,
+    parts_in,
+)
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
-from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
-from jaxllm.checkpoint.stored_run_files import CURVES, RUN, files_of
+from jaxllm.checkpoint.stored_checkpoints import CURVES, RUN, StoredCheckpoints, files_of
+from jaxllm.cluster import distributed
+from jaxllm.cluster.distributed import raise_together
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.runtime import distributed
-from jaxllm.runtime.shared_errors import raise_together
 from jaxllm.untrusted import RefusedInput, parse_json
 
 T = TypeVar("T")
-JOINING = ".joining-"
-"""Begins the names of folders in run.dir in which process 0 joins indexes."""
-INDEX_FILE = re.compile(rf"{PARTS}/(\d+)/({re.escape(FILES)}|{re.escape(MANIFEST)}|{NODES}/\w+)")
 
 
 class JoinedCheckpoints(StoredCheckpoints):
@@ -150,7 +152,7 @@ class JoinedCheckpoints(StoredCheckpoints):
     def _parts_left(self) -> tuple[dict[Left, dict[int, int]], set[Left]]:
         """As by_checkpoint."""
         here = _together(lambda: parts_in(self.shares.home) if self._groups.leads else [], self._store)
-        return by_checkpoint(_exchange(here))
+        return by_checkpoint(distributed.gathered(here))
 
     def _copy_left(
         self, whole: set[int], newest: int, require: Callable[[], None], accept: Callable[[str, Meta], None]
@@ -202,8 +204,8 @@ class JoinedCheckpoints(StoredCheckpoints):
 
         # Parts of another run would displace what the store has.
         _together(lambda: accept(str(folders[0]), read_meta(folders[0])) if 0 in own else None, self._store)
-        sent = sorted(tuple(pair) for pairs in _exchange(_together(upload, self._store)) for pair in pairs)
-        self._on_main(lambda: self._join(step, [crc for _, crc in sent]))
+        sent = sorted(tuple(pair) for pairs in distributed.gathered(_together(upload, self._store)) for pair in pairs)
+        self._on_main(lambda: self._commit(step, [crc for _, crc in sent]))
 
     def _whole(self) -> list[int]:
         return committed_steps(self._store.steps())
@@ -223,7 +225,7 @@ class JoinedCheckpoints(StoredCheckpoints):
         home, where = str(self._folder.with_name("checkpoints-damaged")), self._store.address
         return [
             f"checkpoint {step} on {host} is newer than {latest}, the newest whole one in {where}: moved to {place}"
-            for host, steps, place in _exchange([socket.gethostname(), newer if self._groups.leads else [], home])
+            for host, steps, place in distributed.gathered([socket.gethostname(), newer if self._groups.leads else [], home])
             for step in steps
         ]
 
@@ -258,8 +260,9 @@ class JoinedCheckpoints(StoredCheckpoints):
                     set_aside(self._folder / str(step))
                 elif step != latest and self._is_in_store(step):
                     shutil.rmtree(self._folder / str(step))
-            # This process holds run_dir, so that none of an earlier start writes them now.
-            for leftover in (self._twins, *self._run_dir.glob(f"{JOINING}*")):
+            # This process holds run_dir, so that none of an earlier start writes them now. The second are those of a version
+            # that joined parts.
+            for leftover in (self._twins, *self._run_dir.glob(".joining-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
             self.shares.remove_left()
         self.shares.begin()
@@ -291,25 +294,23 @@ class JoinedCheckpoints(StoredCheckpoints):
                 self._begun.add(step)
             crcs = self.shares.gather(step)
             self._write_run_files(step)
-            self._join(step, crcs)
+            self._commit(step, crcs)
             self.damaged.pop(step, None)
             self.shares.commit(step)
         self._prune(step)
 
-    def _join(self, step: int, crcs: Sequence[int]) -> None:
-        """Makes one checkpoint of the parts that are there, and commits it.
+    def _commit(self, step: int, crcs: Sequence[int]) -> None:
+        """Makes one checkpoint of the parts that are there.
 
         Args:
           crcs: CRC32 of the files.json of each part, by rank.
         """
-        with tempfile.TemporaryDirectory(dir=self._run_dir, prefix=JOINING) as place:
-            home = Path(place)
-            listed = self._fetch_indexes(step, home, crcs)
-            manifests = [home / PARTS / str(rank) for rank in range(len(crcs))]
-            join_indexes(home / STATE, [folder for folder in manifests if (folder / MANIFEST).exists()])
-            index = {path: path.relative_to(home).as_posix() for path in sorted((home / STATE).rglob("*")) if path.is_file()}
-            listed |= described(index)
-            self._store.copy_in({f"{step}/{name}": path for path, name in index.items()})
+        listed: dict[str, tuple[int, int]] = {}
+        for rank, crc in enumerate(crcs):
+            content = self._store.read(f"{step}/{PARTS}/{rank}/{FILES}", FILES_BYTES)
+            if zlib.crc32(content) != crc:
+                raise StoreError(f"{PARTS}/{rank}/{FILES} is not what process {rank} wrote")
+            listed |= {name: entry for name, entry in listed_in(content).items() if is_brought_by(name, rank)}
         found = self._store.steps(step).get(step, {})
         for name, (size, _) in listed.items():
             if found.get(name) != size:
@@ -322,36 +323,42 @@ class JoinedCheckpoints(StoredCheckpoints):
         for name, content in files_of(self._run_dir, step):
             self._store.write(f"{step}/{name}", content)
 
-    def _fetch_indexes(self, step: int, home: Path, crcs: Sequence[int]) -> dict[str, list[int]]:
-        """Copies the indexes of all parts: manifests into parts/RANK, nodes into state/d. Returns {name: [bytes, CRC32]} of the
-        files of arrays and the others that the whole checkpoint has."""
-        there = self._store.steps(step).get(step, {})
-        files: dict[str, Path] = {}
-        for name in there:
-            if found := INDEX_FILE.fullmatch(name):
-                is_node = found[2].startswith(f"{NODES}/")
-                files[name] = home / STATE / found[2] if is_node else home / PARTS / found[1] / found[2]
-        for folder in {path.parent for path in files.values()} | {home / STATE}:
-            folder.mkdir(parents=True, exist_ok=True)
-        self._store.copy_out({f"{step}/{name}": path for name, path in files.items()}, sum(there[name] for name in files))
-        listed: dict[str, list[int]] = {}
-        for rank, crc in enumerate(crcs):
-            part = home / PARTS / str(rank)
-            if not (part / FILES).exists() or zlib.crc32((part / FILES).read_bytes()) != crc:
-                raise StoreError(f"{PARTS}/{rank}/{FILES} is not what process {rank} wrote")
-            for name, entry in read_files(part).items():
-                if is_of_index(name):
-                    path = files.get(f"{PARTS}/{rank}/{name.removeprefix(f'{STATE}/')}")
-                    if path is None or (path.stat().st_size, checksum(path)) != tuple(entry):
-                        raise StoreError(f"{name} of process {rank} has arrived damaged")
-                elif is_brought_by(name, rank):
-                    listed[name] = list(entry)
-        return listed
 
+@contextmanager
+def joined_checkpoints(
+    run_dir: Path, config: CheckpointConfig, stored: StoredCheckpoints | None
+) -> Iterator[tuple[bool, JoinedCheckpoints | None]]:
+    """Whether this process leads those with its run.dir; and the run's checkpoints in its store, if its hosts share no disk,
+    None if they do. Every process must call it.
 
-def _exchange(value: Any) -> list[Any]:
-    """The values of all processes, by rank."""
-    return [parse_json(text) for text in parse_json(distributed.exchange(json.dumps(value), json.dumps))]
+    Args:
+      stored: those of a run on a shared disk, on process 0.
+
+    Raises:
+      ConfigError: on all processes, if there is no store, one cannot use it, or the config needs a shared disk.
+    """
+    if not jax.distributed.is_initialized():
+        # A run of one process, which may have no devices yet.
+        yield True, None
+        return
+    groups = find_disk_groups(run_dir)
+    if groups.is_one:
+        yield groups.leads, None
+        return
+    if config.store is None:
+        raise not_shared(run_dir, groups)
+    if config.export_every_steps is not None:
+        raise ConfigError(
+            "checkpoint.export_every_steps reads whole checkpoints in run.dir, and these hosts share none: put run.dir on "
+            "storage that all hosts share, or set checkpoint.export_every_steps=null and export a checkpoint of the store."
+        )
+    store = Store(config.store)
+    lock = StoreLock(store) if stored is None else stored.lock
+    joined = JoinedCheckpoints(store, lock, run_dir, config, groups)
+    try:
+        yield groups.leads, joined
+    finally:
+        joined.close()
 
 
 def _together(ask: Callable[[], T], store: Store) -> T:

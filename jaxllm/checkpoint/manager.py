@@ -1,7 +1,8 @@
 """Saves and resumes a run. A kill, a full disk, a torn file or another mesh loses nothing.
 
     run.dir/checkpoints/400/        one checkpoint; it has another name until it is complete
-      state/                        the complete TrainState (with train.diloco_steps a DilocoState): Orbax, OCDBT
+      state/                        the complete TrainState (with train.diloco_steps a DilocoState): Orbax, OCDBT (where
+                                    hosts share no disk, one file for each piece of an array: host_shares.py)
       meta/metadata                 JSON: step, samples consumed, fingerprint of the text, config, versions
       files.json                    sizes and checksums of the files above
     run.dir/checkpoints-damaged/    damaged checkpoints: moved, never deleted
@@ -18,7 +19,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, describe_files, describe_own_files, verified
 from jaxllm.checkpoint.files import (
     BACKSLASH,
+    MANIFEST,
     META,
     STATE,
     Meta,
@@ -45,12 +46,11 @@ from jaxllm.checkpoint.files import (
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.checkpoint.share_index import MANIFEST, write_own_index
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
+from jaxllm.cluster import distributed, exit_codes, progress
+from jaxllm.cluster.distributed import raise_together
+from jaxllm.cluster.error_causes import causes, is_of_jax
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.runtime import distributed, exit_codes, progress
-from jaxllm.runtime.error_causes import causes, is_of_jax
-from jaxllm.runtime.shared_errors import raise_together
 from jaxllm.untrusted import parse_json
 
 State = Any
@@ -77,7 +77,6 @@ class Checkpoints:
     Attributes:
       latest: step of the newest intact checkpoint; None if there is none.
       said: sentences on the checkpoints in the store, on process 0.
-      newest_saved: the newest step in the folder when it was opened, or that has been completed since.
       damaged: sentences on the newer checkpoints, which are damaged.
       on_saved: called with the step of each checkpoint that has been completed.
       is_awaited: whether something is still to read a step in the folder.
@@ -112,10 +111,6 @@ class Checkpoints:
         self.latest: int | None = None
         self._choose()
         self._newest_saved = self.newest_name
-
-    @property
-    def newest_saved(self) -> int | None:
-        return self._newest_saved if self._joined is None else self._joined.shares.committed
 
     @property
     def damaged(self) -> list[str]:
@@ -162,7 +157,7 @@ class Checkpoints:
                 self._stored.refuse(self.latest, reason)
             del state
             self._choose()
-        self.set_damaged_aside()
+        self._set_damaged_aside()
         # This is a collective, so it runs only after all processes have agreed that they could read.
         return as_state(restacked(state, as_dict(wanted)), wanted)
 
@@ -172,7 +167,7 @@ class Checkpoints:
         found = {*self._refused, *(() if self._joined is None else self._joined.damaged)}
         return max(found if self.latest is None else {*found, self.latest}, default=None)
 
-    def set_damaged_aside(self) -> None:
+    def _set_damaged_aside(self) -> None:
         """Moves damaged checkpoints away, because training will save their steps again."""
         if self._refused and distributed.is_main_process():
             self._require()
@@ -281,17 +276,17 @@ class Checkpoints:
             kept.append(policies.EveryNSteps(self._config.keep_every_steps))
         options: dict[str, Any] = {"preservation_policy": policies.AnyPreservationPolicy(kept)}
         alone: dict[str, Any] = {}
-        finish = None
         if self._joined is not None:
             # Orbax acts as in a run of this process alone, and HostShares deletes.
             rank = jax.process_index()
-            finish = partial(write_own_index, process=rank)
             alone["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
                 primary_host=rank, active_processes={rank}, barrier_sync_key_prefix=f"share-{rank}"
             )
             options = {"create": False, **alone}
         registry = ocp.DefaultCheckpointHandlerRegistry()
-        registry.add(STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors, describe_own_files, finish, **alone))
+        registry.add(
+            STATE, ocp.args.PyTreeSave, WatchedHandler(self._errors, describe_own_files, self._joined is not None, **alone)
+        )
         if alone:
             registry.add(META, ocp.args.JsonSave, ocp.JsonCheckpointHandler(**alone))
         manager_options = ocp.CheckpointManagerOptions(
@@ -308,9 +303,9 @@ class Checkpoints:
 
     def _list_files(self) -> None:
         unfinished = self._own.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-        written = [folder for folder in unfinished if self._joined or (folder / STATE / MANIFEST).exists()]
+        written = [folder for folder in unfinished if self._joined or (folder / MANIFEST).exists()]
         if not written:
-            raise OSError(f"Orbax wrote no {MANIFEST}, so that nothing could be read again")
+            raise OSError(f"Orbax wrote no {Path(MANIFEST).name}, so that nothing could be read again")
         for folder in written:
             describe_files(folder)
         # Next, Orbax renames the folder and deletes older ones.
@@ -359,7 +354,11 @@ class Checkpoints:
     def _failure(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):
             return error
-        steps = saved_steps(self.folder) if self._joined is None else [step for step in [self.newest_saved] if step is not None]
+        if self._joined is None:
+            steps = saved_steps(self.folder)
+        else:
+            committed = self._joined.shares.committed
+            steps = [] if committed is None else [committed]
         safe = f"the newest complete checkpoint is {steps[-1]}" if steps else "no earlier checkpoint exists"
         found = SaveError(
             f"Checkpoint {self._saving} could not be written to {self._own} ({why(error)}): {safe}; remove the cause, and "

@@ -20,18 +20,19 @@ class WatchedHandler(ocp.PyTreeCheckpointHandler):
     Args:
       written: called in the background when this process has written its arrays, before that barrier, with their folder,
         which has another name until the save is complete.
-      finish: called in the place of Orbax's end of a save, which expects the arrays of all processes.
+      of_part: the folder is this process's alone, with a file for each of its pieces of the arrays. Orbax's end of a save is
+        left out then, which expects the pieces of all processes.
     """
 
     def __init__(
         self,
         errors: list[Exception],
         written: Callable[[Path], None],
-        finish: Callable[[Path], None] | None = None,
+        of_part: bool = False,
         **options: Any,
     ):
-        super().__init__(**options)
-        self._errors, self._written, self._finish = errors, written, finish
+        super().__init__(use_ocdbt=not of_part, **options)
+        self._errors, self._written, self._of_part = errors, written, of_part
 
     async def async_save(self, directory: Any, *arguments: Any, **options: Any) -> Any:
         futures = await super().async_save(directory, *arguments, **options)
@@ -41,10 +42,8 @@ class WatchedHandler(ocp.PyTreeCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         try:
-            if self._finish is None:
+            if not self._of_part:
                 super().finalize(directory)
-            else:
-                self._finish(Path(directory))
         except Exception as error:
             self._errors.append(error)
             raise

@@ -39,10 +39,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxllm.cluster import distributed, exit_codes
+from jaxllm.cluster.distributed import raise_together
+from jaxllm.cluster.socket_messages import Name, Pid
 from jaxllm.config import ConfigError
-from jaxllm.runtime import distributed, exit_codes
-from jaxllm.runtime.shared_errors import raise_together
-from jaxllm.runtime.socket_messages import Name, Pid
 from jaxllm.stderr import print_sentence
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json, read_bytes, reason_of
 

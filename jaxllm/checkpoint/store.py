@@ -14,10 +14,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoint.files import by_step
 from jaxllm.checkpoint.run_lock import HOLDER_BYTES, Holder, HolderLock, this_process
+from jaxllm.cluster import distributed, exit_codes
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem, may_pass, refusal, status_of
-from jaxllm.runtime import distributed, exit_codes
 from jaxllm.untrusted import MIB, RefusedInput, reason_of
 
 BEAT_S = 15.0
@@ -153,12 +154,7 @@ class Store:
             found = self.ask("find", self._root if step is None else self.path(str(step)), detail=True, timeout_s=10 * ANSWER_S)
         except FileNotFoundError:
             return {}
-        steps: dict[int, dict[str, int]] = {}
-        for path, info in found.items():
-            number, _, name = path.removeprefix(f"{self._root}/").partition("/")
-            if number.isdecimal() and str(int(number)) == number and name:
-                steps.setdefault(int(number), {})[name] = info["size"]
-        return dict(sorted(steps.items()))
+        return by_step({path.removeprefix(f"{self._root}/"): info["size"] for path, info in found.items()})
 
     def copy_in(self, files: dict[str, Path]) -> None:
         size = sum(path.stat().st_size for path in files.values())

@@ -12,15 +12,16 @@ links, in run.dir/.to-store, so that checkpoint.keep does not delete them first.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 
-from jaxllm.checkpoint import stored_run_files as run_files
 from jaxllm.checkpoint.checksums import changed
 from jaxllm.checkpoint.files import (
     FILES,
@@ -38,8 +39,67 @@ from jaxllm.checkpoint.files import (
 )
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.store import ANSWER_S, CopyError, GoneError, LostError, Store, StoreError, StoreLock, unusable
+from jaxllm.cluster import distributed, exit_codes
+from jaxllm.cluster.distributed import raise_together
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.runtime import exit_codes
+from jaxllm.config.hf_config import TOKENIZER
+from jaxllm.json_lines import parse
+from jaxllm.untrusted import RefusedInput
+
+# ------------------------------------------------------------------------------------------------------- files of run.dir
+# What belongs to a stored checkpoint beside its own files: curves, config and tokenizer of run.dir, in its folder `run`.
+
+RUN = "run"
+CURVES = ("metrics.jsonl", "spikes.jsonl")
+COMPANIONS = ("config.yaml", "reference.npy")
+
+
+def files_of(run_dir: Path, step: int) -> Iterator[tuple[str, bytes]]:
+    """(name below the checkpoint, content). Curves end at its step."""
+    for name in CURVES:
+        if (path := run_dir / name).exists():
+            lines = path.read_bytes().splitlines(keepends=True)
+            last = (n for n in reversed(range(len(lines))) if _step_of(lines[n]) <= step)
+            yield f"{RUN}/{name}", b"".join(lines[: next(last, -1) + 1])
+    others = [run_dir / name for name in COMPANIONS]
+    for path in (*others, *(run_dir / TOKENIZER).rglob("*")):
+        if path.is_file():
+            yield f"{RUN}/{path.relative_to(run_dir).as_posix()}", path.read_bytes()
+
+
+def wanted_run_files(run_dir: Path, there: Iterable[str]) -> list[str]:
+    """Which names below a checkpoint a run takes: curves, and of the other files those that it lacks."""
+    names = (name.removeprefix(f"{RUN}/") for name in there if name.startswith(f"{RUN}/"))
+    mine = (name for name in names if _belongs(PurePosixPath(name)))
+    return [f"{RUN}/{name}" for name in mine if name in CURVES or not (run_dir / name).exists()]
+
+
+def place_run_files(run_dir: Path, folder: Path, names: Iterable[str]) -> None:
+    """Moves files from a checkpoint's folder into run_dir. Local curves, which end earlier, get another name."""
+    for name in names:
+        target = run_dir / name.removeprefix(f"{RUN}/")
+        if target.exists() and target.read_bytes().startswith((folder / name).read_bytes()):
+            # What is here goes further.
+            continue
+        if target.exists():
+            free = (target.with_stem(f"{target.stem}-{n}") for n in itertools.count(1))
+            target.rename(next(path for path in free if not path.exists()))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(target)
+    shutil.rmtree(folder / RUN, ignore_errors=True)
+
+
+def _belongs(path: PurePosixPath) -> bool:
+    """Whether a copy writes such a file. Other names could replace any file of this machine."""
+    return str(path) in (*CURVES, *COMPANIONS) or (path.parts[:1] == (TOKENIZER,) and ".." not in path.parts)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line of metrics; infinity for a damaged one."""
+    return math.inf if (record := parse(line)) is None else record["step"]
+
+
+# ----------------------------------------------------------------------------------------------------- stored checkpoints
 
 WAITS_S = (1.0, 5.0, 20.0)
 """Before each further try to copy a checkpoint."""
@@ -112,22 +172,19 @@ class StoredCheckpoints:
                     reason = self._fetch(step, there[step], accept)
                 except FileNotFoundError:
                     reason = "a file has disappeared while it was being copied"
-                if reason:
-                    self.damaged[step] = reason
-                    self._remove_unfinished()
-                    said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
-                    continue
-                self._fetched.add(step)
-                said.append(f"took checkpoint {step} from {self._store.address}")
-                return step, said
-        except ConfigError:
+                if reason is None:
+                    self._fetched.add(step)
+                    said.append(f"took checkpoint {step} from {self._store.address}")
+                    return step, said
+                self.damaged[step] = reason
+                self._remove_unfinished()
+                said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
+        except (ConfigError, OSError) as error:
             self._remove_unfinished()
-            raise
-        except StoreError as error:
-            self._remove_unfinished()
-            raise unusable(self._store.address, error) from None
-        except OSError as error:
-            self._remove_unfinished()
+            if isinstance(error, ConfigError):
+                raise
+            if isinstance(error, StoreError):
+                raise unusable(self._store.address, error) from None
             raise ConfigError(
                 f"{self._folder} does not take the checkpoint of {self._store.address} ({why(error)}): remove the cause."
             ) from None
@@ -165,21 +222,20 @@ class StoredCheckpoints:
         aside.mkdir(parents=True)
         try:
             (aside / FILES).write_bytes(self._store.read(f"{step}/{FILES}", FILES_BYTES))
-            listed = {name: size for name, (size, _) in read_files(aside).items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return why(error)
-        if reason := differs(listed, there):
+        except RefusedInput as error:
+            return str(error)
+        if reason := differs(aside, there):
             return reason
-        self._copy_out(step, aside, {name: size for name, size in listed.items() if name.startswith(f"{META}/")})
+        self._copy_out(step, aside, {name: n for name, (n, _) in read_files(aside).items() if name.startswith(f"{META}/")})
         if reason := damage(aside, META):
             return reason
         accept(self._store.address, read_meta(aside))
         return None
 
     def _take_run_files(self, step: int, aside: Path, there: dict[str, int]) -> None:
-        wanted = run_files.wanted(self._run_dir, there)
+        wanted = wanted_run_files(self._run_dir, there)
         self._copy_out(step, aside, {name: there[name] for name in wanted})
-        run_files.place(self._run_dir, aside, wanted)
+        place_run_files(self._run_dir, aside, wanted)
 
     def _copy_out(self, step: int, aside: Path, sizes: dict[str, int]) -> None:
         self._store.copy_out({f"{step}/{name}": aside / name for name in sizes}, sum(sizes.values()))
@@ -191,8 +247,8 @@ class StoredCheckpoints:
     # --------------------------------------------------------------------------------------------------- to the store
 
     def offer_local(self, latest: int) -> None:
-        """Offers what a run has at its start: a copy may be missing because the store failed, or the run was killed. Where the
-        last checkpoint that was due is neither here nor there, `latest` stands in for it.
+        """Offers what a run has at its start: a copy may be missing because the store failed, or the run was killed. If the
+        last due checkpoint is in neither place, offers `latest` instead.
         """
         self._remove_left_twins()
         try:
@@ -355,7 +411,7 @@ class StoredCheckpoints:
             log.warning("The damaged checkpoint %d in %s is replaced.", step, self._store.address)
         self._remove_step(step, there)
         self._store.copy_in({f"{step}/{name}": path for name, path in files.items()})
-        for name, content in run_files.files_of(self._run_dir, step):
+        for name, content in files_of(self._run_dir, step):
             self._store.write(f"{step}/{name}", content)
         found = self._store.steps(step).get(step, {})
         for name, path in files.items():
@@ -387,3 +443,36 @@ class StoredCheckpoints:
     def _remove_step(self, step: int, names: Iterable[str]) -> None:
         """Removes files.json first: what is left after a kill does not exist."""
         self._store.remove(f"{step}/{name}" for name in sorted(names, key=lambda name: name != FILES))
+
+
+@contextmanager
+def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[StoredCheckpoints | None, bool]]:
+    """Holds checkpoint.store for this run; every process must call it. Yields its checkpoints on process 0, None on the others
+    and without a store; and whether there is one.
+
+    Raises:
+      ConfigError: on all processes, if another run holds the store, or it cannot be read and written.
+    """
+    if config.store is None:
+        yield None, False
+        return
+    lock, stored, has_one, refusal = None, None, False, None
+    if distributed.is_main_process():
+        try:
+            store = Store(config.store)
+            lock = StoreLock(store)
+            lock.take()
+            has_one = bool(committed_steps(store.steps()))
+            stored = StoredCheckpoints(store, lock, run_dir, config)
+        except ConfigError as error:
+            refusal = error
+        except (StoreError, OSError) as error:
+            refusal = unusable(config.store, error)
+    try:
+        raise_together(refusal)
+        yield stored, bool(distributed.broadcast("yes" if has_one else ""))
+    finally:
+        if stored is not None:
+            stored.close()
+        if lock is not None:
+            lock.release()

@@ -27,8 +27,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
-from jaxllm.checkpoint.load_model import KEY, Adapters, paths_of
-from jaxllm.checkpoint.weights import find_weights
 from jaxllm.commands import predict
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.inference_memory import bucket
@@ -37,6 +35,8 @@ from jaxllm.inference.continuations import Scorer
 from jaxllm.inference.generate import Generator, complete
 from jaxllm.inference.prompts import require_ids, stop_ids
 from jaxllm.inference.sampling import Sampling
+from jaxllm.weights.load_model import KEY, Adapters, paths_of
+from jaxllm.weights.weights import find_weights
 
 log = logging.getLogger(__name__)
 USUAL_LENGTH = 2048

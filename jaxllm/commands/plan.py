@@ -25,7 +25,7 @@ from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.plan.confirm import Compiled, InlineExecutor, confirm
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.quote import Quote, Terms, interruptions, quote
-from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search
+from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search, why_nothing
 from jaxllm.plan.sweep import (
     OBJECTIVES,
     Objective,
@@ -35,7 +35,6 @@ from jaxllm.plan.sweep import (
     smallest_cluster,
     sweep_gpus,
 )
-from jaxllm.plan.why_nothing import why_nothing
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ def plan(
     progress: Progress | None = None,
     **rules: Any,
 ) -> Plan:
-    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x overlap_passes x remat x offload_state for the
+    """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat x offload_state for the
     fastest config that fits.
 
     The config gives model, sequence length, global batch and all other settings; with train.batch_schedule a step with the
@@ -74,7 +73,7 @@ def plan(
       cache: folder of compile reports, read and extended.
       workers: compilations at the same time.
       rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
-        schedule, remat, microbatch_sequences, offload_state, overlap_passes. across_hosts: whether context x tensor may cross
+        schedule, remat, microbatch_sequences, offload_state. across_hosts: whether context x tensor may cross
         hosts; None: only if nothing fits otherwise. host_bytes_per_gpu: limit of host memory for offloading; None: the GPU's
         share of its host's.
 
@@ -222,7 +221,7 @@ def outcome(config: Config, request: Request, progress: Progress | None = None) 
 
 def _cache_folder() -> Path:
     # This imports JAX, which a plan by estimates alone does not need.
-    from jaxllm.runtime.distributed import cache_folder
+    from jaxllm.cluster.distributed import cache_folder
 
     return cache_folder() / "compile"
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.checkpoint.load_model import KEY, Adapters, LoadedModel, config_of, open_model, paths_of
-from jaxllm.checkpoint.weights import find_weights
+from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError, sequence_unit, with_overrides
 from jaxllm.cost_model.inference_memory import bucket, cache_bytes, cache_positions
 from jaxllm.data.chat import ChatTemplate, load_chat_template
@@ -27,9 +26,10 @@ from jaxllm.inference.evaluate import evaluate as score
 from jaxllm.inference.generate import Completion, Generator, complete
 from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, stop_ids
 from jaxllm.inference.sampling import Sampling
-from jaxllm.pretrained.folder import Folder
-from jaxllm.runtime import distributed
-from jaxllm.runtime.host_memory import require_host_memory
+from jaxllm.machine.host_memory import require_host_memory
+from jaxllm.weights.folder import Folder
+from jaxllm.weights.load_model import KEY, Adapters, LoadedModel, config_of, open_model, paths_of
+from jaxllm.weights.weights import find_weights
 
 USUAL_LENGTH = 1024
 """Tokens per window, unless the model was made for fewer."""

@@ -21,13 +21,13 @@ from jax.experimental import topologies
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.rounds import exchanges_beside_steps
 from jaxllm.cost_model.hardware import GPUS, Gpu
-from jaxllm.placement import mesh_on_hosts
-from jaxllm.runtime import program_cache
-from jaxllm.runtime.early_exchange import early_exchange
-from jaxllm.runtime.xla_flags import compile_options
+from jaxllm.cost_model.memory import may_fit
+from jaxllm.machine import program_cache
+from jaxllm.machine.xla_flags import compile_options
+from jaxllm.mesh.placement import mesh_on_hosts
+from jaxllm.run.programs import batch_layout
+from jaxllm.run.rounds import early_exchange, layout_of_number
 from jaxllm.train.build import build_training
-from jaxllm.train.rounds import layout_of_number
-from jaxllm.train.run_programs import batch_layout
 
 DEMAND_BYTES = 10**15
 """Memory size that XLA is given for each GPU. It is large enough that XLA never rematerialises and reports what the program
@@ -126,8 +126,8 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Co
 def options_for(
     config: Config, lowered: jax.stages.Lowered, device: jax.Device, capacity_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Options to compile trace_step(config).lowered for devices of this kind. Args: capacity_bytes: see compile_options()."""
-    options = compile_options(config, device, capacity_bytes)
+    """Options to compile trace_step(config).lowered for devices of this kind. Args: capacity_bytes: see may_fit()."""
+    options = compile_options(config, device, may_fit(config, device, capacity_bytes))
     return early_exchange(lowered, options, device) if exchanges_beside_steps(config) else options
 
 

@@ -1,6 +1,6 @@
 """Compares two compile reports of one step: what got worse, what got better, and by how much.
 
-    found = compare(report, other, "earlier.json", is_earlier=True)
+    found = compare(report, other, ("this step", "with remat full"))
     for change in found.changes: change.name, change.before, change.after, change.verdict
 
 XLA is deterministic: two compilations of one step by the same versions differ in nothing.
@@ -9,15 +9,22 @@ XLA is deterministic: two compilations of one step by the same versions differ i
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from jaxllm.compile.inspect import axes_line
 from jaxllm.compile.program import CollectiveRow
 from jaxllm.compile.report import CompileReport
+from jaxllm.compile.text import teraflops
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.display import readable
+from jaxllm.terminal import terminal_table
 from jaxllm.untrusted import shown
 
 SAME = 0.001
@@ -70,43 +77,21 @@ class Comparison:
     """The baseline."""
     after: CompileReport
     names: tuple[str, str]
-    """Which report is the baseline, and which is the other."""
-    because: str
-    """Why that one is the baseline."""
     changes: tuple[Change, ...]
     """What got worse, the largest relative change first; what got better; what is the same."""
 
     def to_json(self) -> dict[str, Any]:
         found = [change.to_json() for change in self.changes]
-        return {"before": self.names[0], "after": self.names[1], "because": self.because, "changes": found}
+        return {"before": self.names[0], "after": self.names[1], "changes": found}
 
 
-def compare(report: CompileReport, other: CompileReport, name: str, *, is_earlier: bool = False) -> Comparison:
-    """Compares the report of a command with the other one that it names.
-
-    Args:
-      name: the user's name for the other.
-      is_earlier: it was stored by an earlier command.
-
-    Raises:
-      ConfigError: they are for different GPUs.
-    """
-    require_same_gpus(report, other)
-    here, there = _version(report), _version(other)
-    other_first, because = is_earlier, "it is the earlier report" if is_earlier else "it is the step without --against"
-    if here != there:
-        other_first, because = there < here, "it has the older JAX"
-    pairs = [(report, "this command"), (other, name)]
-    (before, first), (after, second) = reversed(pairs) if other_first else pairs
-    return Comparison(before, after, (first, second), because, tuple(_changes(before, after)))
-
-
-def require_same_gpus(report: CompileReport, other: CompileReport) -> None:
+def compare(before: CompileReport, after: CompileReport, names: tuple[str, str]) -> Comparison:
     """Raises ConfigError if the two steps are for GPUs of another kind or number, or hosts of another size."""
-    kinds = [(one.gpu, one.gpus, one.gpus_per_host) for one in (report, other)]
+    kinds = [(one.gpu, one.gpus, one.gpus_per_host) for one in (before, after)]
     if kinds[0] != kinds[1]:
-        ours, theirs = (f"{gpus} x {shown(gpu)} ({hosts_text(gpus, max(1, size))})" for gpu, gpus, size in kinds)
-        raise ConfigError(f"This step is for {ours}, and the other for {theirs}: --against compares steps for the same GPUs.")
+        first, second = (f"{gpus} x {shown(gpu)} ({hosts_text(gpus, max(1, size))})" for gpu, gpus, size in kinds)
+        raise ConfigError(f"One step is for {first}, and the other for {second}: compare steps for the same GPUs.")
+    return Comparison(before, after, names, tuple(_changes(before, after)))
 
 
 def figures(report: CompileReport) -> dict[str, Figures]:
@@ -179,5 +164,70 @@ def _over(kind: str, axes: Iterable[str]) -> str:
     return shown(f"{kind} over {' x '.join(axes)}")
 
 
-def _version(report: CompileReport) -> list[int]:
-    return [int(number) for number in re.findall(r"\d{1,9}", report.jax_version)]
+# ---------------------------------------------------------------------------------------------------------------- as text
+# Two compile reports side by side as terminal text. `jaxllm compile --against` prints it.
+
+
+ROWS = 20
+"""Rows of a table; the JSON has all."""
+WIDTHS = (38, 11, 11, 8)
+"""Columns of all tables stand below each other."""
+
+
+def render_comparison(comparison: Comparison) -> Group:
+    """The comparison for a terminal of at least 80 columns: what got worse first."""
+    parts: list[RenderableType] = list(map(Text, _heading(comparison)))
+    for verdict, title in (("worse", "Worse"), ("better", "Better")):
+        changes = [change for change in comparison.changes if change.verdict == verdict]
+        parts.append(Text(f"\n{title}{'' if changes else ': nothing'}", style="bold"))
+        parts += _table(changes) if changes else []
+    same = [change for change in comparison.changes if change.verdict == "same"]
+    parts += [Text(f"\nThe same, to {SAME:.1%} of the total"), *_table([change for change in same if change.is_total])]
+    left = sum(not change.is_total for change in same)
+    parts += [Text(f"  and {left} figures of parts; --json has all")] if left else []
+    if new := [line for line in comparison.after.warnings if line not in comparison.before.warnings]:
+        parts += [Text("\nNew warnings"), *(Text(f"  {shown(line, 400)}") for line in new)]
+    return Group(*parts)
+
+
+def _heading(comparison: Comparison) -> Iterator[str]:
+    before, after = comparison.before, comparison.after
+    yield f"The train step for {before.gpus} x {before.gpu}, {hosts_text(before.gpus, before.gpus_per_host)}, compiled twice"
+    yield from (f"  {which}: {shown(name, 60)}" for which, name in zip(("before", "after"), comparison.names, strict=True))
+    if before.model_flops != after.model_flops:
+        yield "  The two steps are different work: their models or batches differ."
+    if (line := _layout(before)) != _layout(after):
+        yield f"  {line} before, {_layout(after)} after"
+    if None not in (before.share_of_capacity, after.share_of_capacity) and before.fits != after.fits:
+        verdict = "It fits now" if after.fits else "It DOES NOT FIT any more"
+        yield f"{verdict}: {after.share_of_capacity:.1%} of what a step may take, {before.share_of_capacity:.1%} before"
+
+
+def _layout(report: CompileReport) -> str:
+    return shown(f"{axes_line(report.mesh)}; attention {report.attention}", 160)
+
+
+def _table(changes: Sequence[Change]) -> Iterator[RenderableType]:
+    figures, first = ("before", "after", "change"), changes[:ROWS]
+    rows = [(one.name, _value(one.before, one.unit), _value(one.after, one.unit), change_text(one)) for one in first]
+    table = terminal_table(rows, ("", *figures), right=figures)
+    for column, least in zip(table.columns, WIDTHS, strict=True):
+        column.min_width = least
+    yield Padding(table, (0, 0, 0, 2))
+    if len(changes) > ROWS:
+        yield Text(f"  and {len(changes) - ROWS} more; --json has all")
+
+
+def change_text(change: Change) -> str:
+    """'+12.3%', new or gone; nothing for what would be 0.0%."""
+    if abs(change.relative) < 0.0005:
+        return ""
+    return "new" if math.isinf(change.relative) else "gone" if change.after == 0 else f"{change.relative:+.1%}"
+
+
+def _value(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return readable(value)
+    if unit == "FLOPs":
+        return f"{teraflops(round(value))} TFLOP"
+    return f"{1e3 * value:,.1f} ms" if unit == "s" else f"{value:,.0f}"

@@ -17,12 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxllm.compile.inspect_table import Bytes, ParameterRow, describe
-from jaxllm.compile.inspect_warnings import ConfigWarning, matmul_warnings, network_warnings
+from jaxllm.cluster import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.config.layer_stack import host_sum_itemsize
+from jaxllm.config.model_spec import parameters as model_parameters
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise
@@ -33,16 +35,172 @@ from jaxllm.cost_model.precision import Row, precision_table
 from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
 from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.display import readable
-from jaxllm.mesh import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.mesh.axes import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
+from jaxllm.mesh.sharding import STACK_DIMS, Parameter, is_zero_sharded, layout, vocab_rows, weight_rules
 from jaxllm.model.attention import plain_attention
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import BlockContext, apply_block, layer_kinds
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.parallel.vjp_residuals import extract
-from jaxllm.plan.shape_advice import better_shape, better_shape_line
-from jaxllm.runtime import distributed
-from jaxllm.sharding import vocab_rows
+from jaxllm.plan.advice import better_shape, better_shape_line
+
+# ------------------------------------------------------------------------------------------------------------------ waste
+# Waste on a mesh: matmuls of unsuitable or small shapes, and layers that wait for the network.
+
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""Output tile of cuBLAS's fastest bfloat16 kernels on Hopper."""
+MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
+"""The default GPU's. Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves
+some idle."""
+IDLE_PERCENT = 5
+"""A shard that wastes no more than this gets no warning."""
+
+
+@dataclass(frozen=True)
+class ConfigWarning:
+    """A setting that works, but wastes time."""
+
+    kind: str
+    """tiles | small | network"""
+    parameter: str | None
+    axis: str | None
+    message: str
+
+
+def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[ConfigWarning]:
+    together = sizes[CONTEXT] * sizes[TENSOR]
+    if per_host % together and per_host < gpus:
+        message = (
+            f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
+        )
+        yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
+
+
+def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...], gpu: Gpu | None = None) -> Iterator[ConfigWarning]:
+    """Warnings for matmuls whose shard has an unsuitable size for the GPU: at most one each for tiles and for size.
+
+    The sharded dim of a weight is checked even if the forward pass contracts it: in the backward pass it is an output dim.
+    """
+    available, of = (gpu.chip.multiprocessors, gpu.name) if gpu else (MULTIPROCESSORS, MULTIPROCESSORS_OF)
+    sizes, matrices = axis_sizes(config.parallel), {spec.path for spec in model_parameters(config.model) if spec.is_matrix}
+    for row in parameters:
+        # An embedding that is not also the head is looked up, not multiplied.
+        if row.path not in matrices or (row.path == "embedding" and not config.model.tie_embeddings):
+            continue
+        wide = [i for i, dim in enumerate(row.dims) if dim not in (*STACK_DIMS, "embed")]
+        whole = math.prod(row.shape[i] for i in wide)
+        axes = [axis for i in wide for axis in row.compute[i] if sizes[axis] > 1]
+        ways = math.prod(sizes[axis] for axis in axes)
+        columns, axis = whole // ways, " x ".join(axes) or None
+        tiles = -(-columns // TILE_COLUMNS)
+        idle = tiles * TILE_COLUMNS - columns
+        if ways > 1 and 100 * idle > IDLE_PERCENT * tiles * TILE_COLUMNS:
+            which = f"each {TILE_COLUMNS}-wide tile" if tiles == 1 else f"{tiles} {TILE_COLUMNS}-wide tiles"
+            percent = 100 * idle // (tiles * TILE_COLUMNS)
+            yield ConfigWarning("tiles", row.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {which} idle")
+
+        is_head = "vocab" in row.dims
+        output = config.model.hidden_size if row.dims[-1] == "embed" and not is_head else columns
+        rows = head_rows(config) if is_head else matmul_rows(config)
+        work = -(-rows // TILE_ROWS) * -(-output // TILE_COLUMNS)
+        if work < available:
+            message = (
+                f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output "
+                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {available} multiprocessors of "
+                f"{of}"
+            )
+            yield ConfigWarning("small", row.path, axis, message)
+
+
+def matmul_rows(config: Config) -> int:
+    """Tokens that one device multiplies at once: a microbatch's, divided over context. Tensor ranks gather the sequence
+    first."""
+    return config.microbatch_sequences * config.train.sequence_length // config.parallel.context
+
+
+def head_rows(config: Config) -> int:
+    """The same for the head, which processes the sequence in chunks (model/loss.py)."""
+    S = config.train.sequence_length // config.parallel.context
+    chunks = min(S, -(-matmul_rows(config) // config.train.loss_chunk_tokens))
+    return config.microbatch_sequences * -(-S // chunks)
+
+
+# -------------------------------------------------------------------------------------------------------- parameter table
+# The parameter table of a config on a mesh: each parameter's two layouts, and its bytes on one device.
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on one device."""
+
+    master: int
+    """fp32 weights."""
+    moments: int
+    """AdamW's two moments, fp32."""
+    compute_copy: int
+    """Copy in the compute dtype; 0 if the master weights are used directly."""
+    gradients: int
+    """fp32 accumulator."""
+
+    @property
+    def total(self) -> int:
+        return self.master + self.moments + self.compute_copy + self.gradients
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter. The layer stack counts as its first dim, `layers`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[str, ...]
+    compute: tuple[tuple[str, ...], ...]
+    """For each dim, the mesh axes that shard it in the train step."""
+    master: tuple[tuple[str, ...], ...]
+    """The same for the fp32 weight and its moments."""
+    zeros: tuple[int, ...]
+    """Zeros that the fp32 weight and its moments have at the end of each dim, so that ZeRO's ranks divide it."""
+    bytes_per_device: Bytes
+
+
+def describe(parameter: Parameter, config: Config) -> ParameterRow:
+    """Layouts of one parameter, and its bytes on one device."""
+    parallel, sizes = config.parallel, axis_sizes(config.parallel)
+    spot = layout(parameter, weight_rules(config.model, parallel), parallel)
+    compute = elements_per_device(parameter.shape, spot.compute, sizes)
+    stored = spot.padded_shape(parameter.shape)
+    master = elements_per_device(stored, spot.master, sizes)
+    gradients, copy = (master if is_zero_sharded(parameter.path, parallel, level) else compute for level in (2, 3))
+    dtype = np.dtype(config.model.compute_dtype)
+    # A cast to the dtype and layout that it has already makes no array.
+    is_master = dtype == parameter.dtype and copy == master
+    return ParameterRow(
+        path=parameter.path,
+        shape=parameter.shape,
+        dtype=str(np.dtype(parameter.dtype)),
+        dims=parameter.dims,
+        compute=axes_by_dim(spot.compute),
+        master=axes_by_dim(spot.master),
+        zeros=tuple(there - here for there, here in zip(stored, parameter.shape, strict=True)),
+        bytes_per_device=Bytes(4 * master, 8 * master, 0 if is_master else dtype.itemsize * copy, 4 * gradients),
+    )
+
+
+def elements_per_device(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> int:
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return math.prod(NamedSharding(mesh, spec).shard_shape(shape))
+
+
+def axes_by_dim(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    return tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec)
+
+
+# ---------------------------------------------------------------------------------------------------------------- inspect
 
 REFERENCE_GPU = "h100-80gb"
 """The GPU whose link and speed the times use, unless one is named."""

@@ -20,9 +20,10 @@ from rich.text import Text
 
 from jaxllm.compile.inspect import REACHED, Report, axes_line
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable, terminal_table
-from jaxllm.mesh import CONTEXT, TENSOR
+from jaxllm.display import readable
+from jaxllm.mesh.axes import CONTEXT, TENSOR
 from jaxllm.parallel.zigzag import table_text
+from jaxllm.terminal import terminal_table
 
 WIDTH = 80
 """Maximum characters of a line."""
@@ -56,10 +57,8 @@ def render(report: Report) -> Group:
 
 
 def precision_lines(report: Report) -> Padding:
-    table = terminal_table(("", "inputs", "sums", "result"))
-    for row in report.precision:
-        table.add_row(row.what, row.inputs, row.sums, row.result)
-    return Padding(table, (0, 0, 0, 2))
+    rows = [(row.what, row.inputs, row.sums, row.result) for row in report.precision]
+    return Padding(terminal_table(rows, ("", "inputs", "sums", "result")), (0, 0, 0, 2))
 
 
 def in_columns(rendered: Group) -> str:
@@ -122,7 +121,7 @@ def elided(items: list[Any], most: int) -> list[Any]:
 
 def layout_table(report: Report) -> Table:
     """A row for each dim of each parameter; stacked layers show one layer."""
-    table = terminal_table(("parameter", "dim", "size", "compute", "master"), right=("size",))
+    lines = []
     for parameter in report.parameters:
         stacked = parameter.dims[0] == "layers"
         shape = parameter.shape[1:] if stacked else parameter.shape
@@ -136,19 +135,15 @@ def layout_table(report: Report) -> Table:
         for left, row in itertools.zip_longest([parameter.path, under], rows):
             dim, size, *specs = row or ("", "", None, None)
             split = ["" if spec is None else " x ".join(a for a in spec if report.mesh[a] > 1) or "-" for spec in specs]
-            table.add_row(*map(Text, (left or "", dim, size, *split)))
-    return table
+            lines.append((left or "", dim, size, *split))
+    return terminal_table(lines, ("parameter", "dim", "size", "compute", "master"), right=("size",))
 
 
 def bytes_table(report: Report) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("parameter", overflow="fold")
-    for heading in ("master", "moments", "copy", "gradients"):
-        table.add_column(heading, justify="right")
-    for parameter in report.parameters:
-        table.add_row(Text(parameter.path), *map(readable, asdict(parameter.bytes_per_device).values()))
-    table.add_row("total", *(readable(size) for size in asdict(report.bytes_per_device).values()), style="bold")
-    return table
+    sizes = [(parameter.path, parameter.bytes_per_device) for parameter in report.parameters]
+    rows = [(name, *map(readable, asdict(size).values())) for name, size in (*sizes, ("total", report.bytes_per_device))]
+    kinds = ("master", "moments", "copy", "gradients")
+    return terminal_table(rows, ("parameter", *kinds), right=kinds, bold="total")
 
 
 def activation_lines(report: Report) -> Iterator[Text]:

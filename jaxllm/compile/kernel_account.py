@@ -31,12 +31,11 @@ from jaxllm.config.rounds import steps_apart
 from jaxllm.config.types import FP8_ROUNDING
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.kernel_floor import least_seconds
-from jaxllm.cost_model.kernel_rates import KernelRates, kernel_rates
+from jaxllm.cost_model.kernel_rates import KernelRates, kernel_rates, least_seconds
 from jaxllm.cost_model.replicas import exchange_of
 from jaxllm.cost_model.step_parts import OUTER_STEP
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.mesh import REPLICA
+from jaxllm.mesh.axes import REPLICA
 
 PARTS = {
     "matmuls": "the layers' matmuls, forward and backward",

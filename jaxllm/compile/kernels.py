@@ -14,8 +14,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxllm.compile.hlo import COLLECTIVES, ON_HOST, OP_NAME, PASSING, RUNNING, TARGET, Module
-from jaxllm.compile.hlo_text import BUFFER, MATMULS, TRIPS, Instruction, byte_size, operands, shape_of
+from jaxllm.compile.hlo import (
+    BUFFER,
+    COLLECTIVES,
+    MATMULS,
+    ON_HOST,
+    OP_NAME,
+    PASSING,
+    RUNNING,
+    TARGET,
+    TRIPS,
+    Instruction,
+    Module,
+    byte_size,
+    operands,
+    shape_of,
+)
 
 NO_KERNELS = (*PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
 """Operations that launch nothing. The done of an asynchronous one launches nothing either."""

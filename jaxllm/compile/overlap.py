@@ -21,10 +21,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxllm.compile.hlo import Collective, Module
-from jaxllm.compile.hlo_text import Instruction, byte_size, trip_count
+from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, trip_count
 from jaxllm.config import ParallelConfig
-from jaxllm.config.capability import HOPPER
+from jaxllm.config.attention import HOPPER
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
 from jaxllm.cost_model.replicas import over_replica_network

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.compile.hlo import Collective, Module
-from jaxllm.compile.hlo_text import byte_size
+from jaxllm.compile.hlo import Collective, Module, byte_size
 from jaxllm.compile.jaxpr_flops import walk
 from jaxllm.compile.overlap import sent_bytes
 from jaxllm.config.attention import SHORTER_DOCUMENTS

@@ -14,18 +14,17 @@ from pathlib import Path
 import jax
 from jax.experimental import serialize_executable
 
+from jaxllm.cluster import distributed
 from jaxllm.compile import aot
 from jaxllm.compile.report import require_present
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.display import readable
-from jaxllm.placement import mesh_on_hosts
-from jaxllm.runtime import distributed
-from jaxllm.runtime.early_exchange import early_exchange
-from jaxllm.runtime.program_cache import MANIFEST, write_whole
-from jaxllm.train.run_programs import run_programs
-from jaxllm.train.saved_programs import Manifest, fingerprint, machine_of, read_manifest, store_of, unlike
+from jaxllm.machine.program_cache import MANIFEST, write_whole
+from jaxllm.mesh.placement import mesh_on_hosts
+from jaxllm.run.programs import Manifest, fingerprint, machine_of, read_manifest, run_programs, store_of, unlike
+from jaxllm.run.rounds import early_exchange
 from jaxllm.untrusted import RefusedInput
 
 CUDNN = "__cudnn$"

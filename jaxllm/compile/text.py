@@ -13,11 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm.compile.inspect import axes_line
+from jaxllm.compile.kernel_account import KernelAccount
 from jaxllm.compile.overlap import total
 from jaxllm.compile.report import CompileReport
+from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import capacity_text, fits_text
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable, terminal_table
+from jaxllm.display import readable
+from jaxllm.terminal import terminal_table
 
 ROWS = 14
 """Collectives in the table; the JSON has all."""
@@ -70,10 +73,6 @@ def heading(report: CompileReport) -> list[Text]:
 
 
 def bytes_table(report: CompileReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
     rows = [
         ("arguments: state and batch", report.argument_bytes),
         ("temporaries, at their peak", report.temp_bytes),
@@ -85,11 +84,8 @@ def bytes_table(report: CompileReport) -> Table:
         rows.insert(-1, ("cuDNN's workspace at most, estimated", report.workspace_bytes))
     if report.host_bytes:
         rows.append(("in the host's memory besides", report.host_bytes))
-    for name, size in rows:
-        sign = "-" if size < 0 else ""
-        style = "bold" if name == "total" else ""
-        table.add_row(f"  {name}", f"{sign}{readable(abs(size))}", f"{size:,}", style=style)
-    return table
+    cells = [(f"  {name}", f"{'-' if size < 0 else ''}{readable(abs(size))}", f"{size:,}") for name, size in rows]
+    return terminal_table(cells, right=(1, 2), bold="  total")
 
 
 def verdict(report: CompileReport) -> Iterator[Text]:
@@ -128,32 +124,107 @@ def teraflops(flops: int) -> str:
 
 
 def collectives_table(report: CompileReport) -> Table:
-    table = terminal_table(("kind", "over", "dtype", "times", "sent", "how", ""), right=("times", "sent"), gap=1)
+    rows = []
     for row in report.collectives[:ROWS]:
         how = "hidden" if row.behind_matmuls else "bare" if row.asynchronous else "sync"
         axes = " x ".join(row.axes) or "-"
         where = "loops" if row.in_loops else ""
-        table.add_row(row.kind, axes, row.dtype, f"{row.count:,}", readable(row.sent_bytes), how, where)
-    return table
+        rows.append((row.kind, axes, row.dtype, f"{row.count:,}", readable(row.sent_bytes), how, where))
+    return terminal_table(rows, ("kind", "over", "dtype", "times", "sent", "how", ""), right=("times", "sent"), gap=1)
 
 
 def overlap_table(report: CompileReport) -> Table:
-    figures = ("sent", "bare", "shows", "TFLOP behind")
-    table = terminal_table(("kind", "over", *figures), right=figures, gap=1)
+    figures, rows = ("sent", "bare", "shows", "TFLOP behind"), []
     for row in (*report.overlap[:ROWS], total(report.overlap)):
         shares = (f"{row.bare_share:.0%}", f"{row.exposed_share:.0%}")
         flops = teraflops(round(row.flops_behind))
-        table.add_row(row.kind, " x ".join(row.axes), readable(row.sent_bytes), *shares, flops)
-    return table
+        rows.append((row.kind, " x ".join(row.axes), readable(row.sent_bytes), *shares, flops))
+    return terminal_table(rows, ("kind", "over", *figures), right=figures, gap=1)
 
 
 def results_table(report: CompileReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(justify="right")
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    rows = []
     for large in report.largest_results:
         times = f" x {large.instructions}" if large.instructions > 1 else ""
         shape = f"{large.dtype}[{','.join(map(str, large.shape))}]{times}"
-        table.add_row(f"  {readable(large.bytes)}", shape, Text(large.origin))
-    return table
+        rows.append((f"  {readable(large.bytes)}", shape, large.origin))
+    return terminal_table(rows, right=(0,))
+
+
+# --------------------------------------------------------------------------------------------------------- kernel account
+# The kernel account as terminal text. `jaxllm compile --kernels` prints it, beside that of another config with `--against`.
+
+
+def render_kernels(report: CompileReport, against: CompileReport | None = None) -> Group:
+    """The account for a terminal of at least 80 columns.
+
+    Raises:
+      ConfigError: the devices' figures are not known.
+    """
+    account, other = account_of(report), None if against is None else account_of(against)
+    table = _comparison(account, other) if other else _table(account)
+    lines = [f"  {value:,.3g} {unit}" for value, unit in _rates(account)]
+    return Group(
+        *heading(report),
+        *verdict(report),
+        *([Text("\nThe other"), *heading(against), *verdict(against)] if against else []),
+        Text("\nKernels of one step, on one device, by roofline (nothing was timed)"),
+        Padding(table, (0, 0, 0, 2)),
+        Text(""),
+        Text(_total("", account)),
+        *([Text(_total("the other: ", other))] if other else []),
+        Text("\nRates: shares of the peaks that one H100 reached; assumed for other GPUs (jaxllm/cost_model/kernel_rates.py)"),
+        *map(Text, lines),
+        *([Text("\nWarnings"), *(Text(f"  {line}") for line in report.warnings)] if report.warnings else []),
+    )
+
+
+def account_of(report: CompileReport) -> KernelAccount:
+    """The report's account. Raises ConfigError if it has none."""
+    if report.kernels is None:
+        raise ConfigError(f"--kernels needs the figures of the GPU, and {report.gpu} has none: name a kind with --gpu.")
+    return report.kernels
+
+
+def _table(account: KernelAccount) -> Table:
+    figures, rows = ("runs", "GB", "TFLOP", "ms", "least", "us a layer"), []
+    for row in account.parts:
+        layer = "" if row.layer_seconds is None else f"{1e6 * row.layer_seconds:,.0f}"
+        flops = teraflops(row.flops) if row.flops else ""
+        moved = f"{row.bytes / 1e9:,.1f}"
+        rows.append((row.part, f"{row.runs:,}", moved, flops, _ms(row.seconds), _ms(row.least_seconds), layer))
+    least = sum(row.least_seconds for row in account.parts)
+    rows.append(("all", f"{sum(row.runs for row in account.parts):,}", "", "", _ms(account.step_s), _ms(least), ""))
+    return terminal_table(rows, ("part", *figures), right=figures)
+
+
+def _comparison(account: KernelAccount, other: KernelAccount) -> Table:
+    ours, theirs = ({row.part: row.seconds for row in one.parts} for one in (account, other))
+    pairs = {part: (ours.get(part, 0.0), theirs.get(part, 0.0)) for part in ours | theirs}
+    times = sorted(pairs.items(), key=lambda item: -max(item[1]))
+    times.append(("all", (account.step_s, other.step_s)))
+    rows = [(part, _ms(a), _ms(b), f"{1e3 * (b - a):+,.1f}") for part, (a, b) in times]
+    figures = ("ms", "other", "change")
+    return terminal_table(rows, ("part", *figures), right=figures)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}"
+
+
+def _total(whose: str, account: KernelAccount) -> str:
+    return (
+        f"{whose}{_ms(account.step_s)} ms a step, MFU {account.mfu_full_square:.1%} with the full square of attention, "
+        f"{account.mfu_causal:.1%} causal"
+    )
+
+
+def _rates(account: KernelAccount) -> list[tuple[float, str]]:
+    rates = account.rates
+    return [
+        (rates.matmul_flops_per_s / 1e12, "TFLOP/s in matmuls"),
+        (rates.attention_forward_flops_per_s / 1e12, "TFLOP/s in attention, of the causal half"),
+        (rates.attention_backward_flops_per_s / 1e12, "TFLOP/s in its backward pass"),
+        (rates.memory_bytes_per_s / 1e12, "TB/s of memory"),
+        (rates.launch_s * 1e6, "us between kernels"),
+    ]

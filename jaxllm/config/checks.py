@@ -21,9 +21,8 @@ from jaxllm.untrusted import shown
 
 MOST_STEP_TOKENS = 2**40
 """The largest runs have 2^26 tokens a step."""
-FP8_UNITS = {"fp8": 16, "mxfp8": 32}
-"""Dims of a matmul must be multiples of this: of cuBLASLt's (cuBLAS library documentation, cublasLtMatmul), and of blocks with
-a scale each."""
+FP8_UNIT = 16
+"""Dims of cuBLASLt's FP8 matmuls must be multiples of this (cuBLAS library documentation, cublasLtMatmul)."""
 
 
 def sequence_unit(context: int, tensor: int) -> int:
@@ -66,7 +65,7 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
     if model.multiplies_fp8:
         _check_fp8(model, parallel.tensor)
     if parallel.tensor_ring and parallel.tensor > 1 and (model.multiplies_fp8 or model.scan_layers is False):
-        unlike = f"model.matmul_dtype={model.matmul_dtype}" if model.multiplies_fp8 else "model.scan_layers=false"
+        unlike = "model.matmul_dtype=fp8" if model.multiplies_fp8 else "model.scan_layers=false"
         raise refuse(f"parallel.tensor_ring=true multiplies in chunks, which {unlike} does not: set tensor_ring=false.")
     # Each context rank has two chunks of a sequence (parallel/zigzag.py), and each tensor rank has a part of those.
     c = parallel.context
@@ -77,14 +76,6 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
         raise refuse(
             f"train.sequence_length={S} does not divide {parts}over parallel.tensor={parallel.tensor}: "
             f"set train.sequence_length={nearest}."
-        )
-    # The gradient of a weight sums over the tokens. A block of them must be of one chunk, or the mesh would change it.
-    tokens, least = causal_block_length(S, c), FP8_UNITS["mxfp8"]
-    if model.matmul_dtype == "mxfp8" and tokens % least:
-        where = f"a chunk of parallel.context={c} has {tokens}" if c > 1 else f"a sequence has {tokens} on a rank"
-        raise refuse(
-            f"model.matmul_dtype=mxfp8 multiplies {least} tokens at a time, and {where}: make train.sequence_length a multiple "
-            f"of {least * S // tokens}, or set model.matmul_dtype=compute_dtype."
         )
     chunks = parallel.pipe * parallel.virtual_stages
     if not all_have_layers(model.num_layers, chunks):
@@ -207,13 +198,12 @@ def _check_fp8(model: ModelConfig, tensor: int) -> None:
         # Replicated on every rank if the heads do not divide.
         "num_kv_heads x head_dim": (model.num_kv_heads * model.head_dim, 1 if model.num_kv_heads % tensor else tensor),
     }
-    unit = FP8_UNITS[model.matmul_dtype]
     for key, (full, ranks) in widths.items():
-        if (width := full // ranks) % unit:
+        if (width := full // ranks) % FP8_UNIT:
             split = f" over parallel.tensor={tensor}" if ranks > 1 else ""
             raise refuse(
-                f"model.matmul_dtype={model.matmul_dtype} multiplies {unit} numbers at a time, and model.{key}{split} is "
-                f"{width}: make it a multiple of {unit}, or set model.matmul_dtype=compute_dtype."
+                f"model.matmul_dtype=fp8 multiplies {FP8_UNIT} numbers at a time, and model.{key}{split} is {width}: make it a "
+                f"multiple of {FP8_UNIT}, or set model.matmul_dtype=compute_dtype."
             )
 
 

@@ -29,6 +29,8 @@ from jaxllm.config.model_config import MOST_LAYERS, ModelConfig
 from jaxllm.untrusted import INT32, RefusedInput, checked, read_json, shown
 
 CONFIG, MODEL = "config.json", "model.json"
+TOKENIZER = "tokenizer"
+"""Folder of a tokenizer in run.dir and in a model of jaxllm's own format."""
 
 
 def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:

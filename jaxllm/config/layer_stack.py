@@ -82,16 +82,14 @@ def rings_tensor(config: Config, capability: Capability = HOPPER) -> bool:
     - before Hopper, where XLA starts transfers too late to hide them;
     - with FP8, whose scales are those of whole arrays;
     - with LoRA, whose products are added to whole sequences;
-    - where layers with arrays of their own add gradients in their matmuls;
-    - with parallel.overlap_passes in a pipeline, where the other pass hides most of the transfers already: 8B over pipe 2 and
-      tensor 2 would take 1% longer by the kernel account.
+    - where layers with arrays of their own add gradients in their matmuls.
     """
     model, parallel = config.model, config.parallel
     if parallel.tensor == 1 or parallel.tensor_ring is not None:
         return parallel.tensor > 1 and bool(parallel.tensor_ring)
     if parallel.remat == "none" or (capability is not None and capability < HOPPER):
         return False
-    if model.multiplies_fp8 or model.scan_layers is False or (parallel.pipe > 1 and parallel.overlap_passes):
+    if model.multiplies_fp8 or model.scan_layers is False:
         return False
     # The ring does not know matrices without gradients.
     if config.frozen:

@@ -137,9 +137,9 @@ class ModelConfig(Section):
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matmuls; bfloat16 on GPUs from Ampere on. Master weights, moments, norms, rotary angles, softmax and loss are
     always float32."""
-    matmul_dtype: Literal["compute_dtype", "fp8", "mxfp8"] = "compute_dtype"
+    matmul_dtype: Literal["compute_dtype", "fp8"] = "compute_dtype"
     """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
-    per array. mxfp8 (from Blackwell on): E4M3, one scale for 32 numbers. Head, attention and all sums do not change."""
+    per array. Head, attention and all sums do not change."""
     attention: Literal["xla", "cudnn", "cudnn_halves", "auto"] = "auto"
     """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged. From Hopper on cudnn packs masked documents;
     before, and with cudnn_halves, it halves blocks again and again, which takes longer."""
@@ -177,6 +177,8 @@ class ModelConfig(Section):
     def _derive(cls, values: Any):
         if not isinstance(values, Mapping):
             return values
+        if values.get("matmul_dtype") == "mxfp8":
+            raise refuse("model.matmul_dtype=mxfp8 was removed, because fp8 rounds in less time: set model.matmul_dtype=fp8.")
         values = dict(values)
         heads, width = values.get("num_heads"), values.get("hidden_size")
         if values.get("num_kv_heads") is None and isinstance(heads, int):

@@ -56,7 +56,7 @@ class Shape(Protocol):
 class ParameterSpec:
     path: str
     dims: tuple[str, ...]
-    """Name of each dim. Sharding follows from the names (sharding.py)."""
+    """Name of each dim. Sharding follows from the names (mesh/sharding.py)."""
     shape: tuple[int, ...]
     initial: Literal["normal", "residual", "ones", "zeros", "lora"]
     """Initial values: normal with model.initializer_std, divided by sqrt(2 L) for matrices that write to the residual stream,

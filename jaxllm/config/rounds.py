@@ -70,3 +70,7 @@ def without_rounds(config: Config) -> Config:
     """The config of the steps before the first round, in which replicas train synchronously."""
     train = config.train.model_copy(update={"diloco_steps": None, "diloco_overlap": False})
     return config.model_copy(update={"train": train})
+
+
+EXCHANGE_SCOPE = "outer_step"
+"""jax.named_scope around the exchange between replicas."""

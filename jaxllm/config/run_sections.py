@@ -37,11 +37,11 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this step are saved, and these alone are copied to the store, with those of keep_every_steps
     and the one with which the run ends or is stopped. The others are temporary and stay in run.dir, which gives up one of
     keep_every_steps once the store has it and `keep` does not cover it. null: every checkpoint is copied."""
-    memory_every_steps: PositiveInt | None = None
-    """Steps between checkpoints in memory: each host keeps its part of the state and that of another host, so that a run which
-    loses a process or a host resumes there (docs/checkpoints.md). null: none."""
-    memory_dir: Annotated[str, Field(min_length=1)] = "/dev/shm"
-    """Folder of each host for them, in its memory or on a disk of its own."""
+
+    retired = {
+        key: (unchanged, f"checkpoint.{key} was removed with checkpoints in memory: leave it out, and lower every_steps.")
+        for key, unchanged in {"memory_every_steps": None, "memory_dir": "/dev/shm"}.items()
+    }
 
     def keeps_forever(self, step: int) -> bool:
         return self.keep_every_steps is not None and step % self.keep_every_steps == 0
@@ -104,7 +104,7 @@ class RunConfig(Section):
     """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and does not choose between them by time. It
     costs speed: cuBLAS's rule selects the matmul kernels, and the backward pass of attention uses cuDNN's slower algorithm."""
     xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
-    """Sets of XLA options to try on GPUs beside a step's own, such as [double_buffering] (jaxllm/runtime/xla_flags.py). They
+    """Sets of XLA options to try on GPUs beside a step's own, such as [double_buffering] (jaxllm/machine/xla_flags.py). They
     change the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""
     compilation_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Folder of compiled programs, so that a restart does not compile again. auto: JAX_COMPILATION_CACHE_DIR, or
@@ -112,8 +112,8 @@ class RunConfig(Section):
     allow_overcommit: Switch = False
     """Start even if the estimate says that a step does not fit into the GPU's memory."""
     peer_timeout_s: Seconds = 60
-    """If a process sends no heartbeat for this many seconds, it counts as lost and all processes exit. JAX's own limit is twice
-    that."""
+    """If a process sends no heartbeat for this many seconds, it counts as lost and all processes exit. JAX's own limit is
+    three times that."""
     stuck_factor: Annotated[float, Field(gt=1)] = 20
     """A step that takes this many times the median of the last 50, and at least run.stuck_min_s, is stuck: the process prints
     its stack traces and exits, so that it can be restarted."""

@@ -72,12 +72,16 @@ class ParallelConfig(Section):
     """How queries reach the keys of other context ranks. ring: keys are sent while the blocks compute; all_gather: every rank
     gathers all keys first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value
     head below 4096)."""
-    overlap_passes: bool = False
-    """A tick with a forward and a backward pass alternates their layers, so that the tensor-parallel collectives of one overlap
-    with the matmuls of the other. It helps with tensor > 1, zero 0 or 1, schedule 1f1b or interleaved."""
     tensor_ring: Switch | None = None
     """Tensor ranks send a sequence in chunks, one behind the matmuls of another. null: chunks of 8 MiB and more from Hopper on,
-    without FP8, overlap_passes, remat=none and scan_layers=false."""
+    without FP8, remat=none and scan_layers=false."""
+
+    retired = {
+        "overlap_passes": (
+            False,
+            "parallel.overlap_passes was removed, because tensor ranks that send in a ring wait less: leave it out.",
+        )
+    }
 
     @property
     def names_replica_network(self) -> bool:
@@ -92,17 +96,6 @@ class ParallelConfig(Section):
             raise refuse(
                 f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
                 f"more, 1f1b and gpipe take 1."
-            )
-        overlaps = self.overlap_passes and self.pipe > 1
-        if overlaps and self.schedule == "gpipe":
-            raise refuse(
-                "parallel.overlap_passes=true needs ticks with both passes, and gpipe has none: set parallel.schedule=1f1b."
-            )
-        if overlaps and self.remat == "none":
-            # Compiled for H100s, 8B over pipe 2 and tensor 2 needs 114.8 GiB, and 104.1 GiB without overlap.
-            raise refuse(
-                "parallel.overlap_passes=true and parallel.remat=none do not go together, because XLA would use a tenth more "
-                "memory: set parallel.remat=selective."
             )
         return self
 

@@ -6,9 +6,9 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_spec import MATMUL_OUTPUTS, Shape, norms_after
@@ -157,3 +157,16 @@ class Section(BaseModel):
     """A part of a config, with its keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
+    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    """Keys that the last version had: the value that changed nothing, which stored configs have and which is left out, and the
+    sentence that refuses any other."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_retired(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        for key, (unchanged, sentence) in cls.retired.items():
+            if values.get(key, unchanged) != unchanged:
+                raise refuse(sentence)
+        return {key: value for key, value in values.items() if key not in cls.retired}

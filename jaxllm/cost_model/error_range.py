@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import Config
-from jaxllm.config.attention import takes_cudnn, window_shares
-from jaxllm.config.capability import AMPERE, HOPPER
+from jaxllm.config.attention import AMPERE, HOPPER, takes_cudnn, window_shares
 from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.hardware import Gpu

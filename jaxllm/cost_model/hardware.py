@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.config.capability import FIRST_WITH, Capability, has_tf32, require_runs
+from jaxllm.config.attention import FIRST_WITH, Capability, has_tf32, require_runs
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.gpu_file import gpu_from_file
 from jaxllm.display import readable
@@ -44,6 +44,8 @@ RESERVE_BYTES = 2**30
 """Reserve in XLA's share that every verdict keeps free: for the CUDA context and NCCL if they need more than the 8% (the share
 can then be lowered by as much), and for everything beside the step: the next batch, cuBLAS's workspaces, gaps between buffers.
 Chosen, not measured."""
+FIT_SHARE = 0.95
+"""Largest share of the capacity at which an estimated config counts as fitting. The rest covers underestimates."""
 
 NVLINK_LATENCY_S, PCIE_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 5.7e-6, 14e-6
 """Latency of one ring step, as NCCL's own tuning assumes for long messages (hwLat in graph/tuning.cc, ring, protocol
@@ -301,7 +303,7 @@ def compute_capability(device: Any) -> Capability:
 
 
 def require_device_runs(model: ModelConfig, device: Any) -> None:
-    """Raises ConfigError if a `jax.Device` cannot multiply the model's dtypes or run its attention (config/capability.py)."""
+    """Raises ConfigError if a `jax.Device` cannot multiply the model's dtypes or run its attention (config/attention.py)."""
     if device.platform in ("gpu", "cuda"):
         require_runs(model, compute_capability(device), device.device_kind)
     elif device.platform != "cpu" and model.multiplies_fp8:

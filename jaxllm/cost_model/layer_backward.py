@@ -1,308 +1,270 @@
 """Memory that XLA needs to run one layer backward, beside the tensors that the step keeps: counts of tensors of each size.
 
-The counts were read in XLA's buffer listings at a step's fullest moment (option xla_dump_to). They follow from the program, not
-from a theory: recomputed tensors, products that wait for the gradients of weights, gathered sequences, attention blocks, copies
-in another layout. They are whole or half numbers, and none is fitted. benchmarks/memory_accuracy.py measures their error on
-steps that were not used for the counts.
+The counts were read in XLA's buffer listings at a step's fullest moment (CONTRIBUTING, "How to add an activation", says how).
+They follow from the program, not from a theory: recomputed tensors, products that wait for the gradients of weights, gathered
+sequences, attention blocks, copies in another layout. They are whole or half numbers, and none is fitted.
+benchmarks/memory_accuracy.py measures their error on steps that were not used for the counts.
 
 A layer is fullest at one of three moments:
 
     feed_forward       SwiGLU's products, their gradients, and the tensors they come from
     feed_forward_end   the gradients of the gathered sequence, beside most of that
     attention          attention blocks, forward and backward, beside tensors that wait for the gradients of the weights above
+
+A fourth, `turn`, is before the layers: stacks that stay on the device are transposed for the backward pass.
+
+ROWS has a row for each kind of buffer: its size (sizes_of), how many of it are live at each moment, and in which steps (facts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
-from jaxllm.config.remat_policy import Policy
+from jaxllm.config.layer_stack import rings_tensor
+from jaxllm.cost_model.activations import context_method
+from jaxllm.cost_model.step_sizes import SMALLEST_HALF, StepSizes, halvings
 
-Moments = dict[str, dict[str, float]]
-"""Moment -> term -> bytes."""
-
-
-class TensorCounts(NamedTuple):
-    """Number of tensors of each size (LayerShape.units)."""
-
-    mlp: int
-    whole: int
-    split: int
-
-
-COUNTS: Mapping[str, Mapping[str, TensorCounts]] = {
-    "kept": {
-        "feed_forward": TensorCounts(3, 2, 3),
-        "feed_forward_end": TensorCounts(3, 4, 3),
-        "attention": TensorCounts(2, 2, 2),
-    },
-    "recomputed": {
-        "feed_forward": TensorCounts(5, 3, 3),
-        "feed_forward_end": TensorCounts(4, 5, 3),
-        "attention": TensorCounts(4, 2, 2),
-    },
+MOMENTS = ("feed_forward", "feed_forward_end", "attention", "turn")
+HELD = {
+    "block_input": "hidden",
+    "query": "queries",
+    "key": "keys",
+    "value": "keys",
+    "attention_output": "queries",
+    "attention_lse": "keys",
+    "attention_out": "hidden",
+    "mlp_gate": "products",
+    "mlp_up": "products",
+    "mlp_down": "last_output",
 }
-"""Counts by whether SwiGLU's products are kept. remat=none counts as recomputed: in a loop its residuals are copied."""
+"""Named tensor of a block -> its group, whose tensors are copied and freed together. Rows count kept and offloaded tensors by
+group."""
 
 
-class Blocks(NamedTuple):
-    """Tensors in attention's backward: of the queries' size and of the keys' size."""
+class Row(NamedTuple):
+    """One kind of buffer."""
 
-    query: int
-    key: int
+    what: str
+    """For a reader; nothing depends on it."""
+    size: str
+    """Name of a size (sizes_of)."""
+    counts: tuple[float, ...]
+    """Number live at each of MOMENTS. Negative: tensors of an earlier row that are not live in these steps."""
+    when: str = ""
+    """Facts that must hold, or with a minus must not hold (facts)."""
 
-
-ATTENTION: Mapping[str, Blocks] = {"whole": Blocks(4, 4), "ring": Blocks(6, 12), "all_gather": Blocks(6, 6)}
-"""For all_gather, a key tensor has the keys of all context ranks."""
-QUERIES_WITH_DOCUMENTS = 6
-"""Minimum with documents: a block on the diagonal is split, and its parts are concatenated again."""
-RECOMPUTED_QUERIES, RECOMPUTED_QUERIES_WITH_DOCUMENTS = 3, 6
-"""Recomputed query-sized tensors that are live while the feed-forward runs backward."""
-REARRANGED_QUERIES, REARRANGED_IN_A_RING = 3, 6
-"""Copies of queries, outputs and their gradients in zigzag chunks; with one sequence no copy is needed. A ring has more of them
-if its layer is recomputed and transfers start early."""
-SMALLEST_HALF = 128
-"""Rows at which the halving of a block with documents ends (blockwise_attention.documents_by_halves)."""
-SMALLEST_SCORES = 6
-"""Scores of the smallest blocks, forward and backward, two in float32 and two in the compute dtype, in units of queries if
-heads are as wide as these blocks are long. Observed with one sequence per microbatch and a recomputed layer."""
-HALVINGS = 2
-"""Queries and outputs, half of each per halving; one of them during recomputation."""
-SCORE_BYTES = 10
-"""Bytes per score in plain XLA attention: float32 before and after softmax, and the compute dtype."""
+    def holds(self, known: frozenset[str]) -> bool:
+        return all(word[1:] not in known if word[0] == "-" else word in known for word in self.when.split())
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of one layer of a train step on one device."""
-
-    units: Mapping[str, float]
-    """Bytes of one tensor of a block, by its size."""
-    policy: Policy
-    kept: Mapping[str, float]
-    """Bytes on the device per layer and microbatch, by name."""
-    offloaded: Mapping[str, float]
-    """Bytes on the host per layer and microbatch, by name."""
-    scores: float
-    """Elements of one layer's score matrices, if plain XLA computes them; else 0."""
-    fp8_rounded: float
-    """Bytes of tensors rounded for FP8 matmuls."""
-    sequences: int
-    """Sequences per microbatch."""
-    causal_block_length: int
-    """Tokens of a block on the diagonal."""
-    head_dim: int
-    context: int
-    context_method: str
-    tensor: int
-    zero: int
-    """ZeRO level; 0 on a single rank."""
-    sends_once: bool
-    """Whether each layer is gathered and reduced once in a step (layer_stack.sends_once)."""
-    microbatches: int
-    chunk_layers: int
-    virtual_stages: int
-    slots: int
-    """Slots in a pipeline's ring of residuals."""
-    documents: bool
-    """Whether attention is masked at document boundaries, other than by packing."""
-    packing_bytes: float
-    """Bytes for which cuDNN packs documents."""
-    attention_workspace: float
-    """Bytes of cuDNN's workspace."""
-    pipelined: bool
-    overlap_passes: bool
-    has_own_layers: bool
-    """Whether each layer has its own arrays; else they go through a loop with a ring of residuals."""
-    runs_ahead: bool
-    """Whether XLA starts transfers early on this kind of GPU."""
-    rings_tensor: bool
-    """Whether tensor ranks send chunks of a sequence in a ring (layer_stack.rings_tensor)."""
-    norms_heads: bool = False
-    """Whether queries and keys are normalised (model.qk_norm)."""
-    host_sums: float | None = None
-    """Bytes of one layer's gradient sums that are read from the host; None if weights and sums are on the device."""
+def row_for_each(groups: str, what: str, place: str, counts: tuple[float, ...], when: str) -> Iterable[Row]:
+    """A row for each group of HELD, of tensors that are `kept` or `offloaded`."""
+    return (Row(f"{what}: {group}", f"{place}.{group}", counts, when) for group in groups.split())
 
 
-def layer_backward(layer: LayerShape) -> Moments:
-    """Terms of each moment, in bytes."""
-    counts = COUNTS["kept" if keeps_products(layer) else "recomputed"]
-    units = layer.units
-    moments: Moments = {}
-    if layer.policy.offload and transposes(layer) and not layer.pipelined:
-        # The stacks that stay on the device are transposed for the backward pass.
-        stacks = sum(layer.kept.get(name, 0) for name in ("block_input", "attention_out", "mlp_down"))
-        moments["turn"] = {"relayout": layer.chunk_layers * stacks}
-    for moment, held in counts.items():
-        size = sum(count * units[name] for name, count in held._asdict().items())
-        size += (forward_products(layer) - fewer_products(layer)) * units["mlp"]
-        if moment == "attention" and is_single(layer) and keeps_products(layer) and layer.documents:
-            # All three products wait for the gradients of their weights.
-            size += units["mlp"]
-        if moment == "attention" and is_recomputed_early(layer) and layer.context > 1 and layer.tensor > 1:
-            size += units["whole"]
-        # Gradients, and from ZeRO 3 on gathered weights, which frozen layers have too.
-        of_weights = units["layer" if layer.zero == 3 else "trained_layer"]
-        size += layers_of_weights(layer, moment) * of_weights + layer.fp8_rounded + (layer.host_sums or 0)
-        if layer.norms_heads:
-            # The norms' inputs, beside the rotated queries and keys.
-            size += sum(units[name] for name in ("query", "key") if name in layer.policy.recompute)
-        if transposes(layer):
-            size += (1 + late_sequences(layer, moment)) * units["whole"]
-        if layer.overlap_passes and layer.pipelined:
-            # Tensors of the concurrent forward layer: close to the mean of 18 steps compiled with and without overlap_passes.
-            size += units["mlp"] + units["whole"]
-        moments[moment] = {"layer_copies": copies(layer, moment), "working_set": size + attention(layer, moment)}
-        if moment == "attention" and layer.packing_bytes:
-            moments[moment]["packed_documents"] = layer.packing_bytes
-        if moment == "attention" and layer.attention_workspace:
-            moments[moment]["attention_workspace"] = layer.attention_workspace
-        if moment == "attention" and layer.scores:
-            moments[moment]["attention_scores"] = SCORE_BYTES * layer.scores
-    return moments
+ROWS: Mapping[str, tuple[Row, ...]] = {
+    "layer_copies": (
+        # Activations copied from their stack or ring, where they are not read in place. A single layer's or single
+        # microbatch's products are. Offloaded ones are fetched one layer ahead, so two layers of them are live (one is among
+        # the activations).
+        *row_for_each("hidden queries keys", "copied from the stack", "kept", (1, 1, 1), "-own_layers"),
+        Row("copied from the stack: last output", "kept.last_output", (1, 1, 0), "-own_layers"),
+        Row("copied from the stack: products", "kept.products", (1, 1, 0), "-own_layers -reads_in_place"),
+        Row("copied from own arrays", "kept.queries", (0, 0, 1), "own_layers"),
+        *row_for_each("hidden queries keys", "fetched ahead", "offloaded", (1, 1, 1), "fetches_ahead"),
+        Row("fetched ahead: last output", "offloaded.last_output", (1, 1, 0), "fetches_ahead"),
+        Row("fetched ahead: products", "offloaded.products", (1, 1, 0), "fetches_ahead -reads_in_place"),
+        *row_for_each("last_output products", "fetched, already freed", "offloaded", (0, 0, -1), "-fetches_ahead"),
+        Row("a product counted as recomputed, but kept", "mlp", (-1, -1, 0), "recomputes_gate -recomputes_up"),
+        # Autodiff's normed inputs (attention and feed-forward). Chunks in a ring are counted too: of such a step no buffer
+        # listing shows that they stay in row-major order.
+        Row("transposed stack of one normed input", "stack", (1, 1, 1), "everything gathers_several -pipelined"),
+        Row("transposed stacks of both, in all slots", "slots", (2, 2, 2), "everything gathers_several interleaved chunked"),
+    ),
+    "working_set": (
+        # remat=none counts as recomputed: in a loop its residuals are copied.
+        Row("SwiGLU's products and their gradients", "mlp", (3, 3, 2), "keeps_products"),
+        Row("SwiGLU's products and their gradients", "mlp", (5, 4, 4), "-keeps_products"),
+        Row("gathered sequences and their gradients", "whole", (2, 4, 2), "keeps_products"),
+        Row("gathered sequences and their gradients", "whole", (3, 5, 2), "-keeps_products"),
+        Row("hidden states and their gradients", "split", (3, 3, 2)),
+        # Recomputed products that do not wait. Fewer of them wait in a pipeline, whose layer loop is explicit, and where XLA
+        # starts no transfers early. In a ring a product is an array for each chunk, which its gradient, one array, cannot
+        # overwrite.
+        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded -runs_ahead"),
+        Row(
+            "overwritten",
+            "mlp",
+            (-2, -2, -2),
+            "recomputes_products -pipelined -documents -sharded runs_ahead -sums_late",
+        ),
+        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products single -rings_tensor -runs_ahead"),
+        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products single -rings_tensor runs_ahead one_pass"),
+        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products chunked one_pass -runs_ahead"),
+        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products chunked one_pass runs_ahead -sharded"),
+        Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked one_pass runs_ahead sharded"),
+        Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked -one_pass runs_ahead -tensor"),
+        # In an interleaved pipeline whose chunk is one layer, no loop keeps both passes of a tick apart, and their rings run at
+        # the same time: gate and up of the forward pass wait in chunks. Steps of 1F1B did not show it, and no interleaved step
+        # that keeps products was compiled.
+        Row("products of the forward pass", "mlp", (2, 2, 2), "recomputes_products single rings_tensor interleaved"),
+        Row("the third product, for its weights' gradient", "mlp", (0, 0, 1), "single keeps_products documents"),
+        Row("a gathered sequence that waits", "whole", (0, 0, 1), "recomputes_early context tensor"),
+        # Several sequences are gathered along their second dim, which moves first.
+        Row("transposed sequence", "whole", (1, 1, 1), "transposes"),
+        Row("gradients through q, k, v that wait for each other", "whole", (0, 3, 0), "transposes sends_late"),
+        # Gradients of weights are about to be added to the sums, or reduce-scattered behind the next layer. With sums on the
+        # host those of the last layer wait beside this layer's weights, of which the feed-forward's are done at attention.
+        Row("gathered weights, gradients", "weights", (0.5, 0.5, 0.5), "single"),
+        Row("gathered weights, gradients", "weights", (1.5, 1.5, 1.5), "-single reduces_behind -runs_ahead"),
+        Row("gathered weights, gradients", "weights", (2.5, 2.5, 2.5), "-single reduces_behind runs_ahead"),
+        Row("gathered weights, gradients", "weights", (2, 2, 1.5), "-single -reduces_behind host_sums"),
+        Row("gathered weights, gradients", "weights", (2, 2, 2), "chunked -reduces_behind -host_sums"),
+        Row("gathered weights, gradients", "weights", (1, 1, 1), "-pipelined -reduces_behind -host_sums"),
+        Row("gradient sums read from the host", "host_sums", (1, 1, 1)),
+        Row("rounded for FP8 matmuls", "fp8_rounded", (1, 1, 1)),
+        # Beside the rotated queries and keys.
+        Row("inputs of the heads' norms", "query", (1, 1, 1), "norms_heads recomputes_query"),
+        Row("inputs of the heads' norms", "key", (1, 1, 1), "norms_heads recomputes_key"),
+        # Attention.
+        Row("queries, outputs, gradients", "query", (0, 0, 4), "-context"),
+        Row("keys, values, gradients", "key", (0, 0, 4), "-context"),
+        Row("queries, outputs, gradients", "query", (0, 0, 6), "context"),
+        Row("keys, values, gradients, sent and received", "key", (0, 0, 12), "context -all_gather"),
+        Row("keys, values, gradients of all ranks", "all_keys", (0, 0, 6), "all_gather"),
+        # A block on the diagonal is split, and its parts are concatenated again.
+        Row("parts of blocks with documents", "query", (0, 0, 2), "-context halves"),
+        Row("halves of queries and outputs", "halves", (0, 0, 2), "halves"),
+        # Two in float32 and two in the compute dtype.
+        Row("scores of the smallest blocks", "smallest_scores", (0, 0, 6), "halves context recomputes_early -sequences"),
+        # Queries, outputs and their gradients; with one sequence no copy is needed.
+        Row("zigzag chunks", "query", (0, 0, 3), "context sequences"),
+        Row("zigzag chunks in a ring", "query", (0, 0, 3), "context sequences -all_gather recomputes_early"),
+        # While the feed-forward runs backward.
+        Row("an output", "query", (0.5, 0.5, 0), "-recomputes_attention_out"),
+        Row("recomputed queries", "query", (3, 3, 0), "recomputes_attention_out"),
+        Row("recomputed queries with documents", "query", (3, 3, 0), "recomputes_attention_out documents"),
+        Row("recomputed zigzag chunks", "query", (1, 1, 0), "recomputes_attention_out context sequences"),
+        Row("recomputed halves", "halves", (1, 1, 0), "recomputes_attention_out halves"),
+    ),
+    "packed_documents": (Row("log-sum-exp for which cuDNN packs documents", "packing", (0, 0, 1)),),
+    "attention_workspace": (Row("cuDNN's workspace", "workspace", (0, 0, 1)),),
+    # In plain XLA attention: float32 before and after softmax, and the compute dtype.
+    "attention_scores": (Row("bytes of scores", "scores", (0, 0, 10)),),
+    "relayout": (Row("transposed stacks", "kept_stacks", (0, 0, 0, 1), "offloads transposes -pipelined"),),
+}
+"""Term of the estimate -> its rows. Rows whose facts hold together are added up."""
 
 
-def keeps_products(layer: LayerShape) -> bool:
-    return not layer.policy.everything and "mlp_gate" not in layer.policy.recompute
+def layer_backward(step: StepSizes) -> dict[str, dict[str, float]]:
+    """Moment -> term -> bytes on one device: the rows that hold of this step, summed."""
+    sizes = sizes_of(step)
+    known = frozenset(name for name, holds in facts(step).items() if holds)
+    return {
+        moment: {term: sum(count * sizes[size] for size, count in counted) for term, counted in terms.items()}
+        for moment, terms in tensor_counts(known).items()
+    }
 
 
-def is_recomputed_early(layer: LayerShape) -> bool:
-    """Whether most of a layer is recomputed before its backward pass while transfers start early, so that more tensors wait."""
-    return layer.runs_ahead and not keeps_products(layer) and not layer.policy.everything
+@lru_cache(maxsize=4096)
+def tensor_counts(known: frozenset[str]) -> dict[str, dict[str, tuple[tuple[str, float], ...]]]:
+    """Moment -> term -> (size, number of tensors), for steps of which these facts hold."""
+    found: dict[str, dict[str, dict[str, float]]] = {moment: {"layer_copies": {}, "working_set": {}} for moment in MOMENTS[:3]}
+    for term, rows in ROWS.items():
+        for row in rows:
+            for moment, count in zip(MOMENTS, row.counts, strict=False) if row.holds(known) else ():
+                if count:
+                    of_term = found.setdefault(moment, {}).setdefault(term, {})
+                    of_term[row.size] = of_term.get(row.size, 0) + count
+    return {moment: {term: tuple(counts.items()) for term, counts in terms.items()} for moment, terms in found.items()}
 
 
-def fewer_products(layer: LayerShape) -> int:
-    """Number of SwiGLU's recomputed products that do not wait, by compiled steps. Fewer of them wait in a pipeline, whose
-    layer loop is explicit, and where XLA starts no transfers early."""
-    if not {"mlp_gate", "mlp_up"} <= set(layer.policy.recompute):
-        return 0
-    documents = layer.documents
-    if not layer.pipelined:
-        if layer.runs_ahead and (layer.zero >= 2 or layer.microbatches == 1 or layer.host_sums is not None):
-            return 0
-        return 0 if documents or layer.context * layer.tensor > 1 else 2
-    if is_single(layer):
-        # In a ring a product is an array for each chunk, which its gradient, one array, cannot overwrite.
-        return 0 if layer.rings_tensor or (layer.runs_ahead and (documents or layer.microbatches > 1)) else 2
-    if layer.microbatches == 1 and not documents:
-        return 1 if layer.runs_ahead and layer.context * layer.tensor > 1 else 2
-    return 1 if layer.runs_ahead and layer.tensor == 1 else 0
+def facts(step: StepSizes) -> dict[str, bool]:
+    """What rows ask about a step."""
+    config, policy, units = step.config, step.policy, step.units
+    p, recompute, sequences = config.parallel, policy.recompute, config.microbatch_sequences
+    several = config.chunk_layers > 1
+    keeps_products = not policy.everything and "mlp_gate" not in recompute
+    recomputed = not policy.everything and not keeps_products
+    # A chunk of one layer, for which XLA builds no loop; a chunk that is a loop over layers.
+    single, chunked = step.pipelined and not several, step.pipelined and several
+    one_pass = step.microbatches == 1 and not step.in_blocks
+    rings = rings_tensor(config, step.capability)
+    gathers_several = sequences > 1 and p.tensor > 1
+    all_gather = p.context > 1 and context_method(config) == "all_gather"
+    hosts = step.layers_on_host
+    return {
+        "everything": policy.everything,
+        "keeps_products": keeps_products,
+        "recomputes_gate": "mlp_gate" in recompute,
+        "recomputes_up": "mlp_up" in recompute,
+        "recomputes_products": "mlp_gate" in recompute and "mlp_up" in recompute,
+        "recomputes_query": "query" in recompute,
+        "recomputes_key": "key" in recompute,
+        "recomputes_attention_out": "attention_out" in recompute,
+        # Most of a layer is recomputed while transfers start early, so that more tensors wait.
+        "recomputes_early": step.runs_ahead and recomputed,
+        "offloads": bool(policy.offload),
+        # In pipeline steps for A100s, only behind attention with documents that gathers its keys.
+        "fetches_ahead": several and (step.runs_ahead or (step.pipelined and all_gather and step.in_blocks)),
+        "pipelined": step.pipelined,
+        "single": single,
+        "chunked": chunked,
+        "interleaved": p.virtual_stages > 1,
+        "one_pass": one_pass,
+        "reads_in_place": single or (step.pipelined and one_pass),
+        "own_layers": step.has_own_layers,
+        "runs_ahead": step.runs_ahead,
+        "sums_late": step.zero >= 2 or step.microbatches == 1 or hosts,
+        "reduces_behind": step.zero >= 2 or (step.sends_once and not step.has_own_layers),
+        "host_sums": hosts,
+        "documents": step.in_blocks,
+        "halves": step.in_blocks and not step.scores,
+        "sequences": sequences > 1,
+        "context": p.context > 1,
+        "all_gather": all_gather,
+        "tensor": p.tensor > 1,
+        "sharded": p.context * p.tensor > 1,
+        "rings_tensor": rings,
+        "gathers_several": gathers_several,
+        # Back to rows, which matters only for several sequences. Chunks in a ring stay in row-major order; the listings that
+        # show it are of pipelines whose chunk is a loop over layers. Where it is one layer, the gather for the embedding's
+        # gradient is there instead.
+        "transposes": gathers_several and not (rings and chunked),
+        # Transfers start late, and a sequence is wider than a rank's part of the feed-forward.
+        "sends_late": recomputed and units["mlp"] < units["whole"] and not (step.runs_ahead or step.pipelined),
+        "norms_heads": step.model.qk_norm is not None,
+    }
 
 
-def forward_products(layer: LayerShape) -> int:
-    """Number of SwiGLU's products of the tick's forward pass that are live while a layer runs backward. In an interleaved
-    pipeline whose chunk is one layer, no loop keeps both passes apart, and their rings run at the same time: by buffer
-    listings, gate and up of the forward pass wait in chunks. Steps of 1F1B did not show it, and no interleaved step that
-    keeps products was compiled."""
-    both = layer.rings_tensor and is_single(layer) and layer.virtual_stages > 1
-    return 2 if both and {"mlp_gate", "mlp_up"} <= set(layer.policy.recompute) else 0
-
-
-def is_single(layer: LayerShape) -> bool:
-    """Whether a pipeline's chunk is one layer, for which XLA builds no loop."""
-    return layer.pipelined and layer.chunk_layers == 1
-
-
-def gathers_several(layer: LayerShape) -> bool:
-    """Whether tensor ranks gather several sequences at once."""
-    return layer.sequences > 1 and layer.tensor > 1
-
-
-def transposes(layer: LayerShape) -> bool:
-    """Whether gathered sequences are transposed back. The gather over tensor is along their second dim and moves it first,
-    which matters only for several sequences. Chunks in a ring stay in row-major order; the listings that show it are of
-    pipelines whose chunk is a loop over layers. Where it is one layer, the gather for the embedding's gradient is there
-    instead."""
-    in_rows = layer.rings_tensor and layer.pipelined and layer.chunk_layers > 1
-    return gathers_several(layer) and not in_rows
-
-
-def late_sequences(layer: LayerShape, moment: str) -> int:
-    """Number of gradients through queries, keys and values that wait for each other. This happens if transfers start late and a
-    sequence is wider than a rank's part of the feed-forward."""
-    narrow = layer.units["mlp"] < layer.units["whole"]
-    recomputed = not keeps_products(layer) and not layer.policy.everything
-    return 3 if moment == "feed_forward_end" and recomputed and narrow and not (layer.runs_ahead or layer.pipelined) else 0
-
-
-def attention(layer: LayerShape, moment: str) -> float:
-    """Bytes that attention adds: its blocks, or, while the feed-forward runs backward, the tensors recomputed for them."""
-    units, documents = layer.units, layer.documents
-    ranks = layer.context
-    method = "whole" if ranks == 1 else layer.context_method
-    copied = REARRANGED_IN_A_RING if method == "ring" and is_recomputed_early(layer) else REARRANGED_QUERIES
-    rearranged = copied if ranks > 1 and layer.sequences > 1 else 0
-    halves = halvings(layer.causal_block_length) / 2 if documents and not layer.scores else 0
-    if moment == "attention":
-        blocks = ATTENTION[method]
-        queries = max(blocks.query, QUERIES_WITH_DOCUMENTS if documents and not layer.scores else 0)
-        keys = blocks.key * (ranks if method == "all_gather" else 1)
-        if halves and ranks > 1 and is_recomputed_early(layer) and layer.sequences == 1:
-            queries += SMALLEST_SCORES * SMALLEST_HALF / layer.head_dim
-        return (queries + rearranged + HALVINGS * halves) * units["query"] + keys * units["key"]
-    if layer.policy.everything or "attention_out" not in layer.policy.recompute:
-        return units["query"] / 2
-    queries = RECOMPUTED_QUERIES_WITH_DOCUMENTS if documents else RECOMPUTED_QUERIES
-    return (queries + min(rearranged, 1) + halves) * units["query"]
-
-
-def halvings(causal_block_length: int) -> int:
-    """How often a block on the diagonal is halved."""
-    return max(0, (causal_block_length // SMALLEST_HALF).bit_length() - 1)
-
-
-def copies(layer: LayerShape, moment: str) -> float:
-    """Bytes of one layer's activations copied from their stack or ring, where they are not read in place. Offloaded activations
-    are fetched one layer ahead, so two layers of them are live (one is among the activations)."""
-    policy, several = layer.policy, layer.chunk_layers > 1
-    if policy.everything:
-        interleaved = layer.virtual_stages > 1 and several
-        # Chunks in a ring are counted too: of such a step no buffer listing shows that they stay in row-major order.
-        if not gathers_several(layer) or (layer.pipelined and not interleaved):
-            return 0
-        # A second, transposed stack of the normed input; if interleaved, of both (attention and feed-forward), in all slots.
-        stacks = 2 * layer.slots if interleaved else 1
-        return stacks * layer.chunk_layers * layer.units["whole"]
-
-    def one_layer(held: Mapping[str, float]) -> float:
-        # A single layer's or single microbatch's products are read in place.
-        alone = is_single(layer) or (layer.pipelined and layer.microbatches == 1 and not layer.documents)
-        done = ("mlp_gate", "mlp_up") if moment == "attention" or alone else ()
-        done += ("mlp_down",) if moment == "attention" else ()
-        return sum(size for name, size in held.items() if name not in done)
-
-    size = 0.0
-    if not layer.has_own_layers:
-        size += one_layer(layer.kept)
-    elif moment == "attention":
-        size += sum(layer.kept.get(name, 0) for name in ("query", "attention_output"))
-    if several and fetches_ahead(layer):
-        size += one_layer(layer.offloaded)
-    elif moment == "attention":
-        size += one_layer(layer.offloaded) - sum(layer.offloaded.values())
-    if moment != "attention" and "mlp_gate" in policy.recompute and "mlp_up" not in policy.recompute:
-        # Of the two products that COUNTS has as recomputed, one is kept.
-        size -= layer.units["mlp"]
-    return size
-
-
-def fetches_ahead(layer: LayerShape) -> bool:
-    """Whether offloaded tensors are fetched a layer ahead. In pipeline steps for A100s, this happens only behind attention with
-    documents that gathers its keys."""
-    gathers = layer.context > 1 and layer.context_method == "all_gather"
-    return layer.runs_ahead or (layer.pipelined and gathers and layer.documents)
-
-
-def layers_of_weights(layer: LayerShape, moment: str = "feed_forward") -> float:
-    """Number of layers whose weights are live in the compute dtype, with their gradients. These are about to be added to the
-    sums, or reduce-scattered behind the next layer: with ZeRO 2 and 3, and in a loop that sends once. With sums on the host
-    those of the last layer wait beside this layer's weights, of which the feed-forward's are done at attention."""
-    if layer.pipelined and layer.chunk_layers == 1:
-        return 0.5
-    if layer.zero >= 2 or (layer.sends_once and not layer.has_own_layers):
-        return 2.5 if layer.runs_ahead else 1.5
-    if layer.host_sums is not None:
-        return 1.5 if moment == "attention" else 2
-    return 2 if layer.pipelined else 1
+def sizes_of(step: StepSizes) -> dict[str, float]:
+    """Bytes of one tensor of each kind."""
+    units, layers = step.units, step.config.chunk_layers
+    sizes = {
+        **units,
+        "weights": units["layer" if step.zero == 3 else "trained_layer"],
+        "all_keys": step.parallel.context * units["key"],
+        "halves": 0.0,
+        "smallest_scores": 0.0,
+        "stack": layers * units["whole"],
+        "slots": step.slots * layers * units["whole"],
+        "host_sums": step.host_sums or 0.0,
+        "fp8_rounded": step.fp8_rounded,
+        "packing": step.packing_bytes,
+        "workspace": step.attention_workspace,
+        "scores": step.scores,
+    }
+    if halved := halvings(step.causal_block_length):
+        # Half of a tensor per halving. The smallest scores are in units of queries, if heads are as wide as these blocks are
+        # long; observed with one sequence per microbatch and a recomputed layer.
+        sizes |= {
+            "halves": halved / 2 * units["query"],
+            "smallest_scores": SMALLEST_HALF / step.model.head_dim * units["query"],
+        }
+    for place, held in (("kept", step.kept), ("offloaded", step.offloaded)):
+        sizes |= dict.fromkeys((f"{place}.{group}" for group in HELD.values()), 0.0)
+        for name, size in () if step.policy.everything else held.items():
+            sizes[f"{place}.{HELD[name]}"] += size
+    return sizes | {"kept_stacks": layers * (sizes["kept.hidden"] + sizes["kept.last_output"])}

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import ATTENTION_RESULTS, Config
-from jaxllm.config.attention import chunks_in_reach, first_seen, takes_cudnn, window_shares
-from jaxllm.config.capability import HOPPER, require_runs
+from jaxllm.config.attention import HOPPER, chunks_in_reach, first_seen, require_runs, takes_cudnn, window_shares
 from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
@@ -139,12 +138,11 @@ class LayerCompute:
 
     def rounding_s(self) -> float:
         """FP8 rounding, forward and backward: an array is read for its maximum, then read again and written in one byte. This
-        happens for each input and weight in both passes, and once for each output's gradient, with MXFP8 twice. Queries, keys
-        and values share an input, and so do gate and up. Savings by fusion and recomputation are not counted."""
+        happens for each input and weight in both passes, and once for each output's gradient. Queries, keys and values
+        share an input, and so do gate and up. Savings by fusion and recomputation are not counted."""
         D, N, K, F = self.model.hidden_size, self.query_width, self.key_width, self.mlp_width
         inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
-        times = 2 if self.model.matmul_dtype == "mxfp8" else 1
-        numbers = self.rows * (2 * inputs + times * gradients) + 2 * self.layer_parameters
+        numbers = self.rows * (2 * inputs + gradients) + 2 * self.layer_parameters
         slower = self.fitted.hopper_memory_share / self.fitted.hopper_rounding_share if self.is_hopper else 1.0
         return slower * self.moved_s(numbers * (2 * self.itemsize + 1))
 

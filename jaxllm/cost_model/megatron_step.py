@@ -32,9 +32,9 @@ class MegatronStep(StepModel):
         self.policy, self.layers_on_host = policy_of("none", config.model), False
         self.fuses_attention, self.context_method = True, "ring"
         self.key_gradient_itemsize = self.itemsize
-        self.sends_by_layer, self.paired_share, self.rings_tensor = False, 0.0, False
+        self.sends_by_layer, self.rings_tensor = False, False
         # 1F1B waits for each message.
-        self.bare_messages = 1.0
+        self.hides_messages = False
 
     def block_matmuls(self) -> dict[str, tuple[int, int]]:
         """Matrices with the same input are one."""

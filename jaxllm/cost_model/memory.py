@@ -31,12 +31,14 @@ A step is fullest at one of a few moments, whose sums are compared:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxllm.config import Config
 from jaxllm.config.attention import Capability
 from jaxllm.config.model_spec import layer_matmuls
-from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hardware import Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.parameters import layer_parameters
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
@@ -79,6 +81,10 @@ class MemoryEstimate:
         return self.peak_stage.total_bytes
 
 
+EstimateMemory = Callable[[Config], MemoryEstimate]
+"""Estimator of a resolved config."""
+
+
 def estimate_memory(
     config: Config, gpu: Gpu | None = None, *, capability: Capability = None, on_device: bool = True
 ) -> MemoryEstimate:
@@ -94,6 +100,19 @@ def estimate_memory(
     terms = {name: round(size) for name, size in {**step.resident(), **held}.items() if size}
     stages = tuple(StageMemory(stage, terms) for stage in range(config.parallel.pipe))
     return MemoryEstimate(config.devices, stages, round(step.on_host()), moment)
+
+
+def may_fit(config: Config, device: Any, capacity_bytes: int | None = None) -> bool:
+    """Whether the estimate of a step fits into a `jax.Device`, as far as its memory is known.
+
+    Args:
+      capacity_bytes: the most that a step may use on a device; default: by the table of GPUs, if it has this kind.
+    """
+    gpu = gpu_from_device_kind(device.device_kind)
+    capacity_bytes = capacity_bytes or (gpu.capacity_bytes if gpu else None)
+    if capacity_bytes is None:
+        return True
+    return estimate_memory(config, gpu, capability=compute_capability(device)).peak_bytes <= capacity_bytes
 
 
 def cudnn_workspace(config: Config, gpu: Gpu) -> int:
@@ -176,7 +195,7 @@ class Step(StepSizes):
             moments["muon"] = self.orthogonal_update()
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
-            return moments | {name: {**held, **more} for name, more in layer_backward(self.layer_shape).items()}
+            return moments | {name: {**held, **more} for name, more in layer_backward(self).items()}
         # Below ZeRO 2 they are added to the sums where they are made, if there are sums.
         is_apart = self.loss_chunks > 1 if self.zero >= 2 else not self.accumulates
         head, embedding = FLOAT32 * self.trained_head.compute if is_apart else 0, self.embedding_gradient()
@@ -191,7 +210,7 @@ class Step(StepSizes):
         moments["loss"] = {**at_loss, "logits": self.logits(), "hidden_states": hidden}
         waits = self.zero >= 2 or (self.layers_on_host and self.accumulates and self.loss_chunks == 1)
         at_end = {"vocabulary_gradients": self.waiting_head_gradient() if waits else head + embedding}
-        moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self.layer_shape).items()}
+        moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self).items()}
         if self.layers_on_host:
             moments["update"] = self.streamed_update()
         if self.zero == 0 and not self.accumulates and self.shared_out and (self.has_own_layers or not self.sends_once):

@@ -27,17 +27,12 @@ def precision_table(config: Config) -> tuple[Row, ...]:
     """
     dtype = config.model.compute_dtype
     product = "TF32" if dtype == "float32" else dtype
-    fp8, gradient = config.model.multiplies_fp8, "E4M3" if config.model.matmul_dtype == "mxfp8" else "E5M2 x E4M3"
+    fp8 = config.model.multiplies_fp8
     rows = [
         Row("weights, moments, update", "float32", "float32", "float32"),
         Row("norms, angles, softmax, loss", "float32", "float32", "float32"),
-        Row(
-            "block matmuls",
-            "E4M3" if fp8 else product,
-            "float32, fast" if config.model.matmul_dtype == "fp8" else "float32",
-            dtype,
-        ),
-        Row("their gradients", gradient if fp8 else product, "float32", dtype),
+        Row("block matmuls", "E4M3" if fp8 else product, "float32, fast" if fp8 else "float32", dtype),
+        Row("their gradients", "E5M2 x E4M3" if fp8 else product, "float32", dtype),
         Row("attention", product, "float32", dtype),
         Row("head", product, "float32", "float32"),
         Row("gradient of the head", product, "float32", "float32"),

@@ -53,13 +53,8 @@ class StepModel(HostCopies):
         """Bytes per element of the keys' gradients between context ranks: float32."""
         self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1
         """Whether gradients travel over data x context layer by layer in each microbatch, and with ZeRO 3 also weights."""
-        pairs = self.P > 1 and self.parallel.overlap_passes and not self.sends_by_layer
-        self.paired_share = max(0.0, 1 - self.P * self.V / (self.M * self.V + self.P - 1)) if pairs else 0.0
-        """Share of the forward ticks that also run backward, layer by layer: all but the first P V. 0 with ZeRO 2 and 3, whose
-        own transfers use the overlap (a compiled step gained nothing)."""
-        self.bare_messages = self.paired_share / 2
-        """Exposed share of a tick's messages between stages. Of those sent at the tick's start, behind the head, half are
-        exposed (by compiled steps)."""
+        self.hides_messages = True
+        """Whether a tick's messages between stages overlap with its compute."""
 
     # ------------------------------------------------------------------------------------------------------- the whole step
 
@@ -124,10 +119,10 @@ class StepModel(HostCopies):
         behind_forward, behind_backward = {}, {}
         if self.P > 1:
             message_s = permute_s(self.hidden_bytes, self.pipe_group, self.links)
-            bare = self.bare_messages
-            backward.add("pipe", message_s, times=2 * bare)
-            if bare < 1:
-                behind_forward["pipe"] = behind_backward["pipe"] = (1 - bare) * message_s
+            if self.hides_messages:
+                behind_forward["pipe"] = behind_backward["pipe"] = message_s
+            else:
+                backward.add("pipe", message_s, times=2)
         if self.sends_by_layer:
             gather_s, scatter_s = self.layerwise_data_s()
             if gather_s:
@@ -211,8 +206,7 @@ class StepModel(HostCopies):
         pass does the same and gathers the two inputs once more (6 and 4 per layer); it scatters each output that is recomputed
         once more.
 
-        hidden_collectives overlap with a matmul. In ticks that run layers of both passes, the others overlap with the other
-        pass's matmuls (benchmarks/overlap.py).
+        hidden_collectives overlap with a matmul.
         """
         gather_s, scatter_s = self.sequence_s()
         behind_s = matmuls_s[1] / (2 * len(self.matmuls))
@@ -220,16 +214,9 @@ class StepModel(HostCopies):
         hidden_gathers, hidden_scatters = self.hidden_collectives
         backward.add("tensor", gather_s, behind_s, layers * hidden_gathers)
         backward.add("tensor", scatter_s, behind_s, layers * hidden_scatters)
-        # Collectives that cannot overlap with their own pass.
-        alone = (
-            (forward, matmuls_s[1] - (hidden_gathers + hidden_scatters) * behind_s, 2, 2),
-            (backward, matmuls_s[0], gathers - hidden_gathers, scatters - hidden_scatters),
-        )
-        paired = self.paired_share
-        for way, other_s, gathered, scattered in alone:
-            for transfer_s, times in ((gather_s, gathered), (scatter_s, scattered)):
-                way.add("tensor", transfer_s, times=(1 - paired) * layers * times)
-                way.add("tensor", transfer_s, other_s / (gathered + scattered), paired * layers * times)
+        forward.add("tensor", gather_s + scatter_s, times=2 * layers)
+        backward.add("tensor", gather_s, times=layers * (gathers - hidden_gathers))
+        backward.add("tensor", scatter_s, times=layers * (scatters - hidden_scatters))
         # Counted in full, hidden or not, because the constant was fitted that way.
         forward.add("tensor_skew", self.fitted.sync_s, times=4 * layers)
         backward.add("tensor_skew", self.fitted.sync_s, times=layers * (gathers + scatters))

@@ -12,13 +12,14 @@ from jaxllm.config.model_spec import LAYERS, layer_matmuls
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.rounds import exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
-from jaxllm.cost_model.activations import bytes_per_token_and_layer, context_method, is_blockwise
+from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import trained_matrices
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.layer_backward import LayerShape, halvings
 from jaxllm.cost_model.parameters import Elements, parameters
 
 FLOAT32 = 4
+SMALLEST_HALF = 128
+"""Rows at which the halving of a block with documents ends (blockwise_attention.documents_by_halves)."""
 
 
 def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, int]:
@@ -26,6 +27,11 @@ def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> 
     why. A closed form: a table takes milliseconds, and numpy."""
     most = microbatches * virtual_stages + (stages > 1)
     return (most, microbatches) if name == GPIPE else (min(stages * virtual_stages + stages, most), 1)
+
+
+def halvings(causal_block_length: int) -> int:
+    """How often a block on the diagonal is halved, if documents are masked in it."""
+    return max(0, (causal_block_length // SMALLEST_HALF).bit_length() - 1)
 
 
 class StepSizes:
@@ -231,40 +237,6 @@ class StepSizes:
         if model.num_kv_heads < model.num_heads:
             of_head += 2 * self.itemsize * model.head_dim
         return self._documents_in_a_call * self.tokens * model.num_heads / self.parallel.tensor * of_head
-
-    @property
-    def layer_shape(self) -> LayerShape:
-        p, config = self.parallel, self.config
-        return LayerShape(
-            units=self.units,
-            policy=self.policy,
-            kept=self.kept,
-            offloaded=self.offloaded,
-            scores=self.scores,
-            fp8_rounded=self.fp8_rounded,
-            sequences=config.microbatch_sequences,
-            causal_block_length=self.causal_block_length,
-            head_dim=self.model.head_dim,
-            context=p.context,
-            context_method=context_method(config),
-            tensor=p.tensor,
-            zero=self.zero,
-            sends_once=self.sends_once,
-            microbatches=self.microbatches,
-            chunk_layers=config.chunk_layers,
-            virtual_stages=p.virtual_stages,
-            slots=self.slots,
-            documents=self.in_blocks,
-            pipelined=self.pipelined,
-            overlap_passes=p.overlap_passes,
-            packing_bytes=self.packing_bytes,
-            attention_workspace=self.attention_workspace,
-            has_own_layers=self.has_own_layers,
-            runs_ahead=self.runs_ahead,
-            rings_tensor=rings_tensor(self.config, self.capability),
-            norms_heads=self.model.qk_norm is not None,
-            host_sums=self.host_sums,
-        )
 
     def activations(self) -> dict[str, float]:
         """Terms of all layers of a chunk, in all slots."""

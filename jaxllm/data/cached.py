@@ -1,4 +1,7 @@
-"""Prepared folders of stores, read through a cache on a disk of this host that all processes of the host may share.
+"""Copies of objects of stores on a disk of this host, and prepared folders that are read through them.
+
+All processes of the host may share the disk. A copy has its name when it is whole and verified, so that a kill leaves no half.
+weights/stored_models.py keeps models so; prepared folders are kept as
 
   CACHE/NAME-0123456789abcdef/    NAME of the folder, and a hash of its address and its manifest
     manifest.json  tokenizer/  *.lengths.npy  *.keys.npy    copied when the folder is opened
@@ -17,6 +20,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import threading
 import weakref
 from collections import Counter
@@ -28,8 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import ConfigError, DataConfig
-from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, Manifest, StoredShard, read_manifest
-from jaxllm.data.npy import read_npy
+from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, Manifest, StoredShard, read_manifest, read_npy
 from jaxllm.data.parts import InputFile
 from jaxllm.data.shards import remove_leftovers, temporary_path
 from jaxllm.data.stores import blocks, find_in_store, is_address
@@ -43,11 +46,89 @@ _LONGEST_WAIT_S = 10.0
 _RECORDS_AT_ONCE = 64
 
 
-class ShardCache:
+class ObjectCache:
+    """A folder of copies.
+
+    Args:
+      unwritable: makes the error from the reason why the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, unwritable: Callable[[str], ConfigError]):
+        self.folder, self._unwritable = folder, unwritable
+
+    def home(self, name: str, identity: bytes) -> Path:
+        """The place of a folder's copy: it has another one when its identity changes."""
+        return self.folder / f"{name}-{hashlib.sha256(identity).hexdigest()[:16]}"
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raises ConfigError for an OSError inside."""
+        try:
+            yield
+        except OSError as error:
+            raise self._unwritable(reason_of(error)) from None
+
+
+@contextmanager
+def locked(file: Path, wait: bool) -> Iterator[bool | None]:
+    """Whether no other thread or process has the lock of a file; with `wait` it waits until that is so. None where the disk has
+    no locks: two copies are then equal, and the last one stays."""
+    with ExitStack() as stack:
+        is_ours = None
+        with suppress(OSError):
+            opened = stack.enter_context(open(file, "w"))
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                is_ours = True
+            except BlockingIOError:
+                is_ours = False
+        yield is_ours
+
+
+@contextmanager
+def placing(folder: Path, name: str) -> Iterator[Path]:
+    """Yields another name for a file or a folder, which becomes `folder / name` at the end. After an error nothing stays."""
+    # Where a disk has no locks, threads of this process may copy one object.
+    aside = temporary_path(folder, f"{Path(name).name}.{threading.get_ident()}")
+    try:
+        yield aside
+        # What someone damaged by hand.
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(aside, folder / name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
+
+
+def write_blocks(target: Path, content: Iterable[bytes], took: Callable[[int], object] = lambda size: None) -> None:
+    """Writes a file, and calls `took` with the size of each block. What that raises ends it."""
+    with open(target, "wb") as file:
+        for block in content:
+            took(len(block))
+            file.write(block)
+
+
+def is_copy(path: Path, original: InputFile) -> bool:
+    """Whether a file is there with the size of an object."""
+    try:
+        return path.stat().st_size == original.size
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+# -------------------------------------------------------------------------------------------------------- prepared folders
+
+
+class ShardCache(ObjectCache):
     """A folder of copies, with at most `most_bytes` of shards: what is being copied, and what is read, comes on top."""
 
     def __init__(self, folder: Path, most_bytes: float):
-        self.folder, self._most_bytes = folder, most_bytes
+        super().__init__(
+            folder,
+            lambda reason: ConfigError(
+                f"The cache {folder} cannot be written ({reason}): fix that, or name another folder by data.cache_dir."
+            ),
+        )
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._used: Counter[Path] = Counter()
         self._closers: list[Callable[[], None]] = []
@@ -100,7 +181,8 @@ class ShardCache:
 
             def may_go(file: Path) -> bool:
                 if not may_remove and file.parent not in closed:
-                    closed[file.parent] = locks.enter_context(_keeping_closed(file.parent))
+                    # No process opens it while this one has the lock.
+                    closed[file.parent] = locks.enter_context(locked(file.parent / IN_USE, wait=False)) is True
                 return not self._used[file] and (may_remove or closed[file.parent])
 
             excess, dropped = size + sum(bytes_there for _, bytes_there, _ in there) - self._most_bytes, []
@@ -156,13 +238,12 @@ class CachedFolder:
                 f"another folder."
             )
         content = b"".join(blocks(self._small(MANIFEST)))
-        digest = hashlib.sha256(self.address.encode() + b"\0" + content).hexdigest()
-        self.folder = cache.folder / f"{self.name}-{digest[:16]}"
-        with self._writing():
+        self.folder = cache.home(self.name, self.address.encode() + b"\0" + content)
+        with cache.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.folder)
             self._keep_open()
-            self._write(MANIFEST, [content])
+            self._place(MANIFEST, [content])
         self.manifest = self._read_manifest()
         self._shards = {shard.name + RECORDS: shard for shard in self.manifest.shards}
         self._copy_small()
@@ -185,7 +266,7 @@ class CachedFolder:
           ConfigError: the store does not give it, or gives something else, or the cache cannot be written.
         """
         with self._cache.holding(file):
-            with self._writing():
+            with self._cache.writing():
                 try:
                     # The order of removal. Times of access are not kept on every disk.
                     os.utime(file)
@@ -226,16 +307,10 @@ class CachedFolder:
         if self.manifest.tokenizer.kind == "folder":
             there = [f"{TOKENIZER}/{name}" for name in _TOKENIZER_FILES if f"{TOKENIZER}/{name}" in self._files]
             wanted += [self._small(name).path.removeprefix(self.address + "/") for name in there]
-        missing = [name for name in wanted if not self._is_there(name)]
-        with self._writing(), ThreadPoolExecutor(_QUESTIONS) as pool:
+        missing = [name for name in wanted if not is_copy(self.folder / name, self._files[name])]
+        with self._cache.writing(), ThreadPoolExecutor(_QUESTIONS) as pool:
             (self.folder / TOKENIZER).mkdir(exist_ok=True)
-            list(pool.map(lambda name: self._write(name, blocks(self._files[name])), missing))
-
-    def _is_there(self, name: str) -> bool:
-        try:
-            return (self.folder / name).stat().st_size == self._files[name].size
-        except FileNotFoundError:
-            return False
+            list(pool.map(lambda name: self._place(name, blocks(self._files[name])), missing))
 
     def _small(self, name: str) -> InputFile:
         if self._files[name].size > JSON_BYTES:
@@ -258,36 +333,23 @@ class CachedFolder:
     def _copy_shard(self, name: str, in_background: bool) -> bool:
         """Copies a shard that is not there; in the background not one that is being copied. False: there is no room."""
         final, shard = self.folder / name, self._shards[name]
-        with self._writing(), locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
-            if not ours or final.exists():
+        with self._cache.writing(), locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
+            if ours is False or final.exists():
                 return True
             if not self._cache.make_room(shard.files[name], may_remove=not in_background):
                 return False
-            stop = self._cache.stopped if in_background else threading.Event()
-            return self._write(name, blocks(self._files[name]), shard, stop.is_set)
-
-    def _write(
-        self,
-        name: str,
-        content: Iterable[bytes],
-        shard: StoredShard | None = None,
-        ends: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Writes a file that is complete or absent. False: `ends` said to stop."""
-        # Where a disk has no locks, threads of this process may copy one file.
-        temporary = temporary_path(self.folder, f"{Path(name).name}.{threading.get_ident()}")
-        try:
-            with open(temporary, "wb") as file:
-                for block in content:
-                    if ends():
-                        return False
-                    file.write(block)
-            if shard is not None:
-                self._check(temporary, name, shard)
-            os.replace(temporary, self.folder / name)
+            with placing(self.folder, name) as aside:
+                write_blocks(aside, blocks(self._files[name]), lambda size: self._go_on(in_background))
+                self._check(aside, name, shard)
             return True
-        finally:
-            temporary.unlink(missing_ok=True)
+
+    def _go_on(self, in_background: bool) -> None:
+        if in_background and self._cache.stopped.is_set():
+            raise RuntimeError("the run has ended")
+
+    def _place(self, name: str, content: Iterable[bytes]) -> None:
+        with placing(self.folder, name) as aside:
+            write_blocks(aside, content)
 
     def _check(self, file: Path, name: str, shard: StoredShard) -> None:
         try:
@@ -299,16 +361,6 @@ class CachedFolder:
                 f"{self.address}/{name} is not what {MANIFEST} beside it describes: prepare it again, or copy the complete "
                 f"folder."
             )
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"The cache {self._cache.folder} cannot be written ({reason_of(error)}): fix that, or name another folder by "
-                f"data.cache_dir."
-            ) from None
 
 
 def _sha256(file: Path, lengths: Path) -> str:
@@ -341,31 +393,3 @@ def shard_cache(data: DataConfig, default: Callable[[], Path] | None) -> ShardCa
     if folder is None:
         raise ConfigError("There is no home folder to cache shards of a store in: set data.cache_dir to a folder of each host.")
     return ShardCache(folder.absolute(), data.cache_gib * 2**30)
-
-
-@contextmanager
-def locked(file: Path, wait: bool) -> Iterator[bool]:
-    """Whether no other thread or process has the lock of a file; with `wait` it waits, so always True."""
-    with open(file, "w") as opened:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:
-            # This disk has no locks. Two copies are equal, and the last one stays.
-            pass
-        yield True
-
-
-@contextmanager
-def _keeping_closed(folder: Path) -> Iterator[bool]:
-    """Whether no process has the folder open; then none opens it inside. False where the disk has no locks."""
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(folder / IN_USE, "w"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_closed = True
-        except OSError:
-            is_closed = False
-        yield is_closed

@@ -1,20 +1,126 @@
-"""What a prepared folder tells about itself: its manifest.json and the .json of each shard, read with their types checked."""
+"""What a prepared folder tells about itself: its manifest.json, the .json of each shard, what they were made from,
+and their arrays, read with their types checked.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.lib import format as array_format
 from pydantic import FailFast, Field
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.untrusted import INT32, RefusedInput, Whole, checked, read_json, reason_of, shown
+from jaxllm.untrusted import INT32, RefusedInput, Whole, checked, opened, read_json, reason_of, shown
+
+# ----------------------------------------------------------------------------------------------------------------- origin
+# What the shards of one prepared folder were made from. The first shard that is finished decides; others are refused.
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Properties that all shards of one folder share, as recorded in their .json."""
+
+    options: dict[str, Any]
+    """tokenizer {name, sha256}, text_key, shard_bytes, record_tokens."""
+    inputs: dict[str, Any]
+    """count, bytes, and sha256 of names, sizes and dates, or versions."""
+    stored: tuple[dict[str, Any], ...] = ()
+    """What INPUTS keeps: path or address, bytes and version of each input, if any came from a store."""
+
+
+def check_same_origin(folder: Path, origin: Origin, first_alone: bool = False) -> None:
+    """Raises ConfigError if the folder holds shards of another origin. With `first_alone` it looks at one of them."""
+    for file in folder.glob("tokens-*-of-*.json") if first_alone else sorted(folder.glob("tokens-*-of-*.json")):
+        there: Any = read_stored(file)
+        # A shard without a recorded origin is made again, like one without its .json.
+        if not is_shard(there):
+            continue
+        ours, theirs = origin.options, there["options"]
+        if theirs["tokenizer"]["sha256"] != ours["tokenizer"]["sha256"]:
+            names = theirs["tokenizer"]["name"], ours["tokenizer"]["name"]
+            which = f"the tokenizer {names[0]}, not {names[1]}" if names[0] != names[1] else f"another tokenizer {names[0]}"
+            raise ConfigError(f"{folder} holds shards made with {which}: choose another --out, or use that tokenizer again.")
+        if there["inputs"] != origin.inputs:
+            counts = [_size(inputs) for inputs in (there["inputs"], origin.inputs)]
+            which = f"{counts[0]}, not {counts[1]}" if counts[0] != counts[1] else "their names or dates differ"
+            raise ConfigError(
+                f"{folder} holds shards of other inputs ({which}): choose another --out, or give the same inputs."
+            )
+        # Checked after the inputs, because the default shard size depends on them.
+        for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
+            if theirs[key] != ours[key]:
+                values = [f"{v / 2**20:g}" if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
+                raise ConfigError(
+                    f"{folder} holds shards made with {flag} {values[0]}, not {values[1]}: "
+                    f"choose another --out, or use {flag} {values[0]} again."
+                )
+        if first_alone:
+            return
+
+
+@contextmanager
+def adding_to(folder: Path, origin: Origin) -> Iterator[None]:
+    """A shard of this origin is added to the folder inside, where no other process adds one.
+
+    Raises:
+      ConfigError: the folder holds shards of another origin, as of another command that began at the same time.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            # A disk without locks leaves a moment between the look and the addition.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        check_same_origin(folder, origin, first_alone=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _size(inputs: dict[str, Any]) -> str:
+    return f"{inputs['bytes']:,} bytes in {inputs['count']:,} file{'s' if inputs['count'] != 1 else ''}"
+
+
+# ------------------------------------------------------------------------------------------------------------- .npy files
+# Reads arrays of .npy files that may hold anything.
+
+
+def read_npy(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    """Reads an array of one dim from a .npy file, without pickles. Its size is compared with the file's first.
+
+    Args:
+      dtype: what its numbers are, such as np.integer.
+
+    Raises:
+      OSError: it cannot be read.
+      RefusedInput: the file is something else, has other numbers or more dims, or is shorter or longer than it says.
+    """
+    with opened(path) as file:
+        try:
+            version = array_format.read_magic(file)
+            read_header = {(1, 0): array_format.read_array_header_1_0, (2, 0): array_format.read_array_header_2_0}[version]
+            shape, fortran, found = read_header(file, max_header_size=10_000)
+        except Exception:
+            # NumPy reads the header as Python: a tokenizer's error may come, or anything else.
+            raise RefusedInput("it is not a .npy file") from None
+        if not np.issubdtype(found, dtype) or found.hasobject or len(shape) != 1 or type(shape[0]) is not int or fortran:
+            raise RefusedInput(f"it holds {shown(str(found))} of shape {shown(list(shape))}, not {dtype.__name__} in 1 dims")
+        size = os.fstat(file.fileno()).st_size - file.tell()
+        if shape[0] * found.itemsize != size:
+            raise RefusedInput(f"it says {shape[0]:,} numbers and has {size:,} bytes")
+        return np.fromfile(file, found)
+
+
+# --------------------------------------------------------------------------------------------------------------- manifest
 
 FORMAT, VERSION = "jaxllm-tokens", 1
 MANIFEST = "manifest.json"
@@ -63,6 +169,10 @@ class Manifest:
     shards: Annotated[list[StoredShard], FailFast(), Field(min_length=1)]
 
 
+FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
+"""Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
+
+
 @dataclass(frozen=True)
 class OriginTokenizer:
     name: Name
@@ -86,24 +196,14 @@ class OriginInputs:
     sha256: Digest
 
 
-@dataclass(frozen=True)
-class BrokenRecord:
-    """A broken record, as position_of reads it."""
-
-    file: Name
-    reason: Name
-    line: Whole | None = None
-    row: Whole | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardFile(StoredShard):
-    """A shard's .json."""
+    """A shard's .json. One that is damaged is made again."""
 
     text_bytes: Whole
     broken: Whole
     empty: Whole
-    broken_records: Annotated[list[BrokenRecord], FailFast()]
+    broken_records: list[dict[str, Any]]
     options: OriginOptions
     inputs: OriginInputs
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.origin import Origin
+from jaxllm.data.manifest import Origin
 from jaxllm.data.shards import Task, write_shard
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 

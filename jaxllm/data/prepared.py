@@ -34,8 +34,8 @@ from jaxllm.data.manifest import (
     fingerprint,
     index_sha256,
     read_manifest,
+    read_npy,
 )
-from jaxllm.data.npy import read_npy
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.untrusted import RefusedInput, reason_of
 

@@ -18,9 +18,8 @@ from typing import Any, BinaryIO
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.compression import DamagedFile, decompressed
 from jaxllm.data.parts import InputFile, Part, Record, check_text, is_splittable, kind_of, may_be_array
-from jaxllm.data.rows import arrow_columns, no_column, read_arrow, read_parquet, rows_before
+from jaxllm.data.rows import CsvRows, arrow_columns, elements, no_column, read_arrow, read_parquet, rows_before
 from jaxllm.data.stores import open_input, require_unchanged, unreadable
-from jaxllm.data.tables import CsvRows, elements
 from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json
 
 _CHUNK = 1 << 20

@@ -27,13 +27,15 @@ from jaxllm.data.manifest import (
     INPUTS,
     MANIFEST,
     TOKENIZER,
+    Origin,
+    adding_to,
+    check_same_origin,
     check_sizes,
     index_sha256,
     is_shard,
     read_stored,
     shard_name,
 )
-from jaxllm.data.origin import Origin, adding_to, check_same_origin
 from jaxllm.data.parts import Part, Record
 from jaxllm.data.records import read_part, records_before
 from jaxllm.data.stores import has_changed
@@ -44,8 +46,6 @@ BROKEN_KEPT = 1000
 _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
 # One record per chunk, so that reading one record decompresses only it. Ids in two or four bytes compress well.
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
-FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
-"""Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
 NAMES = ("tokens-*", TOKENIZER, MANIFEST, INPUTS)
 """Patterns of the files and folders that are written here under temporary names."""
 

@@ -103,7 +103,19 @@ def _require_no_password(address: str) -> None:
 
 def open_input(file: InputFile) -> BinaryIO:
     """Opens a file for reading at any place. Reading one of a store raises ConfigError where the store does not give it."""
-    return io.BufferedReader(_Stored(file), BUFFER) if file.address else open(file.path, "rb")
+    if not file.address:
+        return open(file.path, "rb")
+    fs = filesystem(_scheme(file.address))
+    from fsspec.spec import AbstractBufferedFile
+
+    class Stored(AbstractBufferedFile):
+        """Reads ahead: a block and what was asked for last are in memory."""
+
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            return _read(file, start, end)
+
+    # Its annotation names the one default that is a text.
+    return io.BufferedReader(Stored(fs, file.address, block_size=BLOCK, size=file.size), BUFFER)  # type: ignore[arg-type]
 
 
 def blocks(file: InputFile) -> Iterator[bytes]:
@@ -225,38 +237,6 @@ def filesystem(scheme: str) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
-
-
-class _Stored(io.RawIOBase):
-    """A file of a store. One block is in memory."""
-
-    def __init__(self, file: InputFile):
-        self._file, self._position, self._begin, self._block = file, 0, 0, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        at = self._position - self._begin
-        if not 0 <= at < len(self._block):
-            stop = min(self._file.size, self._position + max(BLOCK, len(buffer)))
-            if stop <= self._position:
-                return 0
-            self._block, self._begin, at = _read(self._file, self._position, stop), self._position, 0
-        piece = self._block[at : at + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
 
 
 def _read(file: InputFile, start: int, stop: int) -> bytes:

@@ -3,6 +3,9 @@ long text, again and again, and its post-processor may add tokens without end.
 
 The growth is computed from the descriptions of these parts, before any text is read. Sizes are those after Unicode's
 decomposition, so that a normalizer's Unicode forms (NFKD and the like) add nothing to what other steps insert.
+
+A limit of the process's memory would not do: at it the library aborts the process (tokenizers 0.23: SIGABRT, no exception), and
+runs, `jaxllm generate` and `jaxllm eval` tokenize in the process that has the model.
 """
 
 from __future__ import annotations

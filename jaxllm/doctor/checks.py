@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.cluster.launchers import LaunchInfo
+from jaxllm.cluster.rendezvous_checks import runs_of
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import Group, Links, all_gather_s, all_reduce_s, permute_s
 from jaxllm.display import readable
 from jaxllm.doctor.probes import Collective, Facts, Folder
-from jaxllm.mesh import AXES, REPLICA
-from jaxllm.placement import crossings
-from jaxllm.runtime.launchers import LaunchInfo
-from jaxllm.runtime.rendezvous_checks import runs_of
+from jaxllm.mesh.axes import AXES, REPLICA
+from jaxllm.mesh.placement import crossings
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 

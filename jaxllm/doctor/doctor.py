@@ -26,6 +26,8 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
+from jaxllm.cluster import distributed
+from jaxllm.cluster.initialize import time_limit
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, RunConfig, Section, load_config, with_overrides
 from jaxllm.config.errors import one_sentence
 from jaxllm.cost_model.flops import state_bytes
@@ -36,10 +38,10 @@ from jaxllm.doctor import checks, fabric, host_link, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.host_link import HostCopy
 from jaxllm.doctor.probes import Collective, Facts
-from jaxllm.placement import hosts_of, mesh_on_hosts, widest_group
-from jaxllm.runtime import distributed, xla_flags
-from jaxllm.runtime.time_limit import time_limit
+from jaxllm.machine import xla_flags
+from jaxllm.mesh.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.stderr import print_sentence
+from jaxllm.terminal import terminal_table
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
 """Size of one collective, and of one copy to the host: on GPUs so large that the start, 0.1 ms, is a few percent of it."""
@@ -197,14 +199,11 @@ def _give_up(axis: str, what: str) -> None:
 
 def render(report: Report) -> Table:
     """Table for a terminal of at least 80 columns."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found, and what to do", overflow="fold")
     style = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+    rows = []
     for row in report.rows:
         text = Text(row.found)
         if row.todo:
             text.append(f"\n-> {row.todo}", style="italic")
-        table.add_row(Text(row.check), Text(row.status, style=style[row.status]), text)
-    return table
+        rows.append((row.check, Text(row.status, style=style[row.status]), text))
+    return terminal_table(rows, ("check", "", "found, and what to do"), whole=("check", ""))

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from jaxllm.display import readable
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row
 from jaxllm.doctor.probes import Facts, gather_json
-from jaxllm.runtime import xla_flags
+from jaxllm.machine import xla_flags
 
 ADAPTERS, DEVICE_FILES, STATUS = Path("/sys/class/infiniband"), Path("/dev/infiniband"), Path("/proc/self/status")
 VERBS = "libibverbs.so.1"

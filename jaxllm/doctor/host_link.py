@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.doctor.checks import GOOD_SHARE, OK, WARN, Row, count_text, rate_text
 from jaxllm.doctor.probes import REPEATS, gather_json
-from jaxllm.mesh import HOST
+from jaxllm.mesh.axes import HOST
 
 TO_HOST, FROM_HOST, BOTH_WAYS = "copies to the host", "copies from the host", "copies both ways"
 

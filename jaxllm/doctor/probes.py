@@ -34,11 +34,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.cluster import distributed
 from jaxllm.doctor.numa import Binding, binding
-from jaxllm.mesh import axis_index
-from jaxllm.runtime import distributed, xla_flags
-from jaxllm.runtime.cuda_driver import visible_gpus
-from jaxllm.runtime.host_memory import host_memory
+from jaxllm.machine import xla_flags
+from jaxllm.machine.cuda_driver import visible_gpus
+from jaxllm.machine.host_memory import host_memory
+from jaxllm.mesh.axes import axis_index
 from jaxllm.untrusted import MIB, parse_json
 
 PACKAGES = (

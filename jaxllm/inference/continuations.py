@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cost_model.inference_memory import SMALLEST_PROMPT, bucket, evaluation_rows, rooms
 from jaxllm.inference.cache import attention_of, look_up
 from jaxllm.inference.generate import mesh_of
-from jaxllm.mesh import DATA
+from jaxllm.mesh.axes import DATA
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import Llama
 from jaxllm.model.loss import VocabularySlice, cut_positions, joined_positions, scores

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import evaluation_rows
 from jaxllm.data.tokenizer import Tokenizer
-from jaxllm.mesh import DATA, PIPE, REPLICA, replicated
+from jaxllm.mesh.axes import DATA, PIPE, REPLICA, replicated
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.types import Batch, Parallelized, Params
 

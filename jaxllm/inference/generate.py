@@ -26,7 +26,7 @@ from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.inference.cache import Cache, decode, prefill
 from jaxllm.inference.sampling import Sampling, next_ids
 from jaxllm.inference.text_stream import TextStream
-from jaxllm.mesh import DATA, TENSOR
+from jaxllm.mesh.axes import DATA, TENSOR
 from jaxllm.model.llama import Llama
 
 

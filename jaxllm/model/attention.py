@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.config import capability as capabilities
+from jaxllm.config import attention as capabilities
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.model import cudnn_attention
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxllm.config import ATTENTION_RESULTS
 
-OUTPUT, LSE = RESIDUALS = ATTENTION_RESULTS
+OUTPUT, LSE = ATTENTION_RESULTS
 """Names of a blockwise attention's results. A remat policy that saves them avoids the recomputation, transfers included."""
 
 NOTHING = -1e30

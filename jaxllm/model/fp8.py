@@ -1,6 +1,6 @@
 """Matmuls of a block in FP8 (Micikevicius et al., 2022, "FP8 formats for deep learning"): `model.matmul_dtype=fp8`.
 
-    ops = Ops(matmul=matmul_of(FP8))
+    ops = Ops(matmul=fp8_matmul)
     y_BSF = ops.matmul("BSD,DF->BSF", x_BSD, w_DF)
 
 Inputs and weights are rounded to E4M3 (4 bits of exponent, 3 of mantissa, up to 448), gradients of outputs to E5M2 (up to
@@ -18,17 +18,17 @@ takes cuBLASLt for all three. The other patterns, as compiled for a H100 with JA
 
     arrays cast back to bfloat16, scaled and multiplied (Flax's fake quantisation): without a device to time on, XLA fuses the
     casts with the rounding and multiplies bfloat16: correct numbers, no gain. So here the operands of the dot are FP8;
-    jax.nn.scaled_matmul and scaled_dot_general: one scale per block of 32, which only Blackwell multiplies (mxfp8.py);
+    jax.nn.scaled_matmul and scaled_dot_general (MXFP8): one scale per block of 32, which only Blackwell multiplies. Each array
+    is rounded twice, along two dims, which takes longer (benchmarks/RESULTS.md, "FP8, by kernel account");
     Flax's Fp8DirectDotGeneralOp: as here, with delayed scaling, whose history is a variable that the backward pass overwrites.
 
-Every rank of a mesh scales its own parts (parallel/fp8_tensor.py), so that no maximum is sent. Losses on two meshes therefore
+Every rank of a mesh scales its own parts (parallel/kernels.py), so that no maximum is sent. Losses on two meshes therefore
 differ by FP8's rounding, not by float32's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,32 +42,12 @@ EXPONENT_BITS = 0x7F800000
 """The exponent bits of a float32."""
 
 
-class Formula(NamedTuple):
-    """How a matmul is computed: product(spec, x, w) and gradients(spec, x, w, dy) -> (dx, dw), for one device's arrays."""
-
-    product: Callable[..., jax.Array]
-    gradients: Callable[..., tuple[jax.Array, jax.Array]]
-
-
-def matmul_of(formula: Formula) -> Callable[..., jax.Array]:
-    """matmul(spec, x, w): an einsum of two arrays of one dtype. The result has that dtype. For arrays split over tensor:
-    parallel/fp8_tensor.py.
+def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """An einsum of two arrays of one dtype, on one device. The result has that dtype.
 
     `spec` is for jnp.einsum, as in "BSD,DNH->BSNH". Every letter is in exactly two of the three, so that the gradients are
     einsums too.
     """
-    matmul = jax.custom_vjp(formula.product, nondiff_argnums=(0,))
-    # x and w are kept unrounded, as for a bfloat16 matmul: x is a named tensor or follows from one, and the backward pass has
-    # w. A rounded w among the residuals would fill every slot of a pipeline's ring.
-    matmul.defvjp(
-        lambda spec, x, w: (formula.product(spec, x, w), (x, w)),
-        lambda spec, kept, dy: formula.gradients(spec, *kept, dy),
-    )
-    return matmul
-
-
-def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The matmul alone."""
     return _multiply(spec, *_rounded(x, FORWARD), *_rounded(w, FORWARD), x.dtype)
 
 
@@ -84,7 +64,14 @@ def gradients(spec: str, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax
     return dx, dw
 
 
-FP8 = Formula(product, gradients)
+fp8_matmul = jax.custom_vjp(product, nondiff_argnums=(0,))
+"""`product` with its gradients. For arrays split over tensor: parallel/kernels.py."""
+# x and w are kept unrounded, as for a bfloat16 matmul: x is a named tensor or follows from one, and the backward pass has w. A
+# rounded w among the residuals would fill every slot of a pipeline's ring.
+fp8_matmul.defvjp(
+    lambda spec, x, w: (product(spec, x, w), (x, w)),
+    lambda spec, kept, dy: gradients(spec, kept[0], kept[1], dy),
+)
 
 
 def letters(spec: str) -> tuple[str, str, str]:

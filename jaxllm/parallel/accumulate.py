@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.mesh.sharding import Parameter
 from jaxllm.model.fp8 import letters
 from jaxllm.model.layers import Ops
 from jaxllm.model.loss import sums_and_gradients
 from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.types import Tree
-from jaxllm.sharding import Parameter
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "sum"], meta_fields=[])

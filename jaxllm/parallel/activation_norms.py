@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.mesh import PIPE
+from jaxllm.mesh.axes import PIPE
 from jaxllm.model.layers import SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.parallel.context import ParallelContext

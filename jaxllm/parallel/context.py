@@ -16,7 +16,18 @@ from jaxllm.config import Config
 from jaxllm.config.checks import repeats
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability, require_device_runs
-from jaxllm.mesh import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
+from jaxllm.mesh.axes import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
+from jaxllm.mesh.sharding import (
+    Parameter,
+    constrainer,
+    is_zero_sharded,
+    layout,
+    manual_spec,
+    map_specs,
+    named,
+    unstack_layout,
+    weight_rules,
+)
 from jaxllm.model.adapters import Frozen
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
@@ -29,17 +40,6 @@ from jaxllm.parallel.tensor_ring import TensorRing
 from jaxllm.parallel.trained import freezes, trained
 from jaxllm.parallel.types import Batch, Loss, Params, WeightAccess
 from jaxllm.parallel.zero import Zero
-from jaxllm.sharding import (
-    Parameter,
-    constrainer,
-    is_zero_sharded,
-    layout,
-    manual_spec,
-    map_specs,
-    named,
-    unstack_layout,
-    weight_rules,
-)
 
 SpecTransform = Callable[[PartitionSpec], PartitionSpec]
 """PartitionSpec inside a replica -> PartitionSpec on the mesh with all replicas."""
@@ -92,7 +92,7 @@ class ParallelContext:
         rings = rings_tensor(config, compute_capability(device))
         ops = Ops(
             attend=attend_per_tensor_rank(attend, model.num_kv_heads, sizes[TENSOR]),
-            matmul=choose_matmul(model, sizes[TENSOR], device),
+            matmul=choose_matmul(model, sizes[TENSOR]),
             look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]),
             constrain=constrainer(sizes),
             ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,

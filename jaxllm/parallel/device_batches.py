@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.mesh import CONTEXT, batch_sharding
+from jaxllm.mesh.axes import CONTEXT, batch_sharding
 from jaxllm.parallel.zigzag import order
 
 Read = Callable[[Any], Mapping[str, np.ndarray]]

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.mesh import PIPE, TENSOR
+from jaxllm.mesh.axes import PIPE, TENSOR
+from jaxllm.mesh.sharding import tensor_shard_map
 from jaxllm.model.layers import look_up
-from jaxllm.sharding import tensor_shard_map
 
 
 def look_up_over_ranks(pipe: int, tensor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -1,4 +1,4 @@
-"""Squared norms of gradients, part by part: the gradient noise scale (train/noise_scale.py) is measured with them.
+"""Squared norms of gradients, part by part: the gradient noise scale (run/noise_scale.py) is measured with them.
 
 A *part* is what one data rank computes in one microbatch: train.microbatch_sequences sequences, in every parallel mode, so that
 the figures do not depend on the mesh. A part's gradient is nowhere stored once it has been added to others, so its square is
@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.mesh import CONTEXT, PIPE, TENSOR
+from jaxllm.mesh.axes import CONTEXT, PIPE, TENSOR
+from jaxllm.mesh.sharding import tensor_shard_map, tensor_specs
 from jaxllm.model.layers import SHARDED_SEQUENCE, Ops
 from jaxllm.parallel.types import NoiseParts, Tree
-from jaxllm.pipeline_table import Schedule
-from jaxllm.sharding import tensor_shard_map, tensor_specs
+from jaxllm.pipeline_schedule import Schedule
 
 
 class GradSquareNorms:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,63 @@ from jaxllm.config import Config, ModelConfig
 from jaxllm.config.attention import effective_windows, packed_documents
 from jaxllm.cost_model.activations import context_method
 from jaxllm.cost_model.hardware import compute_capability
-from jaxllm.mesh import CONTEXT, TENSOR
+from jaxllm.mesh.axes import CONTEXT, TENSOR
+from jaxllm.mesh.sharding import split_spec, tensor_shard_map
 from jaxllm.model.attention import Attend, choose_kernel, xla_attention
 from jaxllm.model.blockwise_attention import within_window, xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
-from jaxllm.model.fp8 import FP8, matmul_of
+from jaxllm.model.fp8 import fp8_matmul, gradients, letters, product
 from jaxllm.model.layers import Matmul
-from jaxllm.model.mxfp8 import mxfp8
-from jaxllm.parallel.fp8_tensor import fp8_per_tensor_rank
 from jaxllm.parallel.ring_attention import BlockwiseAttention, all_gather_attention, by_kind, ring_attention
 from jaxllm.parallel.window_attention import window_attention
-from jaxllm.sharding import tensor_shard_map
+
+# -------------------------------------------------------------------------------------------------- FP8 over tensor ranks
+# FP8 matmuls (model/fp8.py) on a mesh: each tensor rank rounds and multiplies its own parts.
+#
+# Left to XLA, a matmul over split heads would be summed over ranks before its scales are taken off. The multiplication between
+# the all-reduce and the slice behind it then keeps XLA from making one reduce-scatter of both. The largest magnitude of every
+# array would be a collective too. So each rank takes its scales off first, and partial sums leave the region with a leading
+# rank dim: outside, XLA sees a sum of parts, as without FP8.
+
+
+def fp8_per_tensor_rank(split: str) -> Matmul:
+    """fp8_matmul for arrays with dims that are split over tensor.
+
+    Args:
+      split: the letters of these dims, in every spec that has them.
+    """
+
+    spec_of = partial(split_spec, split=split)
+
+    def run(function: Callable[..., Sequence[jax.Array]], inputs: Sequence[str], results: Sequence[str], *arrays: Any):
+        """Runs `function` on each rank's part. A result that lacks a split letter of the inputs is a partial sum."""
+        multiplied = {letter for letters in inputs for letter in letters if letter in split}
+        is_part = [not multiplied <= set(letters) for letters in results]
+
+        def local(*arrays):
+            return tuple(x[None] if part else x for x, part in zip(function(*arrays), is_part, strict=True))
+
+        out_specs = tuple(P(TENSOR, *spec_of(x)) if part else spec_of(x) for x, part in zip(results, is_part, strict=True))
+        found = tensor_shard_map(local, in_specs=tuple(map(spec_of, inputs)), out_specs=out_specs)(*arrays)
+        # Summed in the parts' own dtype: with jnp.sum float32 would be sent.
+        return tuple(jax.lax.reduce_sum(x, (0,)) if part else x for x, part in zip(found, is_part, strict=True))
+
+    def forward(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        of_x, of_w, result = letters(spec)
+        return run(lambda x, w: (product(spec, x, w),), (of_x, of_w), (result,), x, w)[0]
+
+    def backward(spec: str, kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        of_x, of_w, result = letters(spec)
+        # One region for both, so that dy is gathered and rounded once.
+        dx, dw = run(lambda *arrays: gradients(spec, *arrays), (of_x, of_w, result), (of_x, of_w), *kept, dy)
+        return dx, dw
+
+    matmul = jax.custom_vjp(forward, nondiff_argnums=(0,))
+    matmul.defvjp(lambda spec, x, w: (forward(spec, x, w), (x, w)), backward)
+    return matmul
+
+
+# ---------------------------------------------------------------------------------------------------------------- kernels
 
 
 def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
@@ -47,15 +95,11 @@ def choose_attention(config: Config, device: jax.Device) -> tuple[str, Attend]:
     return f"{name} {how}".strip() + masked, by_kind([found[window] for window in windows])
 
 
-def choose_matmul(model: ModelConfig, tensor: int, device: jax.Device) -> Matmul:
+def choose_matmul(model: ModelConfig, tensor: int) -> Matmul:
     """The matmul of a block for model.matmul_dtype. A CPU rounds in the same way and multiplies in float32, for tests."""
     if not model.multiplies_fp8:
         return jnp.einsum
-    formula = FP8 if model.matmul_dtype == "fp8" else mxfp8(on_gpu=device.platform != "cpu")
-    if tensor == 1 and model.matmul_dtype == "fp8":
-        return matmul_of(formula)
-    # MXFP8's kernel, like attention's, compiles only where every axis is manual, even an axis of size 1.
-    return fp8_per_tensor_rank(formula, split_letters(model, tensor))
+    return fp8_matmul if tensor == 1 else fp8_per_tensor_rank(split_letters(model, tensor))
 
 
 def split_letters(model: ModelConfig, tensor: int) -> str:

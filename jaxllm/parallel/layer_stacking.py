@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import Config
-from jaxllm.sharding import Parameter
+from jaxllm.mesh.sharding import Parameter
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.mesh import PIPE
+from jaxllm.mesh.axes import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext
 from jaxllm.model.loss import VocabularySlice, sums_and_gradients
@@ -29,8 +29,7 @@ from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.own_loss import gather_over_stages, stage_gradients
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
-from jaxllm.pipeline_schedule import forward_only, make_schedule
-from jaxllm.pipeline_table import Schedule
+from jaxllm.pipeline_schedule import Schedule, forward_only, make_schedule
 
 
 class StageSums(NamedTuple):
@@ -120,7 +119,6 @@ class LlamaStage:
         stage_tap: StageTap | None = None,
     ):
         model, parallel, train = ctx.config.model, ctx.config.parallel, ctx.config.train
-        self.overlaps_passes = parallel.overlap_passes
         self._model, self._pipe, self._tensor, self._ops = model, parallel.pipe, parallel.tensor, ctx.ops
         self._weights, self._scale, self._tap = weights, scale, stage_tap
         self._kinds = ctx.kinds_here()
@@ -172,12 +170,6 @@ class LlamaStage:
         layers, back = self._weights["layers"], self._pass(unit, dh_BSD)
         found = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid)
         return self._accumulate(found, unit.microbatch, sums)
-
-    @jax.named_scope("stage_forward_and_backward")
-    def both(self, ahead: Unit, h_BSD: jax.Array, back: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, valid: jax.Array):
-        layers, passes = self._weights["layers"], (self._pass(ahead, h_BSD), self._pass(back, dh_BSD))
-        forward, backward = self._loop.both(layers, *passes, ring, sums.gradients["layers"], valid)
-        return forward, self._accumulate(backward, back.microbatch, sums)
 
     def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: StageSums, valid: jax.Array):
         rows, gradients = microbatch.rows, sums.gradients

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxllm.mesh import TENSOR
+from jaxllm.mesh.axes import TENSOR
+from jaxllm.mesh.sharding import tensor_shard_map, tensor_specs
 from jaxllm.parallel.types import Tree
-from jaxllm.sharding import tensor_shard_map, tensor_specs
 
 
 def after(x: Tree, *tokens: jax.Array) -> Tree:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import ConfigError
-from jaxllm.mesh import PIPE, TENSOR
+from jaxllm.mesh.axes import PIPE, TENSOR
+from jaxllm.mesh.sharding import tensor_shard_map
 from jaxllm.parallel.types import Loss, Params, Rows
-from jaxllm.sharding import tensor_shard_map
 
 
 def loss_sums(loss: Loss, vocab_size: int, h_BSD: jax.Array, head_VD: jax.Array, rows: Rows) -> jax.Array:

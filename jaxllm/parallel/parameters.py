@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.config.model_spec import parameters
+from jaxllm.mesh.sharding import Parameter, vocab_rows
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.types import Params
-from jaxllm.sharding import Parameter, vocab_rows
 
 
 def build_model(config: Config, key: jax.Array) -> Llama:

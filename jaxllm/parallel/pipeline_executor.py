@@ -21,8 +21,7 @@ and all work on the loss of the one that leaves. Gradients are computed here, by
 
 A tick's messages overlap with its compute. The output is sent as soon as it is made and travels during the backward pass. The
 gradient is sent at the top of the next tick and travels during its forward pass. The loss of an output is taken one tick later,
-so that forward and backward of a tick do not wait for each other. Where both are computed at once, layer by layer, both
-messages are sent at the top of the next tick, behind the head.
+so that forward and backward of a tick do not wait for each other.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxllm.mesh import PIPE, TENSOR
+from jaxllm.mesh.axes import PIPE, TENSOR
+from jaxllm.mesh.sharding import tensor_shard_map
 from jaxllm.parallel.types import Batch, Rows, Tree
-from jaxllm.pipeline_table import Group, Run, Schedule
-from jaxllm.sharding import tensor_shard_map
+from jaxllm.pipeline_schedule import Group, Run, Schedule
 
 
 class Microbatch(NamedTuple):
@@ -65,8 +64,6 @@ class Stage(Protocol):
 
     sums_shape: tuple[int, ...]
     """Shape of what `head` returns as the loss."""
-    overlaps_passes: bool
-    """A tick's forward and backward pass are computed by `both`, a layer of each in turn; else one after the other."""
 
     def look_up(self, microbatch: Microbatch) -> jax.Array:
         """The embeddings of a microbatch, on every rank."""
@@ -88,12 +85,6 @@ class Stage(Protocol):
         """(dh, sums). `handed_over` is what `forward` returned last. If not `valid`, nothing is added."""
         ...
 
-    def both(
-        self, ahead: Unit, h_BSD: jax.Array, back: Unit, dh_BSD: jax.Array, ring: Tree, sums: Tree, valid: jax.Array
-    ) -> tuple[tuple[jax.Array, Tree], tuple[jax.Array, Tree]]:
-        """((h, ring), (dh, sums)), a layer of each pass in turn."""
-        ...
-
     def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: Tree, valid: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
         """(loss, dh, sums) of a microbatch that has left the last stage, computed by all ranks."""
         ...
@@ -111,7 +102,7 @@ class Carry(NamedTuple):
     """The values that one tick hands to the next."""
 
     h_BSD: jax.Array
-    """The forward message: the output of this stage, or of the stage before once it is sent."""
+    """The forward message: the output of the stage before."""
     dh_BSD: Any
     """The backward message, not sent yet. None without a backward pass."""
     finished: jax.Array
@@ -146,8 +137,6 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
     def tick(run: Run, carry: Carry, row: dict[str, Any]) -> tuple[Carry, None]:
         h_BSD, dh_BSD, finished, ring, sums, loss = carry
         ahead, back = (jax.tree.map(lambda column: column[rank], row[way]) for way in ("forward", "backward"))
-        if run.forward and stage.overlaps_passes:
-            h_BSD = send(h_BSD, 1, P)
         if run.backward:
             returning, dh_BSD = dh_BSD, send(dh_BSD, -1, P)
             if run.embed:
@@ -165,19 +154,15 @@ def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Arra
         if run.forward and run.embed:
             x_BSD = stage.look_up(microbatch_of(row["embed_mb"]["microbatch"]))
             h_BSD = jnp.where(is_first & (ahead["chunk"] == 0), x_BSD, h_BSD)
-        if run.forward and run.backward and stage.overlaps_passes:
-            passes = (unit_of(ahead), h_BSD, unit_of(back), dh_BSD)
-            (h_BSD, ring), (dh_BSD, sums) = stage.both(*passes, ring, sums, back["valid"])
-        else:
-            handed_over = None
-            if run.forward:
-                following = back["chunk"] if run.backward else None
-                h_BSD, ring, handed_over = stage.forward(unit_of(ahead), h_BSD, ring, following)
-            if run.backward:
-                dh_BSD, sums = stage.backward(unit_of(back), dh_BSD, ring, sums, handed_over, back["valid"])
+        handed_over = None
+        if run.forward:
+            following = back["chunk"] if run.backward else None
+            h_BSD, ring, handed_over = stage.forward(unit_of(ahead), h_BSD, ring, following)
+        if run.backward:
+            dh_BSD, sums = stage.backward(unit_of(back), dh_BSD, ring, sums, handed_over, back["valid"])
         if run.forward:
             finished = jax.lax.dynamic_update_index_in_dim(finished, h_BSD, row["finished"], 0)
-            h_BSD = h_BSD if stage.overlaps_passes else send(h_BSD, 1, P)
+            h_BSD = send(h_BSD, 1, P)
         return Carry(h_BSD, dh_BSD, finished, ring, sums, loss), None
 
     trains = sums is not None

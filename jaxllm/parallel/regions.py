@@ -27,11 +27,10 @@ from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.host_layers import HostSums
-from jaxllm.parallel.layer_loop import LayerLoop, unrolling
+from jaxllm.parallel.layer_loop import LayerLoop, remat, unrolling
 from jaxllm.parallel.layer_stacking import cut_layers
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
 from jaxllm.parallel.own_loss import loss_sums
-from jaxllm.parallel.remat import remat
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree
 from jaxllm.parallel.zero import Phase, zeros_of_shard
 

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.mesh import TENSOR
+from jaxllm.mesh.axes import TENSOR
+from jaxllm.mesh.sharding import in_row_major, split_spec, tensor_shard_map
 from jaxllm.model.fp8 import letters
 from jaxllm.parallel.ordering import zero_of
-from jaxllm.sharding import in_row_major, split_spec, tensor_shard_map
 
 SHARDED = P(None, TENSOR)
 """PartitionSpec of hidden states between the halves of a block."""

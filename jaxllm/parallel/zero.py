@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.mesh import ZERO_AXES
+from jaxllm.mesh.axes import ZERO_AXES
+from jaxllm.mesh.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.ordering import after, weights_token
 from jaxllm.parallel.trained import trained
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
-from jaxllm.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
 
 
 class Phase(NamedTuple):

@@ -78,11 +78,6 @@ class TrainingCost:
     def days(self) -> float:
         return self.seconds / DAY_S
 
-    @property
-    def years(self) -> float:
-        """Duration in years of 365.25 days."""
-        return self.seconds / YEAR_S
-
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "days": self.days, "overhead": OVERHEAD}
 
@@ -156,11 +151,3 @@ def readable_count(number: float) -> str:
             # Above four digits, the format g switches to exponents.
             return f"{units:.4g}{suffix}" if units < 1000 else f"{units:,.0f}{suffix}"
     return f"{number:.0f}"
-
-
-def short(count: float) -> str:
-    """'1.2M', '512.0k', '37': one decimal, for repeated log lines."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f}{unit}"
-    return f"{count:.0f}"

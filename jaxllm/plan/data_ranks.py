@@ -77,11 +77,6 @@ def steps_to_loss(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequ
     return StepsToLoss(float(worth.sum()), float((noise * worth).sum()))
 
 
-def wasted_share(batch_tokens: float, noise_tokens: float) -> float:
-    """Share of a step's tokens that smaller batches would not have needed: B / (B + N)."""
-    return batch_tokens / (batch_tokens + noise_tokens)
-
-
 @dataclass(frozen=True)
 class RankRow:
     """The fastest way to the loss on one number of data ranks."""

@@ -14,11 +14,11 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.capability import AMPERE, require_runs
+from jaxllm.config.attention import AMPERE, require_runs
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
-from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
+from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
@@ -27,9 +27,7 @@ from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 from jaxllm.display import preformatted, readable
-from jaxllm.plan.advice import Change, changes_that_fit
-from jaxllm.plan.plan_result import FIT_SHARE
-from jaxllm.plan.shape_advice import better_shape, better_shape_line
+from jaxllm.plan.advice import Change, better_shape, better_shape_line, changes_that_fit
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""

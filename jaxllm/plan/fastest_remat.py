@@ -13,13 +13,13 @@ from itertools import combinations
 
 from jaxllm.config import Config, Remat
 from jaxllm.config.remat_policy import offloads
-from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.memory import MemoryEstimate
+from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
+from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_sizes import slots_of
 from jaxllm.display import readable
-from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Rejected
+from jaxllm.plan.plan_result import Candidate, Rejected
 from jaxllm.plan.remat_ladder import FAMILY, Ladders, LeastStep, Rung
 from jaxllm.plan.space import Choice, Group, data_ranks
 
@@ -40,7 +40,6 @@ COPIES = 3
 """Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack and fetched
 (cost_model/layer_backward.py). Not where it turns whole stacks (_first)."""
 
-EstimateMemory = Callable[[Config], MemoryEstimate]
 EstimateTime = Callable[[Config, Gpu, int], StepTime]
 """Takes a resolved config, a kind of GPU and the GPUs per host."""
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError, sequence_unit
-from jaxllm.config.capability import require_runs
+from jaxllm.config.attention import require_runs
 from jaxllm.config.types import ITEMSIZE
-from jaxllm.cost_model.hardware import Gpu, capacity_text, find_gpu, fits_text
+from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.inference_memory import (
     Moments,
@@ -29,7 +29,6 @@ from jaxllm.cost_model.memory import StageMemory, Terms
 from jaxllm.display import preformatted, readable
 from jaxllm.plan.advice import CHUNK_TOKENS, changed
 from jaxllm.plan.estimate import LABEL_WIDTH, MOST_CHANGES, memory_table
-from jaxllm.plan.plan_result import FIT_SHARE
 
 Purpose = Literal["load", "eval", "generate"]
 PURPOSES = get_args(Purpose)

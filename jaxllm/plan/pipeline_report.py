@@ -9,12 +9,9 @@ from typing import Any
 from jaxllm.config import AUTO, Config, ConfigError
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
+from jaxllm.cost_model.pipeline_idle import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.display import readable
-from jaxllm.pipeline_schedule import idle_share, make_schedule, microbatches_for
-from jaxllm.pipeline_table import Schedule
-
-USUAL_IDLE = 0.1
-"""An idle share that is usually acceptable; the report gives the number of microbatches that it needs."""
+from jaxllm.pipeline_schedule import Schedule, make_schedule
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.error_range import ErrorRange, error_range, layout_error, range_json
-from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
 from jaxllm.cost_model.replicas import exchange_json
 from jaxllm.cost_model.step_parts import BETWEEN_GPUS, OUTER_STEP, StepTime
 from jaxllm.display import readable
 from jaxllm.plan.space import Choice, choice_in
 
-FIT_SHARE = 0.95
-"""Largest share of the capacity at which an estimated config counts as fitting. The rest covers underestimates."""
 TIE_SHARE = 0.005
 """Speeds that differ by less than this share are ties. Chosen: a tenth of the smallest error between two layouts
 (error_range.LAYOUT_ERRORS), so half a percent is no reason to send more."""
@@ -90,7 +88,6 @@ class Candidate:
             "virtual_stages": choice.virtual_stages,
             "remat": choice.remat,
             "offload_state": choice.offload_state,
-            "overlap_passes": choice.overlap_passes,
             "estimate_bytes": self.estimate_bytes,
             "compiled_bytes": self.compiled_bytes,
             "host_bytes": self.host_bytes,

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.cost_model.hardware import FIT_SHARE
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.display import readable
-from jaxllm.plan.plan_result import FIT_SHARE, Plan
+from jaxllm.plan.plan_result import Plan
 
 
 def recipe(config: Config) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Ladders:
         Args:
           own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
         """
-        shape = (model.t, model.c, model.rows, model.rings_tensor, model.paired_share > 0, own)
+        shape = (model.t, model.c, model.rows, model.rings_tensor, own)
         if shape not in self.known:
             self.known[shape] = Ladder(model, own)
         return self.known[shape]

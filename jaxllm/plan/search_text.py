@@ -9,19 +9,21 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from rich.console import Group
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from jaxllm.config.remat_policy import remat_text
+from jaxllm.cost_model.hardware import FIT_SHARE
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_lines
-from jaxllm.display import preformatted, readable, table, terminal_table
+from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_notes import beside_lines, certainty_lines
-from jaxllm.plan.plan_result import FIT_SHARE, Candidate, Plan
+from jaxllm.plan.plan_result import Candidate, Plan
 from jaxllm.plan.quote import Quote
 from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
-from jaxllm.plan.sweep import Sweep
+from jaxllm.plan.sweep import Sweep, SweepRow
+from jaxllm.terminal import terminal_table
 
 GIB = 2**30
 WIDTH = 120
@@ -111,11 +113,9 @@ def heading_lines(plan: Plan) -> Iterator[str]:
 
 
 def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
-    headings = NARROW_HEADINGS if narrow else HEADINGS
-    grid = terminal_table(headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False)
-    for number, one in enumerate(plan.candidates[:rows], 1):
-        grid.add_row(*(narrow_cells(plan, one) if narrow else cells(plan, number, one)))
-    return grid
+    headings, best = NARROW_HEADINGS if narrow else HEADINGS, enumerate(plan.candidates[:rows], 1)
+    shown = [narrow_cells(plan, one) if narrow else cells(plan, number, one) for number, one in best]
+    return terminal_table(shown, headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False)
 
 
 def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
@@ -127,9 +127,7 @@ def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
         *(str(size) for size in (choice.mesh.pipe, choice.mesh.data, choice.mesh.context, choice.mesh.tensor)),
         str(choice.zero),
         str(choice.microbatch_sequences),
-        schedule_text(choice.schedule, choice.virtual_stages, choice.overlap_passes).replace(" overlap", "\noverlap")
-        if choice.mesh.pipe > 1
-        else "-",
+        schedule_text(choice.schedule, choice.virtual_stages) if choice.mesh.pipe > 1 else "-",
         remat_cell(choice),
         f"{one.estimate_bytes / GIB:.1f}",
         "-" if compiled is None else f"{compiled / GIB:.1f}",
@@ -183,12 +181,8 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
 
 
 def rejected_table(plan: Plan) -> Table:
-    first = (Column("count", justify="right"), Column("of", no_wrap=True))
-    rest = (Column("because", overflow="fold"), Column("such as", overflow="fold"))
-    grid = Table(*first, *rest, box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for line in plan.rejected:
-        grid.add_row(f"{line.count:,}", line.unit, Text(line.reason), Text(line.example))
-    return grid
+    rows = [(f"{line.count:,}", line.unit, line.reason, line.example) for line in plan.rejected]
+    return terminal_table(rows, ("count", "of", "because", "such as"), right=("count",), whole=("of",))
 
 
 def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
@@ -196,21 +190,18 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
     ways = list(next((row.reduction_s for row in sweep.rows if row.reduction_s), {}))
     headings = ["GPUs", "tokens/s", "efficiency", "exposed", *(["days"] if with_days else []), *ways, "best"]
     names = [NARROW_SWEEP_HEADINGS.get(heading, heading) if narrow else heading for heading in headings]
-    grid = terminal_table(names, right=names[:-1], gap=1, pad_edge=False)
-    for row in sweep.rows:
+
+    def figures(row: SweepRow) -> Iterator[str]:
+        yield f"{row.gpus:,}"
         if row.best is None:
-            grid.add_row(f"{row.gpus:,}", *["-"] * (len(headings) - 2), "nothing fits")
-            continue
-        grid.add_row(
-            f"{row.gpus:,}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.efficiency:.0%}",
-            f"{row.best.exposed_communication_share:.1%}",
-            *([f"{row.days:,.1f}"] if with_days else []),
-            *(f"{row.reduction_s[way]:.3g}" for way in ways),
-            Text(str(row.best.choice)),
-        )
-    return grid
+            yield from [*["-"] * (len(headings) - 2), "nothing fits"]
+            return
+        yield from (f"{row.tokens_per_s:,.0f}", f"{row.efficiency:.0%}", f"{row.best.exposed_communication_share:.1%}")
+        yield from [f"{row.days:,.1f}"] if with_days else []
+        yield from (f"{row.reduction_s[way]:.3g}" for way in ways)
+        yield str(row.best.choice)
+
+    return terminal_table([list(figures(row)) for row in sweep.rows], names, right=names[:-1], gap=1, pad_edge=False)
 
 
 def sweep_lines(sweep: Sweep) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""All ways to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, overlap of passes, state on
-the host. Which tensors of a block are kept is the matter of remat_ladder.py.
+"""All ways to spread a config over a number of GPUs: meshes, ZeRO levels, microbatches, schedules, state on the host. Which
+tensors of a block are kept is the matter of remat_ladder.py.
 
     for mesh in meshes(config, gpus=64):
         if why_not(config, mesh, gpus_per_host=8) is None:
@@ -38,10 +38,7 @@ REMATS = ("full", "offload", "selective", "none")
 ZEROS = (0, 1, 2, 3)
 MOST_VIRTUAL_STAGES = 8
 """With more chunks, most models have one layer per chunk, and the messages cost more than the bubble."""
-KEEPABLE = (
-    *("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences"),
-    *("offload_state", "overlap_passes"),
-)
+KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences", "offload_state")
 """Settings that a search can leave as the config has them."""
 STATE_WORDS = {"optimizer": "moments", "optimizer_and_master": "moments, master", "all": "moments, master, layers"}
 """What parallel.offload_state moves to the host, in a table."""
@@ -72,10 +69,9 @@ class Choice:
     remat: Remat
     microbatch_sequences: int
     offload_state: str
-    overlap_passes: bool
 
     def __str__(self) -> str:
-        schedule = schedule_text(self.schedule, self.virtual_stages, self.overlap_passes)
+        schedule = schedule_text(self.schedule, self.virtual_stages)
         pipeline = "" if self.mesh.pipe == 1 else f", {schedule}"
         state = "" if self.offload_state == "none" else f", offload_state {self.offload_state}"
         return (
@@ -98,7 +94,6 @@ class Choice:
                 "virtual_stages": self.virtual_stages,
                 "remat": self.remat,
                 "offload_state": self.offload_state,
-                "overlap_passes": self.overlap_passes,
             }
         )
         train = config.train.model_copy(update={"microbatch_sequences": self.microbatch_sequences})
@@ -117,7 +112,6 @@ class Group:
     zero: int
     schedule: str
     virtual_stages: int
-    overlap_passes: bool
     remats: tuple[Remat, ...]
     """The named policies, and the config's own; with `remat` kept, that one alone. Without, a search adds those of a ladder."""
     offload_states: tuple[str, ...]
@@ -127,16 +121,7 @@ class Group:
     """Those that are impossible, because they are UNEVEN."""
 
     def choice(self, remat: Remat, microbatch_sequences: int, offload_state: str) -> Choice:
-        return Choice(
-            self.mesh,
-            self.zero,
-            self.schedule,
-            self.virtual_stages,
-            remat,
-            microbatch_sequences,
-            offload_state,
-            self.overlap_passes,
-        )
+        return Choice(self.mesh, self.zero, self.schedule, self.virtual_stages, remat, microbatch_sequences, offload_state)
 
 
 def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Mesh]:
@@ -210,9 +195,7 @@ def _divides(config: Config, mesh: Mesh) -> bool:
 
 
 def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[Group]:
-    """The choices of a mesh for which why_not() is None.
-
-    overlap_passes is searched in pipelines of several tensor ranks: elsewhere there is nothing that it could hide."""
+    """The choices of a mesh for which why_not() is None."""
     parallel = config.parallel
     # With a single rank to shard over, all levels are equal.
     zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
@@ -223,9 +206,9 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
         zeros = (parallel.zero,)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
-    overlaps = (False, True) if mesh.pipe > 1 and mesh.tensor > 1 else (False,)
-    if "overlap_passes" in keep:
-        overlaps = (parallel.overlap_passes,)
+    remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
+    if "remat" in keep:
+        remats = (parallel.remat,)
     for schedule, virtual_stages in schedules(config.model.num_layers, mesh.pipe):
         if "schedule" in keep and mesh.pipe > 1 and schedule != parallel.schedule:
             continue
@@ -235,23 +218,9 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
         if virtual_stages > 1:
             even = tuple(size for size in microbatches if all(share // size % mesh.pipe == 0 for share in shares))
         uneven = tuple(size for size in microbatches if size not in even)
-        for overlap in overlaps:
-            remats = _remats(config, overlap and mesh.pipe > 1, keep)
-            if not remats or (overlap and schedule == GPIPE):
-                continue
-            for zero in zeros:
-                states = _offload_states(config, mesh, zero, keep)
-                if states:
-                    yield Group(mesh, zero, schedule, virtual_stages, overlap, remats, states, even, uneven)
-
-
-def _remats(config: Config, overlaps: bool, keep: Collection[str]) -> tuple[Remat, ...]:
-    own = config.parallel.remat
-    remats: tuple[Remat, ...] = REMATS if isinstance(own, str) else (*REMATS, own)
-    if "remat" in keep:
-        remats = (own,)
-    # overlap_passes excludes remat=none.
-    return tuple(remat for remat in remats if not (overlaps and remat == "none"))
+        for zero in zeros:
+            if states := _offload_states(config, mesh, zero, keep):
+                yield Group(mesh, zero, schedule, virtual_stages, remats, states, even, uneven)
 
 
 def _offload_states(config: Config, mesh: Mesh, zero: int, keep: Collection[str]) -> tuple[str, ...]:
@@ -309,11 +278,8 @@ def choice_in(config: Config) -> Choice:
     """The choice that a resolved config makes."""
     p = config.parallel
     mesh = Mesh(p.pipe, int(p.data), p.context, p.tensor)
-    return Choice(
-        mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences, p.offload_state, p.overlap_passes
-    )
+    return Choice(mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences, p.offload_state)
 
 
-def schedule_text(schedule: str, virtual_stages: int, overlap_passes: bool = False) -> str:
-    text = f"{schedule} x{virtual_stages}" if virtual_stages > 1 else schedule
-    return f"{text} overlap" if overlap_passes else text
+def schedule_text(schedule: str, virtual_stages: int) -> str:
+    return f"{schedule} x{virtual_stages}" if virtual_stages > 1 else schedule

@@ -18,8 +18,7 @@ from jaxllm.cost_model.hosts import gpus_beside
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
 from jaxllm.plan.plan_result import Candidate, Plan, ranked
-from jaxllm.plan.search import Progress, SearchOptions, any_fits, search
-from jaxllm.plan.why_nothing import why_nothing
+from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
 """Objective of a plan; see objective_line()."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.cluster import distributed
 from jaxllm.compile import aot
 from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, StepMemory, dump_options, read_dump
 from jaxllm.config import Config, ConfigError
@@ -33,7 +34,6 @@ from jaxllm.plots.memory import (
     y_limit,
 )
 from jaxllm.plots.schedule import new_figure, save
-from jaxllm.runtime import distributed
 
 _PHASES = {FORWARD: (0.93, 0.95, 0.99), BACKWARD: (1.0, 0.95, 0.90), UPDATE: (0.95, 0.92, 0.97)}
 SHORT_SPAN = 0.01

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from jaxllm.cluster.launchers import FIRST_PORT, NUM_PORTS
+from jaxllm.cluster.supervisor import die_with_parent
 from jaxllm.rehearsal.network import Network
-from jaxllm.runtime.launchers import FIRST_PORT, NUM_PORTS
-from jaxllm.runtime.supervisor import die_with_parent
 
 SILENT_AFTER = 1.5
 """Times the peers' patience until a supervisor kills a frozen process: they must give it up first, or they would see a kill."""
@@ -57,7 +57,7 @@ class Hosts:
         self._environment = ["env", *(f"--unset={name}" for name in LEFT_OUT), "PYTHONUNBUFFERED=1"]
         self._environment += [f"{name}={value}" for name, value in given.items()]
         limits = ["--restarts", "20", "--backoff-s", "1", "--anew-after", "10", "--silent-after"]
-        supervisor = [sys.executable, "-m", "jaxllm.runtime.supervisor", *limits, str(peer_timeout_s * SILENT_AFTER)]
+        supervisor = [sys.executable, "-m", "jaxllm.cluster.supervisor", *limits, str(peer_timeout_s * SILENT_AFTER)]
         self._command = [*supervisor, "--", sys.executable, "-m", "jaxllm.cli", "train", str(recipe)]
 
     def power_on(self, rank: int) -> None:

@@ -25,13 +25,13 @@ import yaml
 from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
 from jaxllm.json_lines import read_lines
+from jaxllm.machine.cpus import available_cpus
+from jaxllm.machine.host_memory import host_memory
 from jaxllm.rehearsal import network
 from jaxllm.rehearsal.faults import Fault, Kind, plan_faults, steps_for
 from jaxllm.rehearsal.hosts import Hosts
 from jaxllm.rehearsal.shrink import PEER_TIMEOUT_S, changes, count_devices, reads_own_text, shrink
 from jaxllm.rehearsal.verdict import NAMED_WITHIN_S, History, Metrics, Report, Strike, naming
-from jaxllm.runtime.cpus import available_cpus
-from jaxllm.runtime.host_memory import host_memory
 
 LOOK_S = 0.01
 STALL_S = 600.0

@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from jaxllm.display import terminal_table
+from jaxllm.cluster.peer_monitor import CAUSES, CLOSED, SILENT
 from jaxllm.rehearsal.faults import Fault
 from jaxllm.rehearsal.hosts import Line
-from jaxllm.runtime.peer_monitor import CAUSES, CLOSED, SILENT
+from jaxllm.terminal import terminal_table
 
 NAMED_WITHIN_S = 60.0
 EXPECTED = {"kill": (CAUSES[CLOSED], CAUSES[SILENT]), "freeze": (CAUSES[SILENT],), "cut": (CAUSES[SILENT],)}
@@ -103,19 +103,19 @@ class Report:
 
     def render(self) -> Group:
         """For a terminal of at least 80 columns."""
-        grid = terminal_table(("", "fault", "during", "named after", "lost"), right=("named after", "lost"))
-        said: list[Text] = []
+        rows, said = [], []
         for number, strike in enumerate(self.history.strikes, start=1):
             line, lost_s = naming(strike, self.history.lines), self.lost_s(strike)
             named = f"{line.unix_s - strike.unix_s:.1f} s" if line else "not named"
             line = line or next(_sentences(strike, self.history.lines), None)
             text = line.text.removeprefix("jaxllm: ") if line else "the other hosts said nothing"
-            grid.add_row(str(number), str(strike.fault), strike.during, named, "-" if lost_s is None else f"{lost_s:.0f} s")
+            rows.append((str(number), str(strike.fault), strike.during, named, "-" if lost_s is None else f"{lost_s:.0f} s"))
             said.append(Text(f"{number}  {text}"))
         lines = [f"not held: {problem}" for problem in self.problems] or [
             f"held: {self.steps} steps, each with the loss and gradient norm of the run without faults, bit for bit; "
             f"{len(self.history.committed)} checkpoints, none lost; every fault named within {NAMED_WITHIN_S:.0f} s"
         ]
+        grid = terminal_table(rows, ("", "fault", "during", "named after", "lost"), right=("named after", "lost"))
         return Group(grid, Text(), *said, Text(), *map(Text, lines))
 
     def _starts(self) -> Iterator[tuple[float, Metrics]]:

@@ -32,7 +32,7 @@ TRAINING, DATA, EVALUATING, SAVING, COMPILING, STARTING, REDONE, DOWN = PARTS = 
 )
 _PHASES = {"data_s": DATA, "evaluate_s": EVALUATING, "save_s": SAVING, "compile_s": COMPILING}
 """Key of a metrics line -> the part that its seconds belong to."""
-_COUNTS = ("devices", "absent_hosts", "memory_step")
+_COUNTS = ("devices", "absent_hosts")
 _START = {
     **{"start_import_s": "import", "start_meet_s": "meeting the other processes", "start_devices_s": "devices"},
     **{"start_dataset_s": "data", "start_initialize_s": "initial state", "start_restore_s": "restore"},
@@ -51,8 +51,6 @@ class Start:
     devices: int
     absent_hosts: int
     """Hosts of the launch that it trained without (launch.least_hosts)."""
-    memory_step: int
-    """The step that it resumed from in the hosts' memory (checkpoint.memory_every_steps); 0: it did not."""
     step_s: float
     """Median time between two lines; not-a-number for a single line."""
 
@@ -128,10 +126,8 @@ class History:
         for first, end in itertools.pairwise([*self._firsts, len(self.lines)]):
             line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
             step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
-            devices, absent, memory = (
-                int(_float(line.get(key))) if math.isfinite(_float(line.get(key))) else 0 for key in _COUNTS
-            )
-            found.append(Start(int(line["step"]), int(last["step"]), devices, absent, memory, step_s))
+            devices, absent = (int(_float(line.get(key))) if math.isfinite(_float(line.get(key))) else 0 for key in _COUNTS)
+            found.append(Start(int(line["step"]), int(last["step"]), devices, absent, step_s))
         return tuple(found)
 
     def last(self, key: str) -> float | None:

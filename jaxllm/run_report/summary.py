@@ -24,11 +24,11 @@ from jaxllm.cost_model.flops import mfu, parameter_count
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.noise_reading import NoiseEstimate, reading, wasted_share
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.cost import DAY_S, HOUR_S
-from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, steps_to_loss, wasted_share, with_ranks
-from jaxllm.plan.noise_scale_text import NoiseEstimate, reading
+from jaxllm.plan.data_ranks import OverRanks, StepsToLoss, over_data_ranks, steps_to_loss, with_ranks
 from jaxllm.plan.quote import Span
 from jaxllm.run_report.history import DOWN, TRAINING, History, read_run
 from jaxllm.run_report.svg import number
@@ -241,8 +241,6 @@ def shrunk(history: History) -> Iterator[str]:
     whole = [start for start in history.starts if not start.absent_hosts]
     usual = max(whole, key=lambda start: start.last_step - start.first_step, default=None)
     for start in history.starts:
-        if start.memory_step:
-            yield f"Step {start.first_step}: resumed from step {start.memory_step} in the memory of the hosts."
         if not start.absent_hosts:
             continue
         sentence = f"Steps {start.first_step} to {start.last_step}: without {_count(start.absent_hosts, 'host')}"

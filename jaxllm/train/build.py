@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.rounds import sends_codes
 from jaxllm.config.types import GIVEN, MASTER_ON_HOST
-from jaxllm.mesh import replicated
+from jaxllm.mesh.axes import replicated
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.trained import freezes, with_part
 from jaxllm.parallel.types import Parallelized

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 from pydantic import ValidationError
 
-from jaxllm.checkpoint.files import Meta
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import packed_documents
 from jaxllm.config.errors import one_sentence
@@ -78,7 +77,7 @@ def _moments(config: Config, optimizer: optax.GradientTransformation) -> float:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / (4 * sum(p.size for p in jax.tree.leaves(params)))
 
 
-def require_same_optimizer(folder: Path | str, meta: Meta, config: Config) -> None:
+def require_same_optimizer(folder: Path | str, meta: Mapping[str, Any], config: Config) -> None:
     """Refuses a checkpoint that another optimizer saved, whose moments mean something else.
 
     Raises:

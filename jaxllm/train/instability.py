@@ -1,4 +1,4 @@
-"""Instability, in the step: skipped steps, spikes, and the norms of each layer. step_watch.py has the part on the host.
+"""Instability, in the step: skipped steps, spikes, and the norms of each layer. run/step_metrics.py has the part on the host.
 
 If the loss or the gradient norm of a step is not finite, the step itself skips the update, on all devices alike: weights and
 moments stay the same bit for bit, the step counts, and its samples are not read again. A spike is a loss or gradient norm more
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.sharding import stack_dims
+from jaxllm.mesh.sharding import stack_dims
 
 WINDOW = 128
 """Number of past steps that define the usual level."""

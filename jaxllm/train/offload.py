@@ -24,14 +24,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
+from jaxllm.mesh.sharding import Parameter, stack_dims
 from jaxllm.parallel.trained import trained, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
-from jaxllm.sharding import Parameter, stack_dims
-from jaxllm.train.clipping import clip_scale
 from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import TrainState
-from jaxllm.train.step import Clipping, Update, make_update
+from jaxllm.train.step import Clipping, Update, clip_scale, make_update
 
 PIECE_BYTES = 64 * 2**20
 """Maximum size of a piece of the embedding or head: 1.2 ms on a PCIe 5 link, far above the start-up cost of a copy."""

@@ -35,7 +35,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config.rounds import OUTER_BLOCK as BLOCK
-from jaxllm.mesh import REPLICA
+from jaxllm.mesh.axes import REPLICA
 
 
 def encode(x: jax.Array, bits: int) -> jax.Array:

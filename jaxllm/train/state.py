@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
-from jaxllm.mesh import HOST, replicated
+from jaxllm.mesh.axes import HOST, replicated
 from jaxllm.parallel.types import Parallelized
 
 log = logging.getLogger(__name__)

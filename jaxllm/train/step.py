@@ -10,10 +10,45 @@ import jax.numpy as jnp
 import optax
 
 from jaxllm.parallel.types import NoiseParts
-from jaxllm.train.clipping import clip_by_norm
 from jaxllm.train.instability import SkipPolicy, skip_not_finite
 from jaxllm.train.state import TrainState
-from jaxllm.train.step_noise import estimates
+
+# ------------------------------------------------------------------------------------------------------------ noise scale
+# One step's estimates for the gradient noise scale, made in the step. run/noise_scale.py has the formulas and averages them.
+
+G2, S = "noise_g2", "noise_s"
+"""Metrics of a step: |g|^2, and tr(S) in tokens."""
+
+
+def estimates(parts: NoiseParts, grad_norm: Any) -> dict[str, Any]:
+    """|g|^2 and tr(S) of one step, from its parts and the norm of its gradient before clipping. Both are NaN or infinite if the
+    step has a single part.
+
+    The arguments are arrays of JAX or numpy, or numbers.
+    """
+    whole = grad_norm * grad_norm
+    noise = (parts.mean_square - whole) / (parts.count - 1)
+    return {G2: whole - noise, S: noise * parts.tokens}
+
+
+# --------------------------------------------------------------------------------------------------------------- clipping
+# Limits the norm of gradients.
+
+
+def clip_by_norm(gradients: Any, norm: jax.Array, limit: float | None) -> Any:
+    """Scales gradients down so that their global norm, given as `norm`, is at most `limit`."""
+    if limit is None:
+        return gradients
+    scale = clip_scale(norm, limit)
+    return jax.tree.map(lambda g: g * scale, gradients)
+
+
+def clip_scale(norm: jax.Array, limit: float) -> jax.Array:
+    """What clip_by_norm multiplies gradients by."""
+    return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
+
+
+# ------------------------------------------------------------------------------------------------------------- train step
 
 Metrics = dict[str, jax.Array]
 Update = Callable[[Any, Any, Any, jax.Array, jax.Array], tuple[Any, Any]]

@@ -26,6 +26,8 @@ HAS_TORCH = bool(find_spec("torch") and find_spec("transformers"))
 @pytest.fixture(scope="module")
 def modules():
     names = ("subprocess_runner", "gpu", "gpu_cases", "gpu_power", "gpu_predictions", "gpu_table")
+    for kind in ("pretend", "grouped", "limit", "real_run", "peers"):
+        scripts.load(f"benchmarks/gpu_{kind}.py")
     return SimpleNamespace(**{name: scripts.load(f"benchmarks/{name}.py") for name in names})
 
 
@@ -134,9 +136,10 @@ def play(modules, monkeypatch, tmp_path):
     monkeypatch.setattr(modules.gpu, "EXPECTED_S", dict.fromkeys(modules.gpu.EXPECTED_S, 1))
     monkeypatch.setattr(modules.gpu, "KILLED_S", 0)
 
-    def run(*cases, seconds=60):
-        runner = modules.gpu.Runner(tmp_path / "gpu.jsonl", [], time.monotonic() + seconds)
-        runner.run(modules.gpu.Case(name, kind, options) for name, kind, options in cases)
+    def run(*cases, seconds=60, **options):
+        runner = modules.gpu.Runner(tmp_path / "gpu.jsonl", [], time.monotonic() + seconds, **options)
+        as_case = lambda case: case if isinstance(case, modules.gpu.Case) else modules.gpu.Case(*case)  # noqa: E731
+        runner.run(map(as_case, cases))
         return runner
 
     return run
@@ -159,7 +162,8 @@ def test_a_crash_costs_one_row_and_too_large_a_microbatch_none(play, tmp_path):
     assert all("error" not in rows[name] for name in "abd")
     assert rows["a"]["process"] == rows["b"]["process"] == rows["c"]["process"] != rows["d"]["process"]
     assert (rows["b"]["microbatch"], rows["b"]["ran_out_at"], rows["b"]["options"]) == (3, 4, {"fits": 3})
-    assert [json.loads(line)["name"] for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == ["a", "b", "c", "d"]
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines if "begun" not in line] == ["a", "b", "c", "d"]
     assert play(*cases).rows == rows  # nothing is measured again
 
 
@@ -168,6 +172,54 @@ def test_no_case_begins_or_goes_on_without_time(play):
     runner = play(("a", "train", {"takes_s": 0.4}), ("b", "ring", {}), ("c", "train", {"takes_s": 30}), seconds=1.3)
     assert list(runner.rows) == ["a"]
     assert runner.left == ["b", "c"]
+
+
+def test_every_kind_has_a_function_and_a_duration(modules):
+    """An unknown kind would cost its row on the day."""
+    assert modules.gpu.EXPECTED_S.keys() == {*modules.gpu_cases.KINDS, *modules.gpu_cases.ELSEWHERE}
+    assert all(callable(modules.gpu_cases.measure(kind)) for kind in modules.gpu.EXPECTED_S)
+
+
+def test_what_depends_on_a_case_without_time_is_left_for_the_next_run(play, modules):
+    runner = play(modules.gpu.Case("b", "pretend", after="a"))
+    assert (runner.rows, runner.left) == ({}, ["b"])
+
+
+def test_figures_of_a_case_that_the_end_cuts_off_are_kept_and_count_for_nothing(play, tmp_path):
+    runner = play(("a", "train", {"takes_s": 30}), seconds=1.3)
+    assert (runner.rows, runner.left) == ({}, ["a"])
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert lines[-1]["begun"] == "cut off by the end"
+    assert lines[-1]["microbatch"] == 4
+
+
+def test_a_prediction_is_written_before_its_case_begins(play, modules, tmp_path):
+    case = modules.gpu.Case("a", "train", {"crash": True}, predicted={"tokens_per_s": 7})
+    play(case)
+    begun, row = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert "begun" in begun
+    assert "process" not in begun
+    assert begun["predicted"] == row["predicted"] == {"tokens_per_s": 7}
+    assert "fell over" in row["error"]
+
+
+def test_what_depends_on_a_failed_case_is_left_out(play, modules):
+    after = modules.gpu.Case("b", "pretend", after="a")
+    rows = play(("a", "pretend", {"crash": True}), after, ("c", "train", {})).rows
+    assert rows["b"]["error"] == "Left out: 'a' has no figures."
+    assert "error" not in rows["c"]
+
+
+def test_rows_of_earlier_days_count_for_their_kind_of_gpu_alone(play, modules, tmp_path):
+    """However they were measured, but only for the same work."""
+    H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    old = [("a", {"steps": 3}, H100), ("b", {}, H200), ("c", {"overrides": ["x=1"]}, H100)]
+    lines = [{"name": name, "kind": "train", "options": options, "device": device} for name, options, device in old]
+    known = tmp_path / "known.jsonl"
+    known.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runner = modules.gpu.Runner(tmp_path / "gpu.jsonl", [known], time.monotonic() + 60, device=H100)
+    cases = [modules.gpu.Case(name, "train", {"steps": 5, "traced": True}) for name in "abc"]
+    assert [case.name for case in cases if runner.is_done(case)] == ["a"]
 
 
 def test_power_and_clocks_are_means_over_the_timed_steps(modules, tmp_path):

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import tensorstore as ts
 
-from jaxllm.checkpoint import host_shares, share_index, stored_checkpoints
+from jaxllm.checkpoint import host_shares, stored_checkpoints
 from jaxllm.checkpoint.checksums import describe_files
-from jaxllm.checkpoint.disk_groups import DiskGroups
 from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.host_shares import DiskGroups
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import Store
-from jaxllm.runtime import distributed
+from jaxllm.cluster import distributed
 
 
 class Board:
@@ -130,40 +129,32 @@ class Run:
                 joined.shares._thread.join(30)
 
 
-def arrays(step, rank, content=b"") -> dict[bytes, bytes]:
-    """What a process has in a checkpoint: small values, which the index holds, and large ones, which it refers to."""
-    return {b"%d/small" % rank: b"%d" % step, b"%d/large" % rank: b"%d" % step * 4000 + content}
-
-
-def _opened(folder):
-    base = {"driver": "file", "path": f"{folder}/"}
-    return ts.KvStore.open({"driver": "ocdbt", "base": base, "config": share_index._CONFIG}).result()
+def arrays(step, rank, content=b"") -> dict[str, bytes]:
+    """The pieces of arrays that a process has in a checkpoint, by their files."""
+    return {f"small/{rank}": b"%d" % step, f"large/{rank}": b"%d" % step * 4000 + content}
 
 
 def write_part(folder, rank, meta, content=b"") -> None:
     """As Orbax and manager.py write it."""
     aside = folder.with_name(f"{folder.name}.aside")
-    (aside / "meta").mkdir(parents=True)
-    own = aside / "state" / f"ocdbt.process_{rank}"
-    own.mkdir(parents=True)
-    for name, value in arrays(int(folder.name), rank, content).items():
-        _opened(own).write(name, value).result()
-    (aside / "state/array_metadatas").mkdir()
-    (aside / f"state/array_metadatas/process_{rank}").write_text(f"of {rank}")
-    (aside / "state/_METADATA").write_text("of all")
-    (aside / "meta/metadata").write_text(json.dumps(meta))
-    share_index.write_own_index(aside / "state", rank)
+    files = {f"state/{name}": value for name, value in arrays(int(folder.name), rank, content).items()}
+    if rank == 0:
+        files |= {f"state/{name}/.zarray": b"of all" for name in ("small", "large")}
+    files |= {f"state/array_metadatas/process_{rank}": b"of %d" % rank, "state/_METADATA": b"of all"}
+    for name, value in (files | {"meta/metadata": json.dumps(meta).encode()}).items():
+        (aside / name).parent.mkdir(parents=True, exist_ok=True)
+        (aside / name).write_bytes(value)
     describe_files(aside)
     os.rename(aside, folder)
 
 
-def values_in(checkpoint) -> dict[bytes, bytes]:
-    """All arrays of a whole checkpoint, by its index."""
-    opened = _opened(checkpoint / "state")
-    return {name: opened.read(name).result().value for name in opened.list().result()}
+def values_in(checkpoint) -> dict[str, bytes]:
+    """All pieces of arrays of a whole checkpoint."""
+    assert all((checkpoint / f"state/{name}/.zarray").exists() for name in ("small", "large"))
+    return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in (checkpoint / "state").glob("[sl]*/[0-9]*")}
 
 
-def whole_values(step, ranks, content=b"") -> dict[bytes, bytes]:
+def whole_values(step, ranks, content=b"") -> dict[str, bytes]:
     return {name: value for rank in range(ranks) for name, value in arrays(step, rank, content).items()}
 
 

@@ -11,11 +11,11 @@ import pytest
 from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, in_new_dialect, random_weights, read_folder, write_folder
 
 import jaxllm
-from jaxllm.checkpoint import hf_convert
-from jaxllm.checkpoint.hf_convert import from_hf, to_hf, verify
 from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.config.hf_config import hugging_face_config, model_section
 from jaxllm.model.layers import attention_factor, rotary_frequencies
+from jaxllm.weights import hf_convert
+from jaxllm.weights.hf_convert import from_hf, to_hf, verify
 
 TOLERANCE = 1e-4
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2.npz"

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from contextlib import closing, nullcontext
@@ -24,18 +23,17 @@ from safetensors.numpy import load_file, save_file
 from tiny import TINY
 
 import jaxllm
-from jaxllm import cli
 from jaxllm.checkpoint import checksums, manager
 from jaxllm.checkpoint.arrays import give_up, read_arrays
-from jaxllm.checkpoint.files import describe_run, newest_whole, read_meta, saved_steps
+from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints, SaveError
-from jaxllm.checkpoint.memory import MemoryCheckpoints
-from jaxllm.checkpoint.memory_restore import LostPieces
-from jaxllm.checkpoint.weights import export
+from jaxllm.cli import app as cli
+from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
-from jaxllm.pretrained.folder import PACKAGES, open_folder
-from jaxllm.runtime import exit_codes
-from jaxllm.train.loop import fit
+from jaxllm.machine.versions import PACKAGES
+from jaxllm.run.loop import fit
+from jaxllm.weights.folder import open_folder
+from jaxllm.weights.weights import export
 
 CHECKOUT = Path(__file__).parents[2]
 # The vocabulary is padded to 260 on four tensor ranks. Constant rate: half a run sees the same rates as a complete one.
@@ -274,7 +272,7 @@ def test_a_path_that_orbax_misreads_is_refused(name, tiny_config, trainer, whole
         assert_equal(trainer.state, whole[1])
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         Checkpoints(run, trainer.config.checkpoint).save(6, trainer.state, describe_run(trainer.config, 6, "text"))
-    monkeypatch.setattr("jaxllm.runtime.distributed.start", lambda run: pytest.fail("a device was touched"))
+    monkeypatch.setattr("jaxllm.cluster.distributed.start", lambda run: pytest.fail("a device was touched"))
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         fit(tiny_config(*DATA_8, f"run.dir='{run}'"))
     if is_backslash:
@@ -372,65 +370,6 @@ def test_a_save_that_a_device_or_a_peer_ended_may_be_started_again(trainer, tmp_
     assert [checkpoints._failure(error).exit_code for error in (gone, copied)] == [exit_codes.LOST] * 2
 
 
-@pytest.mark.parametrize("is_stored", [False, True], ids=["nothing stored", "step 2 stored, 4 damaged"])
-def test_a_run_that_was_killed_resumes_from_memory(is_stored, tiny_config, whole, tmp_path, monkeypatch, capsys):
-    """On the same mesh bit for bit, with each step's line, and nothing is left in memory at the end. A damaged checkpoint of a
-    later step makes room for that step."""
-    (tmp_path / "memory").mkdir()
-    memory = (
-        "checkpoint.memory_every_steps=1",
-        f"checkpoint.memory_dir={tmp_path / 'memory'}",
-        "checkpoint.asynchronous=false",
-    )
-    memory += (f"checkpoint.every_steps={2 if is_stored else 100}",)
-    config = tiny_config(*DATA_8, *memory, f"run.dir={tmp_path / 'run'}")
-    advance = jaxllm.Trainer.advance
-
-    def ends(self):
-        for thread in threading.enumerate():
-            if thread.name == "memory-checkpoint":
-                thread.join()
-        if self.step == 3:
-            raise InterruptedError("killed")
-        return advance(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jaxllm.Trainer, "advance", ends)
-        with pytest.raises(InterruptedError):
-            fit(config)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    if is_stored:
-        (checkpoints / "4").mkdir()
-    resumed = fit(config)
-    assert resumed.memory_step == 3
-    said = capsys.readouterr().out
-    assert f"resumed from step {resumed.memory_step} in the memory of " in said
-    assert ("checkpoint 4 is damaged" in said) == (tmp_path / "run" / "checkpoints-damaged" / "4-1").exists() == is_stored
-    assert newest_whole(checkpoints) == (4, {})
-    assert_equal(resumed.state, whole[1])
-    assert losses(tmp_path / "run") == losses(whole[0])
-    assert list((tmp_path / "memory").iterdir()) == []
-
-
-def test_pieces_that_are_lost_after_the_search_leave_the_store(tiny_config, run, whole, tmp_path, monkeypatch, capsys):
-    class Gone:
-        folder = "the memory of h1"
-
-        def meta(self):
-            return read_meta(run / "checkpoints" / "4")
-
-        def restore(self, like, table):
-            like(self.meta())
-            raise LostPieces("h1 does not answer.")
-
-    monkeypatch.setattr(MemoryCheckpoints, "find", lambda self, *_: Gone())
-    memory = ("checkpoint.memory_every_steps=1", f"checkpoint.memory_dir={tmp_path}")
-    trainer = fit(tiny_config(*DATA_8, *memory, f"run.dir={run}"))
-    assert f"h1 does not answer.\nresumed from step 4 in {run}\n" in capsys.readouterr().out
-    assert trainer.memory_step is None
-    assert_equal(trainer.state, whole[1])
-
-
 # ------------------------------------------------------------------------------------------------------------ other meshes
 
 
@@ -473,7 +412,7 @@ def test_another_model_is_refused(tiny_config, whole):
     with pytest.raises(ConfigError, match=r"has a model with model.intermediate_size=64, not 128: set model.intermediate_size"):
         restore(other, whole[0])
     with pytest.raises(ConfigError, match=r"layers\.\S+ has shape \(.*64.*\) in .* and \(.*128.*\) in this config"):
-        Checkpoints(whole[0], other.config.checkpoint).restore(give_up(other.state), other.parallelized.table)
+        Checkpoints(whole[0], other.config.checkpoint).restore(give_up(other.state), other.programs.functions.table)
 
 
 def test_a_run_on_text_that_changed_is_refused(tiny_config, run, trainer):
@@ -497,7 +436,7 @@ def pair(text_file, tmp_path):
 
     def start(*overrides, folders=(tmp_path, tmp_path), limits=("unlimited", "unlimited"), first="pass"):
         port = free_port()
-        program = f"{first}; from jaxllm.cli import main; main()"
+        program = f"{first}; from jaxllm.cli.app import main; main()"
         command = [sys.executable, "-c", program, "train", recipe, "run.cpu_devices=1", "parallel.data=2"]
         for rank, (folder, limit) in enumerate(zip(folders, limits, strict=True)):
             place = {"JAXLLM_COORDINATOR": f"127.0.0.1:{port}", "JAXLLM_NUM_PROCESSES": "2", "JAXLLM_PROCESS_ID": str(rank)}
@@ -526,7 +465,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused_on_all(pair, whole, 
     folders[1].mkdir()
     shutil.copytree(whole[0], folders[0] / "run")
     # Half a second: these folders are on one host.
-    first = "from jaxllm.checkpoint import disk_groups; disk_groups.SHARED_LIMIT_S = 0.5"
+    first = "from jaxllm.checkpoint import host_shares; host_shares.SHARED_LIMIT_S = 0.5"
     for code, _, error in pair(f"train.init_from={tmp_path / 'gone'}", folders=folders, first=first):
         assert code == 2
         assert "run.dir=run of process 1 is not that of process 0: put it on storage that all hosts share, or set " in error
@@ -637,7 +576,7 @@ def test_a_run_starts_from_weights_alone_on_any_mesh(kind, tiny_config, whole, e
     assert (started.step, int(started.state.step)) == (0, 0)
     assert all(not np.any(moment) for moment in jax.tree.leaves(started.state.opt_state))
     if kind == "checkpoint":
-        assert started.weights.description == f"{whole[0]} at step 2"
+        assert started.start.weights.description == f"{whole[0]} at step 2"
         return
     dtype = "bfloat16" if kind == "bfloat16" else "float32"
     for mine, theirs in zip(*map(jax.tree.leaves, (started.state.params, whole[1].params)), strict=True):
@@ -677,7 +616,7 @@ def test_moments_are_not_read_for_weights_alone(tmp_path):
 
 
 def test_what_holds_no_weights_is_refused_before_a_device_is_touched(tiny_config, whole, exported, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxllm.runtime.distributed.start", lambda run: pytest.fail("a device was touched"))
+    monkeypatch.setattr("jaxllm.cluster.distributed.start", lambda run: pytest.fail("a device was touched"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     array_file(run / "checkpoints" / "4").unlink()
@@ -713,7 +652,7 @@ def test_a_run_with_a_checkpoint_ignores_init_from(tiny_config, run, capsys):
 )
 def test_exports_that_cannot_be_are_one_sentence(arguments, sentence, run, tmp_path, monkeypatch, capsys):
     # This process has its devices already.
-    monkeypatch.setattr("jaxllm.runtime.distributed.start", lambda run: None)
+    monkeypatch.setattr("jaxllm.cluster.distributed.start", lambda run: None)
     filled = [argument.format(run=run, new=tmp_path / "new") for argument in arguments]
     monkeypatch.setattr(sys, "argv", ["jaxllm", "export", *filled])
     with pytest.raises(SystemExit) as end:

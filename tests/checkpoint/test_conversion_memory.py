@@ -8,7 +8,7 @@ import pytest
 from golden.weights import shapes_of_theirs
 from hf_folders import DTYPES, HUB, model_of, write_folder
 
-from jaxllm.data.byte_tokenizer import save_byte_tokenizer
+from jaxllm.data.tokenizer import save_byte_tokenizer
 
 LARGE = {
     **HUB,
@@ -27,8 +27,8 @@ BUFFERS = 135e6
 
 CHILD = """
 import sys
-from jaxllm.checkpoint.gguf_convert import to_gguf
-from jaxllm.checkpoint.hf_convert import from_hf, to_hf
+from jaxllm.weights.gguf_convert import to_gguf
+from jaxllm.weights.hf_convert import from_hf, to_hf
 def peak():
     # Not ru_maxrss, which a child inherits from its parent.
     return next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from hf_folders import read_folder
 
-from jaxllm import cli
-from jaxllm.checkpoint import weights
-from jaxllm.checkpoint.hf_convert import to_hf
+from jaxllm.cli import app as cli
 from jaxllm.commands.predict import tokenizer_of
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.data.tokenizer import BYTES, load_tokenizer
-from jaxllm.pretrained.staging import new_folder
-from jaxllm.train import exports as module
-from jaxllm.train.exports import Exports, exporting
-from jaxllm.train.loop import fit
+from jaxllm.run import exports as module
+from jaxllm.run.exports import Exports
+from jaxllm.run.loop import fit
+from jaxllm.weights import weights
+from jaxllm.weights.hf_convert import to_hf
+from jaxllm.weights.staging import new_folder
 
 TEXTS = ["Grüße", "Ā and \0, U+0000", " a  b .\r\n\n don't", "日本語 🙂", "".join(map(chr, range(1, 0x250)))]
 
@@ -203,6 +203,11 @@ def test_of_two_that_write_one_destination_the_first_stays_whole(tmp_path):
 
 SILENT = SimpleNamespace(agreed_signal=lambda: None)
 """No signal has come."""
+
+
+def exporting(trainer, checkpoints, folder, console, signals):
+    run = SimpleNamespace(trainer=trainer, checkpoints=checkpoints, folder=folder, console=console, signals=signals)
+    return module.exporting(run, trainer.config.checkpoint.export_every_steps)
 
 
 def test_a_start_removes_what_a_killed_export_left(tmp_path):

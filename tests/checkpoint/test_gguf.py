@@ -10,17 +10,16 @@ import pytest
 import scripts
 from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, random_weights, read_folder, write_folder
 
-from jaxllm import cli
-from jaxllm.checkpoint.hf_convert import from_hf, to_hf
+from jaxllm.cli import app as cli
 from jaxllm.config import ConfigError
-from jaxllm.data.byte_tokenizer import save_byte_tokenizer
-from jaxllm.data.tokenizer import load_tokenizer
-from jaxllm.pretrained import staging
-from jaxllm.train.loop import fit
+from jaxllm.data.tokenizer import load_tokenizer, save_byte_tokenizer
+from jaxllm.run.loop import fit
+from jaxllm.weights import staging
+from jaxllm.weights.hf_convert import from_hf, to_hf
 
 gguf = pytest.importorskip("gguf")
 
-from jaxllm.checkpoint.gguf_convert import to_gguf  # noqa: E402
+from jaxllm.weights.gguf_convert import to_gguf  # noqa: E402
 
 BASE = {**HUB, "vocab_size": 260}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -263,7 +262,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 
 def test_a_damaged_disk_is_noticed(tmp_path, monkeypatch):
     source = make_source(tmp_path / "hf", BASE)
-    from jaxllm.pretrained.safetensors import ValuesWriter
+    from jaxllm.weights.safetensors import ValuesWriter
 
     write = ValuesWriter.write
     monkeypatch.setattr(ValuesWriter, "write", lambda self, name, values, first=0: write(self, name, values[::-1], first))
@@ -332,7 +331,7 @@ def test_a_run_on_bytes_becomes_a_file(tiny_config, command, tmp_path, capsys):
 
 
 def test_without_the_library_it_says_so(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxllm.cli_models.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxllm.cli.models.find_spec", lambda name: None)
     assert command(tmp_path, tmp_path / "x.gguf") == (
         2,
         "",
@@ -360,7 +359,7 @@ def cuts():
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
-    from jaxllm.checkpoint import gguf_tokenizer as module
+    from jaxllm.weights import gguf_convert as module
 
     of_gpt2 = ByteLevel(add_prefix_space=False)
     yield "gpt-2", of_gpt2, False

@@ -9,13 +9,13 @@ import pytest
 from hosts_in_threads import Run, plain_copy, values_in, whole_values, write_part
 from store_servers import Server, committed, forget_clients, gcs, serving
 
-from jaxllm.checkpoint import disk_groups
+from jaxllm.checkpoint import host_shares
 from jaxllm.checkpoint.files import describe_run, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.store import Store
+from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
-from jaxllm.runtime import exit_codes
 
 pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -76,9 +76,9 @@ def either(request, store, monkeypatch):
 
 
 def test_two_processes_on_each_of_two_hosts_join_and_each_host_fetches_once(either, start, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_groups, "SHARED_LIMIT_S", 0.1)
+    monkeypatch.setattr(host_shares, "SHARED_LIMIT_S", 0.1)
     run = start("a", "a", "b", "b", into=either)
-    assert run.on_all(lambda rank: disk_groups.find_disk_groups(run.folders[rank])) == [run.groups] * 4
+    assert run.on_all(lambda rank: host_shares.find_disk_groups(run.folders[rank])) == [run.groups] * 4
     assert run.groups.leaders == (0, 0, 2, 2)
     run.save(4)
     assert run.copy(4) is None
@@ -176,7 +176,7 @@ def test_parts_stay_until_their_hosts_are_back_or_the_run_has_gone_further(door,
     run.end()
     door.rule = None
     # Host c is away; starts without it, and ends before the next checkpoint.
-    for name in ("a/.joining-x/parts", "a/.to-store/9", "b/checkpoints/4.from-store", "b/shares/old-2/1/2"):
+    for name in ("a/.to-store/9", "b/checkpoints/4.from-store", "b/shares/old-2/1/2"):
         (tmp_path / name).mkdir(parents=True)
     for _ in range(2):
         start("a", "b").end()
@@ -238,7 +238,6 @@ def test_a_torn_part_is_passed_over(door, start, store, tmp_path):
         ("a", "0/4/meta/metadata", "?"),
         ("b", "1/4/state/array_metadatas/process_1", ""),
         ("b", "1/4/files.json", "["),
-        ("b", "1/4/state/manifest.ocdbt", "?"),
     ):
         (path,) = (tmp_path / host / "shares").glob(f"*/{name}")
         whole = path.read_bytes()
@@ -249,6 +248,23 @@ def test_a_torn_part_is_passed_over(door, start, store, tmp_path):
         run.end()
         path.write_bytes(whole)
     assert start("a", "b").latest == 4
+
+
+def test_a_part_of_an_earlier_version_is_neither_copied_nor_deleted(door, start, store, tmp_path):
+    """It has an index of its arrays, in the name that the whole checkpoint's index would have."""
+    run = start("a", "b")
+    with failing(door, "PUT", "/2/", 403, -1):
+        run.save(2)
+        assert run.copy(2) is not None
+    run.end()
+    (folder,) = (tmp_path / "b/shares").glob("*/1/2")
+    (folder / "state/manifest.ocdbt").write_bytes(b"")
+    listed = json.loads((folder / "files.json").read_text())
+    (folder / "files.json").write_text(json.dumps(listed | {"state/manifest.ocdbt": [0, 0]}))
+    with pytest.raises(ConfigError, match=rf"^Process 1 on .*: {folder} is a part that an earlier jaxllm wrote.*start the run"):
+        start("a", "b")
+    assert [shares(tmp_path / host) for host in "ab"] == [["0/2"], ["1/2"]]
+    assert store.steps() == {}
 
 
 def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_parts(door, start, store, tmp_path):
@@ -291,7 +307,7 @@ def test_an_older_checkpoint_of_the_hosts_is_copied_if_the_newest_is_damaged(doo
             run.save(step)
             assert run.copy(step) is not None
     run.end()
-    for path in (tmp_path / "b/shares").glob("*/1/4/state/ocdbt.process_1/d/*"):
+    for path in (tmp_path / "b/shares").glob("*/1/4/state/*/1"):
         path.write_bytes(b"?" * path.stat().st_size)
     run = start("a", "b")
     assert run.latest == 2
@@ -434,7 +450,7 @@ def test_a_damaged_checkpoint_of_the_store_counts_as_the_newest_for_memory(start
         run.save(step)
         assert run.copy(step) is None
     run.end()
-    name = next(name for name in store.steps()[4] if re.match(r"state/ocdbt.process_1/d/", name))
+    name = next(name for name in store.steps()[4] if re.match(r"state/\w+/1$", name))
     store.write(f"4/{name}", b"?" * store.steps()[4][name])
     run = start("a", "b")
     assert run.latest == 2

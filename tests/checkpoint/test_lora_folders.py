@@ -13,14 +13,14 @@ from meshes import assert_close
 from safetensors.numpy import load_file
 
 import jaxllm
-from jaxllm.checkpoint.hf_convert import adapter_to_peft, to_hf
-from jaxllm.checkpoint.weights import initial_adapter, initial_weights, read_initial
 from jaxllm.config import ConfigError
-from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.mesh.axes import batch_sharding, make_mesh
 from jaxllm.parallel.parameters import merge_model
-from jaxllm.pretrained.adapters import ADAPTER_CONFIG, WEIGHTS, write_adapter
+from jaxllm.run.loop import fit
 from jaxllm.train.build import build_training
-from jaxllm.train.loop import fit
+from jaxllm.weights.adapters import ADAPTER_CONFIG, WEIGHTS, write_adapter
+from jaxllm.weights.hf_convert import adapter_to_peft, to_hf
+from jaxllm.weights.weights import initial_adapter, initial_weights, read_initial
 
 # PEFT 0.21 calls names that transformers 5 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")

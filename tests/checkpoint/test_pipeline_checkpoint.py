@@ -7,16 +7,15 @@ import jax
 import numpy as np
 import outside
 import pytest
-from memory_saves import found_again
 from meshes import in_one_stack, unpadded
 
 from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.checkpoint.weights import find_weights, read_weights
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.mesh import axis_sizes, make_mesh
+from jaxllm.mesh.axes import axis_sizes, make_mesh
+from jaxllm.run.trainer import Trainer
 from jaxllm.train.build import build_training
-from jaxllm.train.trainer import Trainer
+from jaxllm.weights.weights import find_weights, read_weights
 
 ONE = ("parallel.data=1",)
 TWO = ("parallel.pipe=2", "parallel.data=2")
@@ -70,7 +69,6 @@ def trees(config, training, state):
 
 @pytest.mark.parametrize(("saved", "read"), PAIRS)
 def test_every_pipeline_reads_every_others_checkpoint(state_of, tmp_path, saved, read):
-    """From the store and from memory."""
     config, theirs, state = state_of(saved)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(3, state, describe_run(config, 3, ""))
@@ -78,14 +76,10 @@ def test_every_pipeline_reads_every_others_checkpoint(state_of, tmp_path, saved,
     checkpoints.close()
     other, training, like = state_of(read)
     shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, training.shardings)
-    in_memory = found_again(tmp_path, config, state)
-    for source in (Checkpoints(tmp_path, CheckpointConfig()), in_memory):
-        found = source.restore(shapes, training.functions.table)
-        jax.tree.map(
-            lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(str(x.sharding)), found, training.shardings
-        )
-        for ours, read in zip(trees(config, theirs, state), trees(other, training, found), strict=True):
-            jax.tree.map(np.testing.assert_array_equal, ours, read)
+    found = Checkpoints(tmp_path, CheckpointConfig()).restore(shapes, training.functions.table)
+    jax.tree.map(lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(str(x.sharding)), found, training.shardings)
+    for ours, read in zip(trees(config, theirs, state), trees(other, training, found), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, read)
 
 
 def test_weights_are_exported_from_virtual_stages_and_taken_up_by_others(state_of, tmp_path):

@@ -13,11 +13,11 @@ from hf_folders import DTYPES, HUB, LLAMA3_ROPE, in_new_dialect, random_weights,
 from tiny import TINY
 
 import jaxllm
-from jaxllm import cli
-from jaxllm.checkpoint.hf_convert import from_hf, parse_size, to_hf
+from jaxllm.cli import app as cli
 from jaxllm.config import ConfigError, load_config
-from jaxllm.pretrained import streaming
-from jaxllm.pretrained.folder import open_folder
+from jaxllm.weights import streaming
+from jaxllm.weights.folder import open_folder
+from jaxllm.weights.hf_convert import from_hf, parse_size, to_hf
 
 TIED = {**HUB, "tie_word_embeddings": True}
 WIDE_HEADS = {**HUB, "head_dim": 10}
@@ -261,7 +261,7 @@ def test_no_space_is_one_sentence_and_leaves_nothing(sharded, tmp_path, monkeypa
 
 def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path, monkeypatch):
     """Except in Hugging Face's own cache, where a snapshot consists of links to blobs."""
-    monkeypatch.setattr("jaxllm.runtime.distributed.start", lambda run: pytest.fail("a device was touched"))
+    monkeypatch.setattr("jaxllm.cluster.distributed.start", lambda run: pytest.fail("a device was touched"))
     (tmp_path / "secret").write_text("x")
     license = sharded / "LICENSE"
     sections = {"model": open_folder("x", str(sharded)).model, "data": {"source": "prepared", "paths": ["none"]}}

@@ -23,10 +23,10 @@ from jaxllm.checkpoint import run_lock as module
 from jaxllm.checkpoint.files import read_meta, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints, SaveError
 from jaxllm.checkpoint.run_lock import Holder, RunDirLock, hold_run_dir, holder_status, read_holder, this_process
+from jaxllm.cluster import distributed, exit_codes
+from jaxllm.cluster.launchers import LaunchInfo
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.runtime import distributed, exit_codes
-from jaxllm.runtime.launchers import LaunchInfo
-from jaxllm.train.metrics import JsonLines
+from jaxllm.run.metrics import JsonLines
 from jaxllm.train.state import TrainState
 
 CHECKOUT = Path(__file__).parents[2]
@@ -362,7 +362,7 @@ def test_a_process_that_lost_its_directory_leaves_as_lost(tmp_path):
     program = """
 import pathlib, sys
 from jaxllm.checkpoint.run_lock import hold_run_dir
-from jaxllm.train.metrics import JsonLines
+from jaxllm.run.metrics import JsonLines
 folder = pathlib.Path(sys.argv[1])
 with hold_run_dir(folder) as require:
     sink = JsonLines(folder / "metrics.jsonl", 0, require)

@@ -22,17 +22,17 @@ from outside import free_port, wait_until
 from run_files import saved_state, steps_of
 from store_servers import gcs_door
 
-from jaxllm.checkpoint import held_store, manager, run_lock, store, stored_checkpoints
+from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
 from jaxllm.checkpoint.checksums import describe_files
-from jaxllm.checkpoint.disk_groups import DiskGroups
 from jaxllm.checkpoint.files import saved_steps
+from jaxllm.checkpoint.host_shares import DiskGroups
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import FILES_AT_ONCE, Store, StoreLock
+from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
-from jaxllm.runtime import exit_codes
-from jaxllm.train.loop import fit
-from jaxllm.train.signals import SignalHandler, StepActions
+from jaxllm.run.loop import fit
+from jaxllm.run.signals import SignalHandler, StepActions
 
 pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -423,7 +423,7 @@ def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
         me = run_lock.this_process(launch, 0)
         place.write("holder.json", me.to_json())
         monkeypatch.setattr(store, "this_process", lambda *_, me=me: replace(me, token="another"))
-        with pytest.raises(ConfigError, match="is in use by") as error, held_store.hold_store(tmp_path, config):
+        with pytest.raises(ConfigError, match="is in use by") as error, stored_checkpoints.hold_store(tmp_path, config):
             pass
         assert error.value.exit_code == code
     monkeypatch.setattr(store, "this_process", run_lock.this_process)

@@ -27,12 +27,11 @@ from store_servers import committed, gcs_door, s3_door
 from jaxllm.checkpoint import store, stored_checkpoints
 from jaxllm.checkpoint.checksums import describe_files
 from jaxllm.checkpoint.files import describe_run
-from jaxllm.checkpoint.held_store import hold_store
 from jaxllm.checkpoint.store import Store, StoreLock
-from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
+from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
+from jaxllm.cluster import distributed, exit_codes
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
-from jaxllm.runtime import exit_codes, shared_errors
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -502,7 +501,7 @@ def test_an_outage_that_another_process_met_has_its_exit_code(monkeypatch):
         pass
 
     for here, says in ((outage, lambda text: (sent.append(text), text)[1]), (None, lambda text: text or sent[0])):
-        monkeypatch.setattr(shared_errors.distributed, "first_nonempty", says)
+        monkeypatch.setattr(distributed, "first_nonempty", says)
         with pytest.raises(OtherError) as error:
-            shared_errors.raise_together(here, OtherError)
+            distributed.raise_together(here, OtherError)
         assert (str(error.value), error.value.exit_code) == (str(outage), exit_codes.LOST)

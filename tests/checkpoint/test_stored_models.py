@@ -16,19 +16,19 @@ from hf_folders import HUB, random_weights, write_folder
 from hosts_in_threads import Run
 from store_servers import Server, forget_clients, gcs, s3_door, serving
 
-from jaxllm import cli
-from jaxllm.checkpoint import stored_models
-from jaxllm.checkpoint.commits import with_commits
-from jaxllm.checkpoint.load_model import load_model
-from jaxllm.checkpoint.weights import export, find_weights, initial_weights
+from jaxllm.cli import app as cli
+from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError
 from jaxllm.data import stores
-from jaxllm.data.byte_tokenizer import save_byte_tokenizer
 from jaxllm.data.stores import filesystem
-from jaxllm.runtime import distributed
-from jaxllm.train import fewer_hosts, trainer
-from jaxllm.train.loop import fit
-from jaxllm.train.trainer import Trainer
+from jaxllm.data.tokenizer import save_byte_tokenizer
+from jaxllm.run import fewer_hosts, trainer
+from jaxllm.run.loop import fit
+from jaxllm.run.trainer import Trainer
+from jaxllm.weights import stored_models
+from jaxllm.weights.load_model import load_model
+from jaxllm.weights.pinned_names import with_commits
+from jaxllm.weights.weights import export, find_weights, initial_weights
 
 pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -193,7 +193,7 @@ def test_two_at_once_copy_once(door, folders, place, tmp_path):
 
     door.rule = rule
     door.seen.clear()
-    command = [sys.executable, "-c", "import sys; from jaxllm.checkpoint.weights import find_weights"]
+    command = [sys.executable, "-c", "import sys; from jaxllm.weights.weights import find_weights"]
     command[-1] += f"; print('ready'); find_weights('--model', {address!r})"
     with subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.PIPE

@@ -17,15 +17,15 @@ from run_files import saved_state, steps_of
 
 from jaxllm.checkpoint import stored_checkpoints
 from jaxllm.checkpoint.files import describe_run, saved_steps
-from jaxllm.checkpoint.hf_convert import to_hf
 from jaxllm.checkpoint.host_shares import HostShares
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.store import Store, StoreLock
 from jaxllm.config import ConfigError
 from jaxllm.data.stores import filesystem
-from jaxllm.train import exports
-from jaxllm.train.loop import fit
-from jaxllm.train.signals import SignalHandler, StepActions
+from jaxllm.run import exports
+from jaxllm.run.loop import fit
+from jaxllm.run.signals import SignalHandler, StepActions
+from jaxllm.weights.hf_convert import to_hf
 
 pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")

@@ -16,7 +16,7 @@ import yaml
 from test_project_files import pinned, plain
 from typer.testing import CliRunner
 
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.config import Config, load_config, published_models
 from jaxllm.cost_model.hardware import GPUS
 

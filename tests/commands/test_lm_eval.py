@@ -10,9 +10,9 @@ import pytest
 from hf_folders import HUB, random_weights, write_folder
 
 import jaxllm
-from jaxllm import cli
+from jaxllm.cli import app as cli
 from jaxllm.config import ConfigError
-from jaxllm.data.byte_tokenizer import byte_characters, save_byte_tokenizer
+from jaxllm.data.tokenizer import byte_characters, save_byte_tokenizer
 
 pytest.importorskip("lm_eval")
 huggingface = pytest.importorskip("lm_eval.models.huggingface")

@@ -16,18 +16,18 @@ from tiny import SMALL_MODEL
 from typer.testing import CliRunner
 
 import jaxllm
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.commands import plan as plan_command
 from jaxllm.commands.plan import Compiler, Request, outcome, plan, processes
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.overlap import total
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
-from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan import search as search_module
 from jaxllm.plan.confirm import Compiled, InlineExecutor
-from jaxllm.plan.plan_result import FIT_SHARE, TIE_SHARE
+from jaxllm.plan.plan_result import TIE_SHARE
 from jaxllm.plan.recipe import recipe as recipe_of
 from jaxllm.plan.search import SearchOptions, search
 
@@ -41,7 +41,7 @@ RECIPE = {
 CANDIDATE_KEYS = {
     *("pipe", "data", "context", "tensor", "zero", "microbatch_sequences", "schedule", "virtual_stages", "remat"),
     *("estimate_bytes", "compiled_bytes", "tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share"),
-    *("predicted_step_s", "predicted_transfers_s", "scheduled_transfers_s", "sent_s", "offload_state", "overlap_passes"),
+    *("predicted_step_s", "predicted_transfers_s", "scheduled_transfers_s", "sent_s", "offload_state"),
 }
 SMALL = {
     "model": SMALL_MODEL,

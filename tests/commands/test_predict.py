@@ -16,14 +16,14 @@ from safetensors.numpy import load_file, save_file
 
 import jaxllm
 from jaxllm.checkpoint.files import describe_run
-from jaxllm.checkpoint.hf_convert import from_hf
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import load_chat_template
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.prompts import encode_chat, stop_ids
 from jaxllm.inference.text_stream import InTurn
+from jaxllm.weights.hf_convert import from_hf
 
 TEXT = "the law of the mesh: gather, shard, tick — and gather.\n" * 4
 TEMPLATE = (

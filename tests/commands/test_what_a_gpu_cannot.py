@@ -9,13 +9,12 @@ import jaxllm
 from jaxllm.compile import aot
 from jaxllm.compile.report import compile_report
 from jaxllm.config import ConfigError, load_config
-from jaxllm.config.attention import takes_cudnn
-from jaxllm.config.capability import has_tf32, why_not_cudnn
+from jaxllm.config.attention import has_tf32, takes_cudnn, why_not_cudnn
 from jaxllm.cost_model.hardware import GPUS, find_gpu
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.search import search
-from jaxllm.train.trainer import Trainer
+from jaxllm.run.trainer import Trainer
 
 V100 = GPUS["v100-32gb"]
 EIGHT_B = {
@@ -27,7 +26,6 @@ REFUSED = [
     ("v100-32gb", ["model.attention=cudnn"], "it needs Ampere (compute capability 8.0) or newer and {} has 7.0: set model.att"),
     ("h100-80gb", ["model.attention=cudnn"], "it computes in bfloat16 and model.compute_dtype is float32: set model.attention"),
     ("a10g-24gb", ["model.matmul_dtype=fp8"], "8.9), and {} has 8.6: set model.matmul_dtype=compute_dtype."),
-    ("gh200-96gb", ["model.matmul_dtype=mxfp8"], "10.0), and {} has 9.0: set model.matmul_dtype=compute_dtype."),
 ]
 
 

@@ -18,9 +18,8 @@ from rich.console import Console
 from step_flops import step_matmul_flops
 from tiny import SMALL_MODEL
 
-from jaxllm.cli import app, main
+from jaxllm.cli.app import app, main
 from jaxllm.compile import report as module
-from jaxllm.compile import report_warnings
 from jaxllm.compile.aot import OLDEST, can_compile_for_gpus, compile_step, gpu_devices, trace_step
 from jaxllm.compile.program import kernel_flops, origin
 from jaxllm.compile.report import compile_report, report_from_json
@@ -28,8 +27,8 @@ from jaxllm.compile.text import render
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.hardware import GPUS, find_gpu
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.runtime import xla_flags
-from jaxllm.train.memory_check import total_bytes
+from jaxllm.machine import xla_flags
+from jaxllm.run.memory_check import total_bytes
 
 H100 = GPUS["h100-80gb"]
 RECIPE = {
@@ -264,7 +263,7 @@ def test_large_results_are_named(report):
 
 
 def giants(*overrides, gpus=8, capacity=2**20, fits=True):
-    return list(report_warnings.replicated_giants(config(*overrides).resolve(gpus), capacity, fits))
+    return list(module.replicated_giants(config(*overrides).resolve(gpus), capacity, fits))
 
 
 def test_weights_that_every_rank_holds_are_named():

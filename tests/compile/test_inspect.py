@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxllm.compile.inspect import inspect_config
 from jaxllm.compile.inspect_text import render
 from jaxllm.config import ATTENTION_RESULTS, ConfigError, config_folder, load_config
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh.axes import make_mesh
 from jaxllm.plan.estimate import estimate
 from jaxllm.train.build import build_training
 

@@ -13,16 +13,15 @@ import yaml
 from rich.console import Console
 from tiny import SMALL_MODEL
 
-from jaxllm import cli
+from jaxllm.cli import app as cli
 from jaxllm.compile import report as report_module
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.kernel_account import PARTS, kernel_account, kernel_seconds, part_of
 from jaxllm.compile.kernels import Kernel, kernels
-from jaxllm.compile.kernels_text import render_kernels
 from jaxllm.compile.overlap import by_kind, simulate_overlap
 from jaxllm.compile.report import compile_report, report_from_json
-from jaxllm.compile.text import render
+from jaxllm.compile.text import render, render_kernels
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import attention_flops_per_token, layer_matmul_parameters, train_flops_per_token

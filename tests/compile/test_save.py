@@ -14,17 +14,18 @@ from jax.sharding import Mesh
 from run_files import steps_of
 from tiny import SMALL_MODEL, TINY
 
+from jaxllm.cluster import distributed
 from jaxllm.compile import save
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.save import save_programs, saved_lines
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.mesh import make_mesh
-from jaxllm.runtime import distributed, program_cache, xla_flags
-from jaxllm.runtime.program_cache import SUFFIX
-from jaxllm.train import saved_programs
-from jaxllm.train.loop import fit
-from jaxllm.train.saved_programs import (
+from jaxllm.machine import program_cache, xla_flags
+from jaxllm.machine.program_cache import SUFFIX
+from jaxllm.mesh.axes import make_mesh
+from jaxllm.run import programs
+from jaxllm.run.loop import fit
+from jaxllm.run.programs import (
     MANIFEST,
     Manifest,
     SavedPrograms,
@@ -88,7 +89,7 @@ def test_a_run_of_every_kind_of_program_compiles_none(config_of, caplog, tmp_pat
         *("train step of 4 microbatches, synchronising replicas", "layer norms", "evaluation"),
     ]
     trainer = fit(config_of(**parts))
-    assert trainer.saved.taken == len(saved)
+    assert trainer.programs.saved.taken == len(saved)
     assert not compiled_in(tmp_path / "cache")
     assert not caplog.records
     fit(config_of("compiled", cache="nothing", **parts))
@@ -113,7 +114,7 @@ def test_a_run_takes_what_was_saved(config_of, tmp_path, caplog, capsys):
     assert {one.compile_s for one in again} == {0}
     assert [one.bytes for one in again] == [one.bytes for one in saved]
     assert saved_lines(again, "saved")[1].startswith("  initial state: was there, ")
-    assert fit(config_of(**EVERYTHING)).saved.taken == len(saved)
+    assert fit(config_of(**EVERYTHING)).programs.saved.taken == len(saved)
     assert not compiled_in(tmp_path / "cache")
     assert not caplog.records
     assert "s, from the cache" in capsys.readouterr().out
@@ -222,7 +223,7 @@ def test_a_program_that_does_not_load_is_refused(saved, mesh, caplog, tmp_path):
 
 
 def test_programs_for_another_machine_are_refused(saved, mesh, caplog, tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_programs, "machine_of", lambda mesh: {"JAX": "0.0", "devices": "8 cpu"})
+    monkeypatch.setattr(programs, "machine_of", lambda mesh: {"JAX": "0.0", "devices": "8 cpu"})
     assert refusal(saved, mesh, caplog) == f"The programs in {tmp_path}/saved are for JAX {jax.__version__}, not 0.0{ADVICE}"
     with pytest.raises(ConfigError, match=r"saved holds programs for JAX .*, not 0\.0: name another folder\.$"):
         save._manifest(tmp_path / "saved", {"JAX": "0.0"})
@@ -270,7 +271,7 @@ def test_an_error_without_a_text_is_named(saved, mesh, caplog, monkeypatch):
     def load(*arguments, **options):
         raise AssertionError
 
-    monkeypatch.setattr(saved_programs.serialize_executable, "deserialize_and_load", load)
+    monkeypatch.setattr(programs.serialize_executable, "deserialize_and_load", load)
     assert "does not load (AssertionError)" in refusal(saved, mesh, caplog)
 
 
@@ -305,9 +306,9 @@ save_programs(jaxllm.load_config(sys.argv[1], sys.argv[3:]), sys.argv[2])
 RUN = """
 import sys
 import jaxllm
-from jaxllm.runtime import program_cache
+from jaxllm.machine import program_cache
 trainer = jaxllm.fit(jaxllm.load_config(sys.argv[1], [f"run.compilation_cache={sys.argv[2]}", *sys.argv[3:]]))
-print(trainer.saved.taken, program_cache.counts().compiled, file=sys.__stderr__)
+print(trainer.programs.saved.taken, program_cache.counts().compiled, file=sys.__stderr__)
 """
 
 

@@ -118,6 +118,14 @@ REFUSALS = {
     ("train.freeze=[layers.3.mlp.*]",): "train.freeze=layers.3.mlp.* is the name of no parameter: use patterns of embedding,",
     ("train.freeze=['*']",): "train.freeze leaves no parameter to train: remove one of its patterns.",
     ("train.init_adapter=x",): "train.init_adapter has no effect without model.lora: set model.lora.rank, or leave it out.",
+    (
+        "checkpoint.memory_every_steps=20",
+    ): "checkpoint.memory_every_steps was removed with checkpoints in memory: leave it out, and lower every_steps.",
+    (
+        "parallel.overlap_passes=true",
+    ): "parallel.overlap_passes was removed, because tensor ranks that send in a ring wait less: leave it out.",
+    ("model.matmul_dtype=mxfp8",): "model.matmul_dtype=mxfp8 was removed, because fp8 rounds in less time: set "
+    "model.matmul_dtype=fp8.",
     ("steps=3",): "Cannot read the override 'steps=3': write section.key=value, such as train.steps=100.",
     ("train.steps.x=3",): "'train.steps.x=3' does not name a key: steps has no keys below it.",
 }
@@ -129,6 +137,12 @@ def test_refusal_says_what_to_change(overrides):
         load_config(BASE, overrides)
     assert REFUSALS[overrides] in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_removed_key_that_changed_nothing_is_left_out():
+    """As configs have it that a version with the key has written."""
+    left = ["parallel.overlap_passes=false", "checkpoint.memory_every_steps=null", "checkpoint.memory_dir=/dev/shm"]
+    assert load_config(BASE, left) == load_config(BASE)
 
 
 def test_one_path_is_a_list_of_one_and_an_empty_section_is_its_defaults():

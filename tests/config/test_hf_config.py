@@ -373,7 +373,7 @@ def test_reading_the_shape_imports_no_jax(folder):
 import sys
 from jaxllm.config import load_config
 load_config({json.dumps(recipe(str(folder)))})
-from jaxllm.checkpoint.hf_convert import from_hf
+from jaxllm.weights.hf_convert import from_hf
 from_hf({str(folder)!r}, {str(folder.parent / "converted")!r})
 assert "jax" not in sys.modules and "torch" not in sys.modules
 """

@@ -1,9 +1,10 @@
-"""The config that tests of the memory estimate start from."""
+"""The config that tests of the memory estimate start from, and the tensors that it counts."""
 
 import math
 
 from jaxllm.config import load_config
 from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.layer_backward import facts, tensor_counts
 
 MODEL = {
     "num_layers": 8,
@@ -24,3 +25,13 @@ def config(model=MODEL, **sections):
     return found.resolve(
         math.prod([int(found.parallel.data), *(getattr(found.parallel, a) for a in ("pipe", "context", "tensor"))])
     )
+
+
+def working_set(step, moment="feed_forward"):
+    """Size -> number of its tensors that are live while a layer runs backward."""
+    known = frozenset(name for name, holds in facts(step).items() if holds)
+    return dict(tensor_counts(known)[moment]["working_set"])
+
+
+def layers_of_weights(step):
+    return working_set(step)["weights"]

@@ -96,7 +96,7 @@ def test_capacity_is_xlas_share_less_the_reserve(gpu):
 
 def test_xla_is_given_that_share_unless_the_user_says_otherwise(monkeypatch):
     from jaxllm.config import RunConfig
-    from jaxllm.runtime import xla_flags
+    from jaxllm.machine import xla_flags
 
     monkeypatch.setenv("XLA_FLAGS", "")
     for name in xla_flags.MEMORY_VARIABLES:

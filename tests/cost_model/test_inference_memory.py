@@ -15,14 +15,11 @@ import scripts
 from flax import nnx
 from hf_folders import HUB, random_weights, write_folder
 
-from jaxllm.checkpoint.hf_convert import from_hf, to_hf
-from jaxllm.checkpoint.load_model import config_of
-from jaxllm.checkpoint.weights import find_weights
-from jaxllm.cli import main
+from jaxllm.cli.app import main
 from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model import inference_memory
-from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.inference_memory import (
     cache_bytes,
     cache_positions,
@@ -33,14 +30,16 @@ from jaxllm.cost_model.inference_memory import (
     load_moments,
 )
 from jaxllm.inference.generate import Generator
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh.axes import make_mesh
 from jaxllm.model.blockwise_attention import _tile_rows, xla_kernel
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.plan.inference_estimate import PURPOSES, estimate_inference
-from jaxllm.plan.plan_result import FIT_SHARE
-from jaxllm.pretrained import read_weights
-from jaxllm.pretrained.folder import open_folder
+from jaxllm.weights import read_weights
+from jaxllm.weights.folder import open_folder
+from jaxllm.weights.hf_convert import from_hf, to_hf
+from jaxllm.weights.load_model import config_of
+from jaxllm.weights.weights import find_weights
 
 benchmark = scripts.load("benchmarks/inference_memory.py")
 H100 = GPUS["h100-80gb"]

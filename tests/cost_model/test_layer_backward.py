@@ -1,13 +1,35 @@
 """The tensors that one layer's backward holds, by the rules that were counted from XLA's listings."""
 
-from memory_config import A100, MODEL, config
+from memory_config import A100, MODEL, config, layers_of_weights, working_set
 
-from jaxllm.cost_model.layer_backward import attention, layer_backward, layers_of_weights
+from jaxllm.config.types import BLOCK_TENSORS, LAST_OUTPUT
+from jaxllm.cost_model.layer_backward import HELD, MOMENTS, ROWS, facts, layer_backward, sizes_of
 from jaxllm.cost_model.memory import Step
+
+ATTENTION = ("query", "key", "all_keys", "halves", "smallest_scores")
+"""Sizes of tensors that attention adds to the working set."""
 
 
 def backward(gpu=None, **sections):
-    return layer_backward(Step(config(**sections), gpu).layer_shape)
+    return layer_backward(Step(config(**sections), gpu))
+
+
+def attention(step, moment):
+    sizes = sizes_of(step)
+    return sum(count * sizes[size] for size, count in working_set(step, moment).items() if size in ATTENTION)
+
+
+def test_every_named_tensor_is_in_a_group():
+    """A new one needs a line in HELD: it says with which others it is copied and freed."""
+    assert set(HELD) == {*BLOCK_TENSORS, LAST_OUTPUT}
+
+
+def test_rows_name_facts_and_sizes_that_exist():
+    step = Step(config(parallel={"data": 1}))
+    rows = [row for rows in ROWS.values() for row in rows]
+    assert {word.lstrip("-") for row in rows for word in row.when.split()} == facts(step).keys()
+    assert {row.size for row in rows} <= sizes_of(step).keys()
+    assert all(any(row.counts) and len(row.counts) <= len(MOMENTS) for row in rows)
 
 
 def test_a_layer_recomputed_holds_more_beside_its_stack_than_one_kept():
@@ -80,7 +102,7 @@ def test_documents_and_context_ranks_take_blocks():
             data={"mask_documents": documents},
         )
         step = Step(cfg, gpu)
-        return attention(step.layer_shape, "attention") / step.units["query"]
+        return attention(step, "attention") / step.units["query"]
 
     # Half as many key-value heads as query heads.
     assert queries(documents=False) == 4 + 4 / 2
@@ -106,13 +128,8 @@ def test_products_wait_less_in_a_pipeline_and_on_an_a100():
             data={"mask_documents": documents},
         )
         step = Step(cfg, gpu)
-        held = (
-            layer_backward(step.layer_shape)["feed_forward"]["working_set"]
-            - layers_of_weights(step.layer_shape) * step.units["layer"]
-        )
-        return (
-            held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step.layer_shape, "feed_forward")
-        ) / step.units["mlp"]
+        held = layer_backward(step)["feed_forward"]["working_set"] - layers_of_weights(step) * step.units["layer"]
+        return (held - 3 * step.units["whole"] - 3 * step.units["split"] - attention(step, "feed_forward")) / step.units["mlp"]
 
     assert products(batch=1) == products(documents=True) == products(context=2) == products(data=2, zero=2) == 5
     assert products(gpu=A100, documents=True) == products(gpu=A100, context=2) == 5
@@ -136,7 +153,7 @@ def test_chunks_in_a_pipeline_s_ring_are_not_transposed():
     def wholes(ring, pipe):
         parallel = {"data": 1, "tensor": 2, "pipe": pipe, "tensor_ring": ring}
         cfg = config(parallel=parallel, train={"microbatch_sequences": 2})
-        return layer_backward(Step(cfg).layer_shape)["feed_forward"]["working_set"] / Step(cfg).units["whole"]
+        return layer_backward(Step(cfg))["feed_forward"]["working_set"] / Step(cfg).units["whole"]
 
     assert wholes(False, 4) - wholes(True, 4) == 1
     assert wholes(False, 8) == wholes(True, 8)
@@ -149,7 +166,7 @@ def test_an_interleaved_pipeline_without_remat_has_two_more_stacks():
             parallel={"data": 1, "tensor": 2, "pipe": 2, "remat": "none", **parallel}, train={"microbatch_sequences": 2}
         )
         step = Step(cfg)
-        return layer_backward(step.layer_shape)["feed_forward"]["layer_copies"] / step.units["whole"], step
+        return layer_backward(step)["feed_forward"]["layer_copies"] / step.units["whole"], step
 
     assert copied()[0] == 0
     found, step = copied(schedule="interleaved", virtual_stages=2)
@@ -174,8 +191,8 @@ def test_behind_documents_one_layers_products_wait_for_attention():
     def products(documents, pipe):
         sections = {"parallel": {"data": 1, "pipe": pipe}, "data": {"mask_documents": documents}}
         step = Step(config(HALVES, **sections))
-        held = layer_backward(step.layer_shape)["attention"]["working_set"] - attention(step.layer_shape, "attention")
-        rest = 2 * step.units["whole"] + 2 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
+        held = layer_backward(step)["attention"]["working_set"] - attention(step, "attention")
+        rest = 2 * step.units["whole"] + 2 * step.units["split"] + layers_of_weights(step) * step.units["layer"]
         return (held - rest) / step.units["mlp"]
 
     assert [products(*case) for case in ((True, 8), (False, 8), (True, 4))] == [3, 2, 2]
@@ -186,10 +203,8 @@ def test_where_transfers_start_late_wide_sequences_wait_for_each_other():
         model = {**MODEL, "intermediate_size": width}
         sections = {"parallel": {"data": 1, "tensor": 2, "remat": "full"}, "train": {"microbatch_sequences": 2}}
         step = Step(config(model, **sections), gpu)
-        end = layer_backward(step.layer_shape)["feed_forward_end"]["working_set"] - attention(
-            step.layer_shape, "feed_forward_end"
-        )
-        rest = 4 * step.units["mlp"] + 3 * step.units["split"] + layers_of_weights(step.layer_shape) * step.units["layer"]
+        end = layer_backward(step)["feed_forward_end"]["working_set"] - attention(step, "feed_forward_end")
+        rest = 4 * step.units["mlp"] + 3 * step.units["split"] + layers_of_weights(step) * step.units["layer"]
         return (end - rest) / step.units["whole"]
 
     assert whole(A100, 768) == whole(None, 256) == 5 + 1

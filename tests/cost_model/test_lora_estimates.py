@@ -8,7 +8,7 @@ from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan.estimate import estimate
-from jaxllm.train.memory_check import total_bytes
+from jaxllm.run.memory_check import total_bytes
 
 TOLERANCE = 0.03
 LORA = ("model.lora.rank=16",)

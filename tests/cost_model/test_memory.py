@@ -8,21 +8,20 @@ import jax
 import numpy as np
 import pytest
 import scripts
-from memory_config import A100, MODEL, config
+from memory_config import A100, MODEL, config, layers_of_weights
 
 from jaxllm.config import load_config
 from jaxllm.config.attention import takes_cudnn
 from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.hardware import GPUS, find_gpu
-from jaxllm.cost_model.layer_backward import layers_of_weights
 from jaxllm.cost_model.memory import Step, estimate_memory
 from jaxllm.cost_model.parameters import Elements
 from jaxllm.cost_model.step_sizes import FLOAT32, slots_of
-from jaxllm.mesh import axis_sizes
+from jaxllm.mesh.axes import axis_sizes
+from jaxllm.mesh.sharding import layout, weight_rules
 from jaxllm.model.attention import choose_kernel
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.pipeline_schedule import make_schedule
-from jaxllm.sharding import layout, weight_rules
 
 
 @pytest.mark.parametrize(
@@ -257,12 +256,12 @@ def test_a_single_microbatch_of_zero_1_keeps_the_shards_of_its_gradients():
     once, several, measuring = (vocabulary(zero=1, batch=batch, model=in_loop) for batch in (8, 16, 8))
     assert once.gradients() == {"microbatch_gradients": FLOAT32 * once.layers.master}
     assert several.gradients()["gradients"] == FLOAT32 * (several.layers.compute + several.vocabulary.compute)
-    assert layers_of_weights(once.layer_shape) == layers_of_weights(several.layer_shape) == 2.5
+    assert layers_of_weights(once) == layers_of_weights(several) == 2.5
     measuring.config = measuring.config.model_copy(
         update={"log": measuring.config.log.model_copy(update={"noise_scale_every": 1})}
     )
     assert measuring.gradients() == {"microbatch_gradients": 2 * measuring.layers.compute}
-    assert layers_of_weights(measuring.layer_shape) == 1
+    assert layers_of_weights(measuring) == 1
 
 
 def test_of_few_tokens_the_logits_gradient_waits_for_its_product():

@@ -11,7 +11,7 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.shape_waste import PARTS, shape_waste
 from jaxllm.cost_model.step_parts import TILES, tile_parts, tile_share
 from jaxllm.cost_model.step_time import CONVENTIONS, estimate_step_time
-from jaxllm.plan.shape_advice import LEAST_GAIN, better_shape, better_shape_line
+from jaxllm.plan.advice import LEAST_GAIN, better_shape, better_shape_line
 
 H100 = GPUS["h100-80gb"]
 FOUR = dataclasses.replace(H100, chip=dataclasses.replace(H100.chip, multiprocessors=4))

@@ -432,7 +432,7 @@ def test_a_folder_on_the_hub_is_read_at_one_commit(folder, tmp_path):
 
 
 def test_a_run_resumes_from_the_same_folder_in_a_store(store, folder, tmp_path, monkeypatch):
-    from jaxllm.train.loop import fit
+    from jaxllm.run.loop import fit
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     run = {"dir": str(tmp_path / "run")}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data.fill import fill
 from jaxllm.data.loader import SampleStream

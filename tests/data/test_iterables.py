@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxllm
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.config import ConfigError
 from jaxllm.data.prepare import prepare as prepare_files
 

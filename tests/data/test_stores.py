@@ -11,8 +11,7 @@ from store_servers import Hub, Server, gcs, s3, s3_environment, serving
 from jaxllm.config import ConfigError
 from jaxllm.data import stores
 from jaxllm.data.manifest import DATA_ENDINGS
-from jaxllm.data.prepare import prepare
-from jaxllm.data.prepare_inputs import find_inputs
+from jaxllm.data.prepare import find_inputs, prepare
 from jaxllm.data.records import Part, read_part
 
 pytest.importorskip("fsspec")
@@ -224,7 +223,7 @@ def test_a_store_that_stays_busy_ends_with_one_sentence_and_later_the_rest_is_ma
 
     def after_a_while(file, start, stop):
         calls.append(start)
-        if len(calls) == 40:
+        if len(calls) == 20:
             store.server.failures = [503] * 1000
         return read(file, start, stop)
 

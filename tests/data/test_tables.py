@@ -14,7 +14,7 @@ from test_prepare import contents, encoded, here, made_up
 from jaxllm.config import ConfigError
 from jaxllm.data import records
 from jaxllm.data.compression import DamagedFile
-from jaxllm.data.tables import CsvRows, elements
+from jaxllm.data.rows import CsvRows, elements
 
 TEXTS = made_up(60)
 

@@ -15,7 +15,9 @@ import yaml
 from rich.console import Console
 from tiny import TINY
 
-from jaxllm import cli
+from jaxllm.cli import app as cli
+from jaxllm.cluster import distributed
+from jaxllm.cluster.launchers import LaunchInfo
 from jaxllm.cost_model.hardware import GPUS, host_copy_bytes_per_s
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
@@ -24,9 +26,7 @@ from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
 from jaxllm.doctor.host_link import BOTH_WAYS, FROM_HOST, TO_HOST, HostCopy
 from jaxllm.doctor.numa import Binding, binding
 from jaxllm.doctor.probes import Card, Collective, Facts, Folder
-from jaxllm.mesh import HOST
-from jaxllm.runtime import distributed
-from jaxllm.runtime.launchers import LaunchInfo
+from jaxllm.mesh.axes import HOST
 
 CHECKOUT = Path(__file__).parents[2]
 H100, GIB = GPUS["h100-80gb"], 2**30

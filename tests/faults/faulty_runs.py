@@ -64,11 +64,11 @@ COMMON = (
 PROGRAM = f"""
 import errno, os, sys, time
 from dataclasses import replace
-from jaxllm import cli
-from jaxllm.runtime import peer_monitor
+from jaxllm.cli import app as cli
+from jaxllm.cluster import peer_monitor
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.train import fewer_hosts
-from jaxllm.train.trainer import Trainer
+from jaxllm.run import fewer_hosts
+from jaxllm.run.trainer import Trainer
 
 pace_s, fault = float(os.environ["TEST_PACE_S"]), os.environ["TEST_FAULT"]
 advance, compile_step, train_batch = Trainer.advance, Trainer.compile_step, Trainer.train_batch
@@ -338,7 +338,7 @@ def environment() -> dict[str, str]:
 
 def supervised(restarts: int) -> tuple[str, ...]:
     options = ("--restarts", str(restarts), "--backoff-s", "0.1", "--silent-after", str(SILENT_S))
-    return (sys.executable, "-m", "jaxllm.runtime.supervisor", *options, "--")
+    return (sys.executable, "-m", "jaxllm.cluster.supervisor", *options, "--")
 
 
 def is_open(port: int) -> bool:

@@ -19,7 +19,7 @@ import pytest
 from faulty_runs import CHECKOUT, HOST, SILENT_S, START_S, STEPS, Run, environment, is_open, supervised
 from run_files import records
 
-from jaxllm.runtime import exit_codes
+from jaxllm.cluster import exit_codes
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 

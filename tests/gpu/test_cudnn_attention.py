@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.mesh import CONTEXT
+from jaxllm.mesh.axes import CONTEXT
 from jaxllm.model.attention import xla_attention
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.parallel.ring_attention import ring_attention

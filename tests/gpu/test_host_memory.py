@@ -10,7 +10,7 @@ from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig
 from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.doctor.host_link import host_copies
-from jaxllm.mesh import HOST
+from jaxllm.mesh.axes import HOST
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ import pytest
 from run_files import steps_of
 
 from jaxllm.config import config_folder
-from jaxllm.config.capability import FIRST_WITH
+from jaxllm.config.attention import FIRST_WITH
 from jaxllm.cost_model.hardware import compute_capability
-from jaxllm.model.fp8 import FP8, matmul_of
+from jaxllm.model.fp8 import fp8_matmul
 
 pytestmark = pytest.mark.gpu
 STEPS = 20
@@ -35,7 +35,7 @@ def test_fp8_products_and_gradients_are_those_of_the_definition():
     x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((B, S, D), (D, F), (B, S, F)))
 
     def all_three(x, w, dy):
-        y, pullback = jax.vjp(lambda x, w: matmul_of(FP8)(spec, x, w), x, w)
+        y, pullback = jax.vjp(lambda x, w: fp8_matmul(spec, x, w), x, w)
         return y, *pullback(dy)
 
     y, dx, dw = jax.jit(all_three)(x, w, dy)

@@ -14,7 +14,7 @@ from unittest import mock
 import yaml
 from tiny import TINY
 
-from jaxllm.cli import main
+from jaxllm.cli.app import main
 
 LIMIT_S, LIMIT_BYTES, LIMIT_CHARACTERS = 10, 2**30, 2000
 TAKEN_S = 120

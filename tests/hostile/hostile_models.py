@@ -11,7 +11,7 @@ from hf_folders import HUB as SMALL
 from hf_folders import random_weights, write_folder
 from hostile import Case, train
 
-from jaxllm.checkpoint.hf_convert import from_hf
+from jaxllm.weights.hf_convert import from_hf
 
 HUB = {**SMALL, "vocab_size": 256}
 DEEP = "[" * 100_000

@@ -1,8 +1,8 @@
 """Hostile environments of launchers, XLA and the supervisor, and a hostile lock in the run directory.
 
 What needs a process of its own, or a watch of 20 s, is beside the rest of its module: XLA_FLAGS with flags that XLA lacks in
-tests/runtime/test_xla_flags.py, the supervisor's in tests/runtime/test_supervisor.py, messages in
-tests/runtime/test_rendezvous.py and tests/runtime/test_peer_monitor.py, locks that are no lock in
+tests/machine/test_xla_flags.py, the supervisor's in tests/cluster/test_supervisor.py, messages in
+tests/cluster/test_rendezvous.py and tests/cluster/test_peer_monitor.py, locks that are no lock in
 tests/checkpoint/test_run_lock.py.
 """
 

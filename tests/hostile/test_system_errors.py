@@ -13,10 +13,11 @@ import pytest
 import yaml
 from tiny import TINY
 
-from jaxllm.cli_errors import ending_in_one_sentence
+from jaxllm.cli.errors import ending_in_one_sentence
+from jaxllm.cluster import exit_codes
+from jaxllm.cluster.exit_codes import exit_code_for
 from jaxllm.config import ConfigError
-from jaxllm.runtime import cpus, exit_codes
-from jaxllm.runtime.exit_codes import exit_code_for
+from jaxllm.machine import cpus
 
 JAXLLM = f"{sys.executable} -m jaxllm.cli"
 NOT_ALMIGHTY = "setpriv --bounding-set=-dac_override,-dac_read_search"

@@ -20,17 +20,14 @@ from tiny import TINY
 
 from jaxllm.checkpoint import files
 from jaxllm.checkpoint.run_lock import read_holder
+from jaxllm.cluster import launchers, peer_link
+from jaxllm.cluster.authentication import Channel
+from jaxllm.cluster.rendezvous_checks import parse_process_info
+from jaxllm.cluster.socket_messages import Reader
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.config.hf_config import model_section
-from jaxllm.data.manifest import DATA_ENDINGS, read_manifest
-from jaxllm.data.npy import read_npy
+from jaxllm.data.manifest import DATA_ENDINGS, read_manifest, read_npy
 from jaxllm.json_lines import read_lines
-from jaxllm.pretrained.folder import open_folder
-from jaxllm.pretrained.safetensors import TensorFile
-from jaxllm.runtime import launchers, peer_link
-from jaxllm.runtime.authentication import Channel
-from jaxllm.runtime.rendezvous_checks import parse_process_info
-from jaxllm.runtime.socket_messages import Reader
 from jaxllm.stderr import LONGEST_WORD, safe_to_print
 from jaxllm.untrusted import (
     RefusedInput,
@@ -44,6 +41,8 @@ from jaxllm.untrusted import (
     whole_number,
 )
 from jaxllm.untrusted import read_lines as lines_of
+from jaxllm.weights.folder import open_folder
+from jaxllm.weights.safetensors import TensorFile
 
 
 @pytest.mark.parametrize("path", sorted(config_folder().rglob("*.yaml")), ids=lambda path: path.stem)

@@ -18,7 +18,7 @@ from jaxllm.inference.generate import Generator, complete, sample
 from jaxllm.inference.prompts import encode_prompt
 from jaxllm.inference.sampling import Sampling, next_ids
 from jaxllm.inference.text_stream import TextStream
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh.axes import make_mesh
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model

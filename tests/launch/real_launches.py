@@ -23,7 +23,7 @@ import yaml
 from tiny import TINY
 
 import jaxllm
-from jaxllm.train.loop import fit
+from jaxllm.run.loop import fit
 
 CHECKOUT = Path(__file__).parents[2]
 LIMIT_S = 240
@@ -32,16 +32,13 @@ STEPS, STEP_S = 60, 0.2
 """Enough that a fault after step 7 finds the run in progress."""
 COMMON = ("optimizer.schedule=constant", "checkpoint.every_steps=2", f"train.steps={STEPS}")
 
-# jaxllm train, with a pause before each step. The hosts are simulated: each has its own folder for checkpoints in memory.
+# jaxllm train, with a pause before each step.
 PROGRAM = """
 import os, sys, time
-from jaxllm import cli
-from jaxllm.checkpoint import memory
-from jaxllm.train.trainer import Trainer
+from jaxllm.cli import app as cli
+from jaxllm.run.trainer import Trainer
 
 advance, step_s = Trainer.advance, float(sys.argv.pop(1))
-make_home = memory.make_home
-memory.make_home = lambda folder, run_dir: make_home(f"{folder}/{os.environ['JAXLLM_PROCESS_ID']}", run_dir)
 
 def slowly(self):
     if not os.path.exists(os.path.join(os.path.dirname(__file__), "quickly")):
@@ -107,7 +104,7 @@ def pid_of(word: str, rank: int) -> int:
         pid
         for pid, command, variables in processes_of_launch()
         if any(word in part for part in command)
-        and "jaxllm.runtime.supervisor" not in command
+        and "jaxllm.cluster.supervisor" not in command
         and variables.get("JAXLLM_PROCESS_ID", variables.get("OMPI_COMM_WORLD_RANK")) == str(rank)
     )
     return found

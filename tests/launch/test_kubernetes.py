@@ -15,8 +15,8 @@ import yaml
 from outside import free_port
 from run_files import steps_of
 
+from jaxllm.cluster import exit_codes, launchers
 from jaxllm.config import load_config
-from jaxllm.runtime import exit_codes, launchers
 
 CHECKOUT = Path(__file__).parents[2]
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -99,7 +99,7 @@ def test_bad_input_alone_ends_the_jobset():
 
 
 def holds_a_supervised_recipe(command: list[str], gpus: int, mounts: list[str]) -> None:
-    assert command[:3] == ["python", "-m", "jaxllm.runtime.supervisor"]
+    assert command[:3] == ["python", "-m", "jaxllm.cluster.supervisor"]
     program, verb, recipe, *overrides = command[command.index("--") + 1 :]
     assert (program, verb) == ("jaxllm", "train")
     config = load_config(CHECKOUT / recipe, overrides)

@@ -272,6 +272,21 @@ def test_gpu_check_goes_through_its_motions_on_a_cpu(tmp_path):
     assert results == [(part, "ok") for part in ("benchmarks/gpu.py", "memory in use", "gpu tests, collected")]
 
 
+@pytest.mark.slow
+def test_gpu_check_tries_the_first_block_on_a_cpu(tmp_path):
+    """The second is tests/benchmarks/test_gpu_real_run.py and steps like those of the whole benchmark."""
+    environment = outside.environment(JAXLLM_VENV="none", PYTHON=sys.executable, OUT=str(tmp_path))
+    command = ["bash", str(CHECKOUT / "launch" / "gpu_check.sh"), "--dry-run", "1"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    log = (tmp_path / "gpu_check.log").read_text()
+    assert re.findall(r"^  (\S.*?) +\d+ s  (.*)$", log, re.MULTILINE) == [("block 1", "ok")]
+    assert "| pretend 8, 8B, ZeRO 3 |" in log
+    assert "| tiny, wgrad |" in log
+    # Nothing of a trial may be taken for a row of a GPU.
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
 def test_a_launch_makes_a_secret_unless_one_is_given():
     words = "share_secret; env | grep ^JAXLLM_SECRET"
     made = [in_environment(words).stdout for _ in range(2)]

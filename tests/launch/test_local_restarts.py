@@ -8,7 +8,7 @@ import pytest
 import scripts
 from real_launches import LIMIT_S, launch, launched, processes_of_launch, wait_until
 
-from jaxllm.runtime import exit_codes
+from jaxllm.cluster import exit_codes
 
 BEATS = """
 beaten="beaten-$JAXLLM_ATTEMPT-$JAXLLM_PROCESS_ID"

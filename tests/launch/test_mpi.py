@@ -10,7 +10,7 @@ import pytest
 import real_launches
 from real_launches import LIMIT_S, launch, launched, pid_of
 
-from jaxllm.runtime import exit_codes
+from jaxllm.cluster import exit_codes
 
 pytestmark = pytest.mark.launcher
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -21,8 +21,8 @@ from run_files import records
 from tiny import TINY
 
 import jaxllm
-from jaxllm.runtime.launcher_table import LAUNCHERS
-from jaxllm.train.loop import fit
+from jaxllm.cluster.launcher_table import LAUNCHERS
+from jaxllm.run.loop import fit
 
 pytestmark = pytest.mark.launcher
 LIMIT_S = 120
@@ -33,16 +33,14 @@ OTHERS = [key for key in LAUNCHERS if key not in ("slurm", "open mpi")]
 # Its host sees two GPUs; argument "hosts": each process has its own host.
 MEET = """
 import json, os, sys
-from jaxllm.runtime import launchers, rendezvous, rendezvous_client
-from jaxllm.runtime.rendezvous_checks import ProcessInfo
+from jaxllm.cluster import launchers, rendezvous
+from jaxllm.cluster.host_choice import ALL_REQUIRED
+from jaxllm.cluster.rendezvous_checks import ProcessInfo
 
 launch = launchers.find(os.environ)
 rank, machine = launch.process_id, f"m{launch.process_id}" if sys.argv[1:] == ["hosts"] else "m"
 own = ProcessInfo(rank, launch.num_processes, machine, os.getpid(), {}, machine, [], gpus=[f"{machine}-a", f"{machine}-b"])
-if rank == 0:
-    answer = rendezvous.serve(rendezvous.open_port(launch, own), own, launch, 4321)
-else:
-    answer = rendezvous_client.join(own, launch)
+answer, _ = rendezvous.meet(own, launch, ALL_REQUIRED)
 with open(f"{__file__}.{rank}", "w") as file:
     json.dump([launch.launcher, rank, answer.members, answer.devices], file)
 """
@@ -100,7 +98,7 @@ def test_mpich(places, devices, program):
 
 def test_mpich_without_a_coordinator_is_refused(program):
     real_launches.require(**{"mpiexec.hydra": "mpich"})
-    code = "import os; from jaxllm.runtime.launchers import find; print(find(os.environ))"
+    code = "import os; from jaxllm.cluster.launchers import find; print(find(os.environ))"
     assert output(start("mpiexec.hydra", "-n", "1", sys.executable, "-c", code)) == "None\n"
     process = start("mpiexec.hydra", "-n", "2", sys.executable, "-c", code)
     _, err = process.communicate(timeout=LIMIT_S)
@@ -161,7 +159,7 @@ BY_CALLER = """
 import sys
 import jax
 from jaxllm.config import ConfigError, RunConfig
-from jaxllm.runtime import distributed
+from jaxllm.cluster import distributed
 
 run = RunConfig(cpu_devices=1, compilation_cache="off")
 try:

@@ -18,11 +18,11 @@ from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
 
+from jaxllm.cluster.authentication import read_secret
 from jaxllm.config import load_config
+from jaxllm.run.loop import fit
 from jaxllm.run_report import summary
 from jaxllm.run_report.history import read_run
-from jaxllm.runtime.authentication import read_secret
-from jaxllm.train.loop import fit
 
 CHECKOUT = Path(__file__).parents[2]
 SCRIPT = CHECKOUT / "launch" / "slurm.sbatch"
@@ -223,7 +223,7 @@ def test_a_command_that_does_not_go_on_where_it_left_off_has_one_turn(slurm):
 
 def test_each_host_runs_the_command_under_a_supervisor(slurm):
     found = slurm(0, shown(), "jaxllm", "train", "a b.yaml", "run.dir=c d")
-    supervised = [sys.executable, "-m", "jaxllm.runtime.supervisor", "--restarts", "10", "--"]
+    supervised = [sys.executable, "-m", "jaxllm.cluster.supervisor", "--restarts", "10", "--"]
     assert found.srun[-10:] == [*supervised, sys.executable, "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"][-10:]
     assert {"JAXLLM_RESTARTS=yes", "JAXLLM_LAUNCH_ID=7"} <= set(found.environment)
     # It would end a process that is saving when another is done.
@@ -300,7 +300,7 @@ def test_refusals_are_a_sentence(arguments, variables, sentence, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------- containers
 
-SUPERVISED = ["python", "-m", "jaxllm.runtime.supervisor", "--restarts", "10", "--"]
+SUPERVISED = ["python", "-m", "jaxllm.cluster.supervisor", "--restarts", "10", "--"]
 TRAIN = ["python", "-m", "jaxllm.cli", "train", "a b.yaml", "run.dir=c d"]
 
 
@@ -444,8 +444,8 @@ DOWN_S = 90
 # Steps of a second that cost no CPU, in the first turns: a fault must find the run in progress.
 PACED = """
 import os, time
-from jaxllm import cli
-from jaxllm.train.trainer import Trainer
+from jaxllm.cli import app as cli
+from jaxllm.run.trainer import Trainer
 
 advance = Trainer.advance
 

@@ -10,9 +10,7 @@ import pytest
 
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import require_device_runs
-from jaxllm.model.fp8 import FP8, matmul_of
-
-fp8_matmul = matmul_of(FP8)
+from jaxllm.model.fp8 import fp8_matmul
 
 SPECS = {
     "BSD,DNH->BSNH": ((2, 16, 32), (32, 4, 8)),
@@ -82,20 +80,14 @@ def test_chips_without_it_are_refused(tiny_config):
     def chip(capability, kind):
         return SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=kind)
 
-    fp8, mxfp8 = (
-        tiny_config(f"model.matmul_dtype={dtype}", "model.head_dim=16", "train.sequence_length=32").model
-        for dtype in ("fp8", "mxfp8")
-    )
+    fp8 = tiny_config("model.matmul_dtype=fp8", "model.head_dim=16", "train.sequence_length=32").model
     require_device_runs(fp8, chip("8.9", "NVIDIA L40S"))
-    require_device_runs(mxfp8, chip("10.0", "NVIDIA B200"))
     require_device_runs(fp8, jax.devices()[0])
     a100 = "NVIDIA A100-SXM4-40GB"
     # A described GPU, without hardware, has only a name.
     for device in (chip("8.0", a100), SimpleNamespace(platform="cuda", device_kind=a100)):
         with pytest.raises(ConfigError, match=rf"8\.9\), and {a100} has 8\.0: set model\.matmul_dtype=compute_dtype"):
             require_device_runs(fp8, device)
-    with pytest.raises(ConfigError, match=r"mxfp8 needs an NVIDIA GPU of Blackwell or later \(compute capability 10\.0\)"):
-        require_device_runs(mxfp8, chip("9.0", "NVIDIA H100 80GB HBM3"))
     with pytest.raises(ConfigError, match=r"fp8 needs an NVIDIA GPU, and this is tpu: set model\.matmul_dtype=compute_dtype"):
         require_device_runs(fp8, SimpleNamespace(platform="tpu", device_kind="TPU v5e"))
 

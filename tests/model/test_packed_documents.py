@@ -21,9 +21,9 @@ from jaxllm.model import cudnn_attention
 from jaxllm.model.blockwise_attention import Mask, xla_kernel
 from jaxllm.model.packed_documents import packed_calls
 from jaxllm.parallel.kernels import choose_attention
-from jaxllm.train import attention_check
-from jaxllm.train.attention_check import require_right_attention, with_room_for_documents
-from jaxllm.train.run_dir import require_same_run
+from jaxllm.run import attention_check
+from jaxllm.run.attention_check import require_right_attention, with_room_for_documents
+from jaxllm.run.run_dir import require_same_run
 
 LENGTH = 512
 PLAIN = xla_kernel()

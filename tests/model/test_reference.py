@@ -13,7 +13,7 @@ import pytest
 from golden.make_golden import CASES, LOGITS, STEPS, B, S, case_config, compute, draw_batches, draw_weights, golden_path
 from golden.weights import shapes_of_theirs, to_ours, to_theirs
 
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh.axes import make_mesh
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer

@@ -15,7 +15,7 @@ from meshes import Run, assert_close, unequal_batch
 from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig, config_folder, zero_shard
-from jaxllm.sharding import unstacked
+from jaxllm.mesh.sharding import unstacked
 
 S, MICROBATCHES = 24, 4
 # None of 32, 64, 8 and 262 divides by these.

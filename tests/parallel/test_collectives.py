@@ -11,7 +11,7 @@ from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, 
 from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import parameter_count
-from jaxllm.mesh import axis_sizes, make_mesh
+from jaxllm.mesh.axes import axis_sizes, make_mesh
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.train.build import build_training
 

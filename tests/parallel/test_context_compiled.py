@@ -6,7 +6,7 @@ import pytest
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
 from jaxllm.config import load_config
-from jaxllm.mesh import axis_sizes
+from jaxllm.mesh.axes import axis_sizes
 
 L = 3
 MODEL = {

@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm.data.documents import Documents
 from jaxllm.data.loader import PackedDocuments
-from jaxllm.mesh import batch_sharding, make_mesh
+from jaxllm.mesh.axes import batch_sharding, make_mesh
 from jaxllm.train.build import build_training
 
 S, ROWS = 16, 4

@@ -15,7 +15,7 @@ from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.replicas import exchange_of
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
+from jaxllm.mesh.axes import axis_sizes, batch_sharding, make_mesh
 
 MICROBATCHES, ROWS, S = 2, 8, 16
 AXES = ("replica", "pipe", "data", "context", "tensor")

@@ -16,10 +16,10 @@ from jaxllm.compile.hlo import Module
 from jaxllm.compile.jaxpr_flops import matmul_flops, walk
 from jaxllm.config import load_config
 from jaxllm.cost_model.flops import train_flops_per_token
-from jaxllm.mesh import axis_sizes, make_mesh
+from jaxllm.mesh.axes import axis_sizes, make_mesh
+from jaxllm.mesh.sharding import layout, weight_rules
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
-from jaxllm.sharding import layout, weight_rules
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 

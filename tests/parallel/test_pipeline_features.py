@@ -40,13 +40,6 @@ REFUSALS = {
     ),
     ("parallel.schedule=1F1B",): "parallel.schedule=1F1B is not one of the choices: use gpipe, 1f1b, interleaved.",
     ("parallel.pipe=0",): "parallel.pipe=0",
-    ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.schedule=gpipe"): (
-        "parallel.overlap_passes=true needs ticks with both passes, and gpipe has none: set parallel.schedule=1f1b."
-    ),
-    ("parallel.pipe=2", "parallel.overlap_passes=true", "parallel.remat=none"): (
-        "parallel.overlap_passes=true and parallel.remat=none do not go together, because XLA would use a tenth more memory: "
-        "set parallel.remat=selective."
-    ),
     (*INTERLEAVED, FOUR_LAYERS, "parallel.data=2", "train.microbatch_sequences=4"): (
         "parallel.schedule=interleaved takes microbatches in rounds of parallel.pipe=2, and a step has 1: make it 2, with "
         "train.global_batch_sequences=16 or another microbatch_sequences."

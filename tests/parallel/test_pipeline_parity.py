@@ -175,29 +175,10 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, pipeline, mes
     check(make_run(pipeline, mesh, zero, remat, variant), one_device(variant, layers_of(pipeline)))
 
 
-OVERLAPPED = [
-    ("1f1b-2", (1, 1, 2), 1, "selective", "gqa-tied"),
-    ("interleaved-2x2", (2, 1, 2), 1, "offload", "gqa-untied-packed"),
-    ("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed"),
-    ("1f1b-2", (2, 1, 1), 2, "mapping", "mqa-tied-packed"),
-    ("1f1b-4", (1, 1, 2), 0, "full", "mqa-untied"),
-]
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "mesh", "zero", "remat", "variant"),
-    [pytest.param(*c, marks=() if i < 1 else pytest.mark.slow, id=name_of(*c)) for i, c in enumerate(OVERLAPPED)],
-)
-def test_layers_of_both_passes_in_turn_equal_one_device(make_run, one_device, pipeline, mesh, zero, remat, variant):
-    run = make_run(pipeline, mesh, zero, remat, variant, "parallel.overlap_passes=true")
-    check(run, one_device(variant, layers_of(pipeline)))
-
-
 @pytest.mark.nightly  # xla_flags.py names the race that its options make rare and do not exclude
-@pytest.mark.parametrize("overlap", [False, True])
-def test_collectives_of_a_ticks_two_passes_never_mix(make_run, overlap):
+def test_collectives_of_a_ticks_two_passes_never_mix(make_run):
     """On forced CPU devices (xla_flags.py): where they did, half of the runs of this mesh hung or differed within seconds."""
-    run = make_run("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed", f"parallel.overlap_passes={overlap}")
+    run = make_run("1f1b-4", (1, 2, 1), 3, "full", "gqa-untied-packed")
     expected = jax.device_get(run.gradients())
     for _ in range(5):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.gradients()), expected)
@@ -248,10 +229,8 @@ def test_three_virtual_stages(make_run, one_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_unrolled_layers(make_run, one_device, overlap):
-    more = ("model.scan_layers=false", f"parallel.overlap_passes={overlap}")
-    run = make_run("interleaved-2x2", (2, 1, 1), 3, "selective", "gqa-untied-packed", *more)
+def test_unrolled_layers(make_run, one_device):
+    run = make_run("interleaved-2x2", (2, 1, 1), 3, "selective", "gqa-untied-packed", "model.scan_layers=false")
     check(run, one_device("gqa-untied-packed", layers_of("interleaved-2x2")))
 
 
@@ -313,17 +292,7 @@ def test_bfloat16_in_a_pipeline_follows_float32(make_run, one_device, pipeline, 
     ],
 )
 def test_evaluation_equals_one_device(make_run, one_device, pipeline, mesh, zero):
-    check_evaluation(make_run(pipeline, mesh, zero, "selective", "mqa-tied-packed"), one_device, pipeline)
-
-
-@pytest.mark.slow
-def test_evaluation_with_overlapped_passes_equals_one_device(make_run, one_device):
-    """Outputs are sent a tick later than otherwise."""
-    run = make_run("1f1b-4", (1, 1, 2), 1, "selective", "mqa-tied-packed", "parallel.overlap_passes=true")
-    check_evaluation(run, one_device, "1f1b-4")
-
-
-def check_evaluation(tested, one_device, pipeline):
+    tested = make_run(pipeline, mesh, zero, "selective", "mqa-tied-packed")
     reference, *_ = one_device("mqa-tied-packed", layers_of(pipeline))
     totals = []
     for run in (tested, reference):

@@ -15,16 +15,16 @@ from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ConfigE
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import LAST_OUTPUT
 from jaxllm.cost_model.activations import bytes_per_token_and_layer
-from jaxllm.mesh import CONTEXT, MANUAL, axis_sizes, make_mesh
-from jaxllm.model.blockwise_attention import RESIDUALS, xla_kernel
+from jaxllm.mesh.axes import CONTEXT, MANUAL, axis_sizes, make_mesh
+from jaxllm.mesh.sharding import constrainer
+from jaxllm.model.blockwise_attention import xla_kernel
 from jaxllm.model.layers import Block, Ops, rotary_table, rotate
 from jaxllm.model.llama import BlockContext, apply_block
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul
+from jaxllm.parallel.layer_loop import remat
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.remat import remat
 from jaxllm.parallel.ring_attention import ring_attention
 from jaxllm.parallel.vjp_residuals import absent, extract, kept_names, waits_on_host
-from jaxllm.sharding import constrainer
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 POLICIES = ("none", "selective", "full")
@@ -128,7 +128,7 @@ def one_block(config, function):
     if config.data.mask_documents:
         attend = ring_attention(xla_kernel(), CONTEXT, parallel.context)
     attend = attend_per_tensor_rank(attend, model.num_kv_heads, parallel.tensor)
-    matmul = choose_matmul(model, parallel.tensor, mesh.devices.flat[0])
+    matmul = choose_matmul(model, parallel.tensor)
     ops = Ops(attend=attend, matmul=matmul, constrain=constrainer(axis_sizes(config.parallel)))
     shape = (2, config.train.sequence_length // parallel.context)
     found = []
@@ -259,9 +259,8 @@ def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockw
 
 
 def test_names_in_the_config_are_the_models():
-    assert (BLOCK_INPUT, "query", "key", "value", *RESIDUALS, "attention_out", "mlp_gate", "mlp_up") == BLOCK_TENSORS
+    assert (BLOCK_INPUT, "query", "key", "value", *ATTENTION_RESULTS, "attention_out", "mlp_gate", "mlp_up") == BLOCK_TENSORS
     assert LAST_OUTPUT == "mlp_down"
-    assert ATTENTION_RESULTS == RESIDUALS
 
 
 REFUSALS = {

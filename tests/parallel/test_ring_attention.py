@@ -17,13 +17,13 @@ from kernel_cases import kernel_inputs as arrays
 from jaxllm import private_jax
 from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
 from jaxllm.compile.hlo import Module
-from jaxllm.config import ConfigError
-from jaxllm.mesh import AXES, CONTEXT, MANUAL, TENSOR
+from jaxllm.config import ATTENTION_RESULTS, ConfigError
+from jaxllm.mesh.axes import AXES, CONTEXT, MANUAL, TENSOR
+from jaxllm.mesh.sharding import tensor_shard_map
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import xla_attention
 from jaxllm.model.blockwise_attention import (
     NOTHING,
-    RESIDUALS,
     Mask,
     Partial,
     documents_by_halves,
@@ -34,7 +34,6 @@ from jaxllm.model.blockwise_attention import (
 from jaxllm.parallel import zigzag
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
 from jaxllm.plots.zigzag import picture
-from jaxllm.sharding import tensor_shard_map
 
 B, S, H = 2, 64, 8
 MHA, GQA = (4, 4), (4, 2)
@@ -373,7 +372,7 @@ def kept_by(policy):
 
 def test_a_remat_policy_that_keeps_the_results_spares_the_forward_ring():
     c = 8
-    selective = kept_by(jax.checkpoint_policies.save_only_these_names(*RESIDUALS))
+    selective = kept_by(jax.checkpoint_policies.save_only_these_names(*ATTENTION_RESULTS))
     nothing = kept_by(jax.checkpoint_policies.nothing_saveable)
     hops = {name: executed(traced("ring", c, wrap=wrap), "ppermute") for name, wrap in (("kept", selective), ("not", nothing))}
     # Forward once, and twice backward: keys, and gradients. Without the names the recomputation runs the forward ring again.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from meshes import Run, assert_close, unequal_batch
 
-from jaxllm.mesh import CONTEXT, DATA, TENSOR
+from jaxllm.mesh.axes import CONTEXT, DATA, TENSOR
 from jaxllm.parallel import parallelize
 
 ROWS, S = 24, 16

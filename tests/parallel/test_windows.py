@@ -35,7 +35,7 @@ from jaxllm.cost_model.flops import attention_flops_per_token, causal_pairs
 from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import MEASURED
-from jaxllm.mesh import axis_sizes
+from jaxllm.mesh.axes import axis_sizes
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import xla_attention
 from jaxllm.model.blockwise_attention import NOTHING, Mask, Partial, documents_by_halves, within_window, xla_kernel
@@ -315,7 +315,7 @@ CASES = [
     ((1, 4, 1, 1), 2, 2, "all", 1, "parallel.remat=offload"),
     ((2, 4, 1, 1), 3, 1, "first", 0, "parallel.context_method=all_gather parallel.remat=selective"),
     ((1, 1, 2, 2), 1, 4, "first", 1, "parallel.remat=full"),
-    ((1, 2, 1, 2), 2, 2, "gemma", 0, "parallel.overlap_passes=true"),
+    ((1, 2, 1, 2), 2, 2, "gemma", 0, "parallel.remat=selective"),
     ((2, 1, 1, 2), 3, 2, "gemma", 1, "parallel.schedule=interleaved parallel.virtual_stages=2"),
     ((2, 1, 1, 2), 1, 2, "all", 0, "parallel.schedule=gpipe"),
 ]

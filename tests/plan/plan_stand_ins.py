@@ -7,7 +7,7 @@ from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_parts import StepTime
 
-HELD = ("offload_state", "overlap_passes")
+HELD = ("offload_state",)
 """Settings that these estimates do not know, to keep."""
 KEPT = {"full": 1, "offload": 2, "selective": 6, "none": 12}
 SPEED = {"full": 0.75, "offload": 0.9, "selective": 1.0, "none": 1.05}

@@ -12,14 +12,13 @@ import yaml
 import jaxllm
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
-from jaxllm.cost_model.hardware import GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
+from jaxllm.cost_model.hardware import FIT_SHARE, GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.cost_model.hosts import UNKNOWN_HOST_BYTES, choose_gpus_per_host, named_devices, require_devices
 from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
 from jaxllm.plan.estimate import estimate, fold, memory_table
-from jaxllm.plan.plan_result import FIT_SHARE
 from jaxllm.plan.search import SearchOptions, search
 
 ROOT = config_folder().parent
@@ -369,7 +368,7 @@ def test_what_fits_is_given_no_advice():
 def test_the_command_needs_no_jax(recipe):
     code = (
         "import sys; sys.argv = ['jaxllm', 'estimate', *sys.argv[1:]]\n"
-        "from jaxllm.cli import app\n"
+        "from jaxllm.cli.app import app\n"
         "try: app(standalone_mode=False)\n"
         "finally: assert not {'jax', 'flax', 'jaxlib', 'matplotlib'} & set(sys.modules), 'imported'\n"
         "import jaxllm; jaxllm.estimate\n"

@@ -17,7 +17,7 @@ from jaxllm.plan.sweep import longest_sequence, smallest_cluster, sweep_gpus
 
 H100 = GPUS["h100-80gb"]
 UNLIMITED = dataclasses.replace(H100, network_bandwidth_bytes_per_s=1e25, link_bandwidth_bytes_per_s=1e25)
-KEEP = SearchOptions(keep=("remat", "offload_state", "overlap_passes"))
+KEEP = SearchOptions(keep=("remat", "offload_state"))
 TWO = ("parallel.replica=2", "parallel.replica_latency_ms=0", "parallel.replica_gbit_per_s=")
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.error_range import ErrorRange
 from jaxllm.cost_model.flops import parameter_count
@@ -18,11 +18,11 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.plan import quote as quote_module
 from jaxllm.plan.cost import DAY_S, HOUR_S, OVERHEAD, YEAR_S
 from jaxllm.plan.estimate import estimate
-from jaxllm.plan.goodput import Interruptions
 from jaxllm.plan.quote import (
     CHECKPOINT_GB_PER_S,
     RESTART_MINUTES,
     SAVE_OVERHEAD_S,
+    Interruptions,
     Span,
     Terms,
     checkpoint_bytes,

@@ -3,23 +3,25 @@
 import dataclasses
 import itertools
 import random
+from typing import get_args
 
 import pytest
 from plan_stand_ins import gpu_for, small
 
 from jaxllm.config import BLOCK_TENSORS, load_config
-from jaxllm.config.remat_policy import offloads, remat_text
-from jaxllm.config.types import OFFLOAD_STATES
+from jaxllm.config.remat_policy import SHORT, offloads, remat_text
+from jaxllm.config.types import LAST_OUTPUT, OFFLOAD_STATES, Remat
 from jaxllm.cost_model.hardware import GPUS, HOST_MEMORY_SHARE
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import MEASURED, StepTime
 from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.plan.advice import COSTS, REMAT_LADDER
 from jaxllm.plan.fastest_remat import LEAN, Trial
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, ranked
-from jaxllm.plan.remat_ladder import GRAIN, Ladder, Ladders, LeastStep
+from jaxllm.plan.remat_ladder import GRAIN, PARTS, Ladder, Ladders, LeastStep
 from jaxllm.plan.search import GAINS_NOTHING, SLOWER, SearchOptions, best_with_fp8, search
-from jaxllm.plan.space import KEEPABLE, groups, meshes, why_not
+from jaxllm.plan.space import KEEPABLE, REMATS, groups, meshes, why_not
 
 H100 = GPUS["h100-80gb"]
 EIGHT_B = {
@@ -37,6 +39,17 @@ def model_of(*overrides, remat="selective", kind=StepModel, config=None):
     config = config or load_config(EIGHT_B, overrides).resolve(8)
     parallel = config.parallel.model_copy(update={"remat": remat})
     return kind(config.model_copy(update={"parallel": parallel}), H100, 8, MEASURED)
+
+
+def test_policies_and_tensors_have_all_their_rows():
+    """A new policy or named tensor is missing here first (CONTRIBUTING)."""
+    names = set(get_args(get_args(get_args(Remat)[0])[0]))
+    assert set(REMATS) == set(REMAT_LADDER) == names
+    assert {key.removeprefix("parallel.remat=") for key in COSTS if key.startswith("parallel.remat=")} == names - {"none"}
+    # attention_lse goes with attention_output.
+    tensors = {*BLOCK_TENSORS, LAST_OUTPUT} - {"attention_lse"}
+    assert set(SHORT) == tensors
+    assert sorted(name for part in PARTS for name in part) == sorted(tensors)
 
 
 def mappings():
@@ -137,18 +150,13 @@ def test_a_mapping_is_said_shortly(remat, text):
 
 
 def test_a_ladder_is_shared_only_where_recomputation_costs_the_same():
-    """Messages of passes that overlap (parallel.overlap_passes) leave less of a transfer exposed."""
-    overrides = [
-        "parallel.pipe=2",
-        "parallel.tensor=2",
-        "parallel.data=2",
-        "parallel.tensor_ring=false",
-        "train.microbatch_sequences=1",
-    ]
+    """Chunks in a ring (parallel.tensor_ring) leave less of a transfer exposed."""
+    overrides = ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=2", "train.microbatch_sequences=1"]
     ladders = Ladders()
-    models = [model_of(*overrides, f"parallel.overlap_passes={value}") for value in ("false", "true")]
+    models = [model_of(*overrides, f"parallel.tensor_ring={value}") for value in ("false", "true")]
     costs = [tuple(rung.spent_s for rung in ladders.of(model).rungs) for model in models]
     assert costs == [tuple(rung.spent_s for rung in Ladder(model).rungs) for model in models]
+    assert costs[0] != costs[1]
 
 
 # ------------------------------------------------------------------------------------------------------------ the search
@@ -227,7 +235,7 @@ def test_what_is_left_out_is_slower(monkeypatch):
         found = {}
         for one in plan.candidates:
             choice = one.choice
-            key = (choice.mesh, choice.zero, choice.schedule, choice.virtual_stages, choice.overlap_passes)
+            key = (choice.mesh, choice.zero, choice.schedule, choice.virtual_stages)
             key += (choice.microbatch_sequences,)
             found[key] = max(found.get(key, 0), one.tokens_per_s_per_gpu)
         return found

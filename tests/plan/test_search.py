@@ -14,14 +14,14 @@ from plan_stand_ins import HELD, Memory, estimate, gpu_for, small, step_time
 from jaxllm.config import ConfigError, all_have_layers, load_config
 from jaxllm.config.remat_policy import offloads
 from jaxllm.config.types import OFFLOAD_STATES, divisors
-from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.hosts import host_bytes_per_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.fastest_remat import CONFIGURATION, DOES_NOT_FIT, HOST_FULL, MESH
-from jaxllm.plan.plan_result import FIT_SHARE, TIE_SHARE, ranked
+from jaxllm.plan.plan_result import TIE_SHARE, ranked
 from jaxllm.plan.recipe import recipe
-from jaxllm.plan.search import KEPT_AWAY, SLOWER, SearchOptions, any_fits, search
+from jaxllm.plan.search import KEPT_AWAY, SLOWER, SearchOptions, any_fits, search, why_nothing
 from jaxllm.plan.search_text import heading_lines
 from jaxllm.plan.space import (
     BEYOND_HOST,
@@ -35,7 +35,6 @@ from jaxllm.plan.space import (
     schedules,
     why_not,
 )
-from jaxllm.plan.why_nothing import why_nothing
 
 H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
@@ -54,7 +53,7 @@ def base(config):
     """What a search varies beside the remat policy."""
     p = config.parallel
     return (
-        *(p.pipe, p.data, p.context, p.tensor, p.zero, p.schedule, p.virtual_stages, p.offload_state, p.overlap_passes),
+        *(p.pipe, p.data, p.context, p.tensor, p.zero, p.schedule, p.virtual_stages, p.offload_state),
         config.microbatch_sequences,
     )
 
@@ -95,8 +94,7 @@ def accepted(gpus, overrides):
 )
 def test_the_space_is_what_config_accepts(gpus, overrides):
     """Except for duplicates: a schedule without a pipeline, ZeRO without ranks to shard over, virtual stages that do not make
-    chunks smaller, overlap_passes with nothing to overlap. Each comes with every ZeRO level, remat policy and state on the host
-    that Config accepts.
+    chunks smaller. Each comes with every ZeRO level, remat policy and state on the host that Config accepts.
     """
     config = small(*overrides)
     expected = set()
@@ -109,12 +107,11 @@ def test_the_space_is_what_config_accepts(gpus, overrides):
             assert any(math.ceil(layers / (pipe * v)) == math.ceil(layers / (pipe * virtual)) for v in fewer)
             continue
         zeros = ZEROS if data * context > 1 else (1,)
-        overlaps = (False, True) if pipe > 1 and tensor > 1 and schedule != "gpipe" else (False,)
-        for zero, remat, state, overlap in itertools.product(zeros, REMATS, OFFLOAD_STATES, overlaps):
-            if (overlap and remat == "none") or (state == "all" and (pipe > 1 or (zero < 3 and data * context > 1))):
+        for zero, remat, state in itertools.product(zeros, REMATS, OFFLOAD_STATES):
+            if state == "all" and (pipe > 1 or (zero < 3 and data * context > 1)):
                 continue
             mesh = (pipe, data, context, tensor)
-            expected.add((*mesh, zero, schedule, virtual, state, overlap, microbatch, remat))
+            expected.add((*mesh, zero, schedule, virtual, state, microbatch, remat))
     assert {key(one) for one in space(config, gpus)} == expected
 
 
@@ -150,16 +147,6 @@ def test_the_space_comes_in_the_same_order():
 
 
 def test_what_is_refused_together_is_not_among_the_choices():
-    config, keep = small("parallel.overlap_passes=true"), ["overlap_passes"]
-    pipelines = [choice for choice in choices_of(config, 8, keep=keep) if choice.mesh.pipe > 1]
-    assert {choice.remat for choice in pipelines} == set(REMATS) - {"none"}
-    assert {choice.schedule for choice in pipelines} <= {"1f1b", "interleaved"}
-    for choice in random.Random(0).sample(pipelines, 20):
-        assert load_config(recipe(choice.applied_to(config))).parallel.overlap_passes
-    alone = small("parallel.overlap_passes=true", "parallel.remat=none")
-    assert {choice.mesh.pipe for choice in choices_of(alone, 8, keep=[*keep, "remat"])} == {1}
-    plan = search(alone, H100, 8, options=SearchOptions(keep=[*keep, "remat"]))
-    assert {one.config.parallel.pipe for one in plan.candidates} == {1}
     diloco = small("parallel.data=4", "parallel.replica=2", "train.diloco_steps=2", "train.global_batch_sequences=16")
     assert {choice.offload_state for choice in choices_of(diloco, 8)} == {"none"}
 
@@ -229,7 +216,6 @@ def test_what_is_kept_is_not_searched():
         # Without a pipeline there is no schedule to keep.
         "schedule": lambda choice: choice.schedule if choice.mesh.pipe > 1 else "gpipe",
         "offload_state": lambda choice: choice.offload_state,
-        "overlap_passes": lambda choice: choice.overlap_passes,
     }
     assert set(values) == set(KEEPABLE)
     for name, value in values.items():
@@ -242,7 +228,7 @@ def test_what_is_kept_is_not_searched():
     ("keep", "sentence"),
     [
         ("tenser", "--keep=tenser is not a searched setting: did you mean tensor?"),
-        ("colour", "schedule, remat, microbatch_sequences, offload_state, overlap_passes."),
+        ("colour", "schedule, remat, microbatch_sequences, offload_state."),
         ("data", "--keep=data needs a number: set parallel.data"),
         ("microbatch_sequences", "set train.microbatch_sequences, or leave out this --keep."),
     ],

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxllm
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.data.fill import fill
 from jaxllm.plan.search import SearchOptions, search

@@ -271,7 +271,9 @@ def test_an_insufficient_sentence_is_shown():
 # ------------------------------------------------------------------------------------------------------- real processes
 
 # As a user without root.
-PROGRAM = "from jaxllm import cli; from jaxllm.rehearsal import network; network.is_possible = lambda: False; cli.main()"
+PROGRAM = (
+    "from jaxllm.cli import app as cli; from jaxllm.rehearsal import network; network.is_possible = lambda: False; cli.main()"
+)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from stored_runs import BATCH, ONE, Tags, pictures, steps, timed, write_config, 
 from tiny import TINY
 from typer.testing import CliRunner
 
-from jaxllm.cli import app
+from jaxllm.cli.app import app
 from jaxllm.config import ConfigError, load_config
 from jaxllm.run_report.comparison import LETTERS, compare
 from jaxllm.run_report.comparison_page import comparison_page

@@ -15,15 +15,19 @@ from stored_runs import BATCH, ONE, RATE, Tags, pictures, steps, timed, write_co
 from tiny import TINY
 from typer.testing import CliRunner
 
-from jaxllm.cli import app
+from jaxllm.cli.app import app
+from jaxllm.cluster import progress
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
+from jaxllm.cost_model.noise_reading import wasted_share
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.plan.data_ranks import accumulations, over_data_ranks, steps_to_loss, verdict, wasted_share, with_ranks
+from jaxllm.plan.data_ranks import accumulations, over_data_ranks, steps_to_loss, verdict, with_ranks
 from jaxllm.plan.quote import predicted_speed
 from jaxllm.plan.sweep import PAYS
+from jaxllm.run.memory_check import check_memory
+from jaxllm.run.run_timer import start_keys
 from jaxllm.run_report.history import (
     COMPILING,
     DATA,
@@ -39,9 +43,6 @@ from jaxllm.run_report.history import (
 from jaxllm.run_report.page import page
 from jaxllm.run_report.summary import COMPILED, ESTIMATE, IN_USE, duration, report_on
 from jaxllm.run_report.svg import Curve, digits_of, even_ticks, line_chart, log_ticks, number, spread
-from jaxllm.runtime import progress
-from jaxllm.train.memory_check import check_memory
-from jaxllm.train.run_timer import start_keys
 
 H100 = GPUS["h100-80gb"]
 BIG = {
@@ -330,7 +331,7 @@ def test_the_report_says_how_far_off_the_prediction_was(run, off, words):
     config = load_config(BIG)
     device = SimpleNamespace(device_kind=H100.device_kind, platform="gpu", memory_stats=lambda: None)
     trainer = SimpleNamespace(
-        mesh=SimpleNamespace(size=8), memory_fit=check_memory(config, device), memory_step=None, absent_hosts=0
+        mesh=SimpleNamespace(size=8), start=SimpleNamespace(memory_fit=check_memory(config, device), absent_hosts=0)
     )
     speed = predicted_speed(config, H100, 8)
     lines = steps(50, config.step_tokens, tokens_per_s_per_device=(1 + off) * speed.expected)
@@ -469,7 +470,7 @@ def test_phases_add_up_and_the_watchdogs_seconds_are_left_alone():
 
 
 def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
-    from jaxllm.train import run_timer
+    from jaxllm.run import run_timer
 
     now_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: 1000 + now_s)
@@ -477,7 +478,9 @@ def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
     for module, name, value in ((progress, "time", clock), (run_timer, "time", clock), (progress, "_since_s", now_s)):
         monkeypatch.setattr(module, name, value)
     timer = run_timer.RunTimer(import_s=0.5)
-    trainer = SimpleNamespace(compiled=None, mesh=SimpleNamespace(size=1), memory_fit=None, memory_step=None, absent_hosts=0)
+    trainer = SimpleNamespace(
+        compiled=None, mesh=SimpleNamespace(size=1), start=SimpleNamespace(memory_fit=None, absent_hosts=0)
+    )
     lines = []
     for _ in range(2):
         for power, phase in enumerate(progress.PHASES):
@@ -508,7 +511,7 @@ def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tiny_config, tmp_path_factory):
     """A run directory after four steps, and two more by a second start."""
-    from jaxllm.train.loop import fit
+    from jaxllm.run.loop import fit
 
     folder = tmp_path_factory.mktemp("runs") / "trained"
     eight = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "optimizer.schedule=constant")
@@ -548,7 +551,7 @@ def test_a_real_run_has_its_page(trained):
 
 
 def test_gpus_say_what_was_in_use(monkeypatch):
-    from jaxllm.train import run_timer
+    from jaxllm.run import run_timer
 
     def device(platform, **stats):
         return SimpleNamespace(platform=platform, memory_stats=lambda: stats or None)
@@ -561,7 +564,7 @@ def test_gpus_say_what_was_in_use(monkeypatch):
 
 
 def test_programs_that_take_more_are_told_of():
-    from jaxllm.train.run_timer import RunTimer
+    from jaxllm.run.run_timer import RunTimer
 
     class Program:
         def __init__(self, size):
@@ -574,7 +577,7 @@ def test_programs_that_take_more_are_told_of():
     first, larger, smaller, timer = Program(5), Program(7), Program(6), RunTimer()
     lines = [
         timer.record_keys(
-            SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), memory_fit=None, memory_step=None, absent_hosts=0)
+            SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), start=SimpleNamespace(memory_fit=None, absent_hosts=0))
         )
         for now in (first, first, larger, first, smaller)
     ]
@@ -592,7 +595,5 @@ def test_starts_without_some_hosts_are_named(run):
     notes = list(report_on(run(lines)).notes())
     assert "Steps 5 to 8: without 1 host, on 6 of 8 devices, 1.50 times as long a step." in notes
     assert sum("without" in note for note in notes) == 1
-    lines[4] |= {"memory_step": 4}
-    assert "Step 5: resumed from step 4 in the memory of the hosts." in list(report_on(run(lines)).notes())
-    lines[4] |= {"devices": "many", "absent_hosts": None, "memory_step": "x"}
+    lines[4] |= {"devices": "many", "absent_hosts": None}
     assert not any("without" in note for note in report_on(run(lines)).notes())

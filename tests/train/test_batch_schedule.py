@@ -14,14 +14,14 @@ from run_files import steps_of
 
 import jaxllm
 from jaxllm.checkpoint.files import read_meta
+from jaxllm.cluster import progress
 from jaxllm.config import ConfigError
 from jaxllm.config.batch_schedule import Phase, done_by, phase_at, phases_of, sequences_before
 from jaxllm.plan.estimate import estimate
-from jaxllm.runtime import progress
-from jaxllm.train import loop
-from jaxllm.train.messages import batch_notes
+from jaxllm.run import loop
+from jaxllm.run.messages import batch_notes
+from jaxllm.run.run_dir import require_same_batches
 from jaxllm.train.optimizer import make_learning_rate
-from jaxllm.train.run_dir import require_same_batches
 
 # Six steps: two of 8 sequences (128 tokens), two of 16, two of 32; on 8 data ranks in 1, 2 and 4 microbatches.
 RAMP = ("train.batch_schedule=[[256, 16], [700, 32]]", "train.steps=6")

@@ -14,7 +14,6 @@ import optax
 import outside
 import pytest
 import yaml
-from memory_saves import found_again, layout
 from meshes import Run, unequal_batch
 from run_files import records
 from tiny import TINY
@@ -27,13 +26,13 @@ from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.replicas import exchange_of
-from jaxllm.mesh import axis_sizes, batch_sharding, make_mesh
+from jaxllm.mesh.axes import axis_sizes, batch_sharding, make_mesh
 from jaxllm.parallel.parallelize import parallelize
+from jaxllm.run.loop import fit
+from jaxllm.run.rounds import Rounds
 from jaxllm.train import diloco
 from jaxllm.train.build import build_training
 from jaxllm.train.diloco import DilocoState, begin, inner_step, outer_step, vmap_over_replicas
-from jaxllm.train.loop import fit
-from jaxllm.train.rounds import Rounds
 from jaxllm.train.state import TrainState
 from jaxllm.train.step import make_train_step, make_update
 
@@ -277,7 +276,7 @@ def test_rounds_begin_and_end_where_they_should(whole, tiny_config, tmp_path):
     losses = [r["loss"] for r in records(tmp_path) if "loss" in r]
     np.testing.assert_allclose([r["loss"] for r in steps[:3]], losses[:3], rtol=1e-2)
     assert [r["loss"] for r in steps[:2]] == losses[:2]
-    assert plain.rounds is None
+    assert plain.programs.rounds is None
 
 
 def test_after_a_round_all_replicas_have_the_weights_that_are_evaluated(whole):
@@ -303,14 +302,6 @@ def test_a_run_killed_inside_a_round_goes_on_exactly(whole, tiny_config, tmp_pat
     assert by_step[0] == by_step[1]
 
 
-def test_rounds_are_kept_in_memory(whole, tmp_path):
-    state = whole[1].state
-    found = found_again(tmp_path, whole[1].config, state)
-    back = found.restore(layout(state, jax.tree.map(lambda x: x.sharding, state)), whole[1].parallelized.table)
-    assert type(back) is type(state)
-    assert_equal(back, state)
-
-
 def test_where_the_first_round_is_damaged_the_steps_before_it_are_taken_up(whole, tiny_config, tmp_path):
     folder, _ = whole
     copy = Path(shutil.copytree(folder, tmp_path / "run"))
@@ -324,7 +315,7 @@ def test_where_the_first_round_is_damaged_the_steps_before_it_are_taken_up(whole
     trainer.restore(Checkpoints(copy, config.checkpoint))
     assert trainer.step == 2
     assert isinstance(trainer.state, TrainState)
-    assert trainer.rounds is None
+    assert trainer.programs.rounds is None
 
 
 def test_others_read_the_weights_of_the_last_outer_step(whole, tiny_config):
@@ -343,7 +334,7 @@ def test_a_replicas_mesh_may_change(whole, tiny_config):
     other.restore(Checkpoints(folder, config.checkpoint))
     assert other.step == 8
     assert_equal(jax.device_get(other.state), jax.device_get(trainer.state))
-    assert other.rounds is not None
+    assert other.programs.rounds is not None
 
 
 def test_going_back_to_plain_steps_is_refused(whole, tiny_config):
@@ -366,7 +357,7 @@ def test_a_plain_run_can_go_on_in_rounds(tiny_config, tmp_path):
     weights = jax.device_get(plain.state.params)
     trainer = jaxllm.Trainer(tiny_config(*common, "train.diloco_steps=3"), resumes=True)
     trainer.restore(Checkpoints(tmp_path, trainer.config.checkpoint))
-    assert trainer.rounds is None
+    assert trainer.programs.rounds is None
     trainer.prepare()
     assert_equal(jax.device_get(trainer.state.params), weights)
     assert [m["step"] for m in trainer.steps(2) if "outer_grad_norm" in m] == [3]

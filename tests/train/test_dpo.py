@@ -12,9 +12,9 @@ from tiny import TINY
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.parallel.parameters import merge_model
-from jaxllm.train.dpo import FILE, Reference
-from jaxllm.train.loop import fit
-from jaxllm.train.trainer import Trainer
+from jaxllm.run.dpo_reference import FILE, Reference
+from jaxllm.run.loop import fit
+from jaxllm.run.trainer import Trainer
 
 AXES = ("replica", "pipe", "data", "context", "tensor", "zero")
 MESHES = {

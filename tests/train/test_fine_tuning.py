@@ -48,7 +48,7 @@ def trainer(tmp_path_factory):
 
 
 def test_targets_that_are_not_scored_have_no_part_in_loss_or_gradient(trainer):
-    gradients = jax.jit(trainer.parallelized.value_and_grad)
+    gradients = jax.jit(trainer.programs.functions.value_and_grad)
     batch = trainer.train_batch(0)
     mask = np.asarray(batch["mask"])
     assert 0.1 < mask.mean() < 0.5
@@ -131,7 +131,7 @@ def test_real_weights_learn_to_answer(fine_tuned):
 
 def test_a_fine_tuned_model_is_the_same_in_transformers(fine_tuned, smollm2_first_layers, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from jaxllm.checkpoint.hf_convert import to_hf
+    from jaxllm.weights.hf_convert import to_hf
 
     _, run = fine_tuned
     exported = tmp_path / "exported"

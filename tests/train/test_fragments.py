@@ -14,10 +14,10 @@ from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
 from jaxllm.config.rounds import fragments_after
 from jaxllm.cost_model.replicas import exchange_lines, exchange_of
-from jaxllm.mesh import axis_sizes, replicated
+from jaxllm.mesh.axes import axis_sizes, replicated
 from jaxllm.rehearsal.shrink import shrink
+from jaxllm.run.loop import fit
 from jaxllm.train.diloco import combine_fragments, combine_replicas, outer_step
-from jaxllm.train.loop import fit
 
 SIZES = ("train.global_batch_sequences=16", "train.microbatch_sequences=1", "model.vocab_size=1024", "model.num_layers=8")
 MESHES = {

@@ -60,7 +60,7 @@ def test_all_together_on_a_pipeline_equal_data_ranks():
         losses = [metrics["loss"] for metrics in trainer.steps(4)]
         assert [(step, at) for step, at, _ in told] == [(1, 2), (2, 3), (3, 4), (4, 4)]
         assert [loss for _, _, loss in told] == losses
-        params[name] = in_one_stack(trainer.config, unpadded(trainer.parallelized.table, trainer.state.params))
+        params[name] = in_one_stack(trainer.config, unpadded(trainer.programs.functions.table, trainer.state.params))
         trainer.close()
     np.testing.assert_allclose([x[2] for x in seen["pipeline"]], [x[2] for x in seen["data"]], rtol=1e-5)
     assert_close(params["pipeline"], params["data"], 1e-4)
@@ -177,7 +177,7 @@ def test_the_page_runs():
     """The code of docs/extending.md, in order, as one program. Each run begins near the entropy of uniform bytes."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names, found = {}, []
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in blocks:

@@ -15,10 +15,10 @@ import jaxllm
 from jaxllm.checkpoint.files import read_meta
 from jaxllm.config import ConfigError
 from jaxllm.parallel.parameters import merge_model
+from jaxllm.run.loop import fit
+from jaxllm.run.step_metrics import Watch, by_layer
+from jaxllm.run.trainer import Trainer
 from jaxllm.train.instability import FEWEST, WINDOW, Recent, layer_grad_norms, skip_not_finite, skip_spikes
-from jaxllm.train.loop import fit
-from jaxllm.train.step_watch import Watch, by_layer
-from jaxllm.train.trainer import Trainer
 
 EIGHT = ("run.cpu_devices=8", "data.held_out_fraction=0", "optimizer.schedule=constant")
 MESHES = {

@@ -14,13 +14,13 @@ from run_files import steps_of
 import jaxllm
 from jaxllm.config import ConfigError
 from jaxllm.config.batch_schedule import phase_at, phases_of, sequences_before
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh.axes import make_mesh
 from jaxllm.parallel.zigzag import order
-from jaxllm.train import loop
-from jaxllm.train.messages import batch_notes
+from jaxllm.run import loop
+from jaxllm.run.messages import batch_notes
+from jaxllm.run.programs import run_programs
+from jaxllm.run.run_dir import require_same_batches
 from jaxllm.train.optimizer import make_learning_rate
-from jaxllm.train.run_dir import require_same_batches
-from jaxllm.train.run_programs import run_programs
 
 # Six steps of 128 tokens: two with sequences of 4, two of 8, two of 16.
 SCHEDULE = ("train.length_schedule=[[256, 4], [512, 8]]", "train.steps=6", "data.held_out_fraction=0")

@@ -9,13 +9,13 @@ from meshes import Run
 import jaxllm
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
-from jaxllm.compile.report_warnings import warnings
+from jaxllm.compile.report import warnings
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.mesh import HOST, make_mesh
+from jaxllm.mesh.axes import HOST, make_mesh
+from jaxllm.run.loop import fit
 from jaxllm.train import offload
 from jaxllm.train.build import build_training
-from jaxllm.train.loop import fit
 from jaxllm.train.optimizer import make_optimizer
 from jaxllm.train.state import what_to_offload
 from jaxllm.train.step import make_update

@@ -11,7 +11,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from jaxllm.cost_model.flops import moments_per_parameter, parameter_count, state_bytes
 from jaxllm.cost_model.memory import Step
-from jaxllm.mesh import axis_sizes, make_mesh
+from jaxllm.mesh.axes import axis_sizes, make_mesh
 from jaxllm.train.build import build_training
 
 RATE, DECAY = 1e-2, 0.1

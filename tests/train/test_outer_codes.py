@@ -15,13 +15,13 @@ from jaxllm.compile.hlo import Module
 from jaxllm.config.rounds import OUTER_BLOCK, sends_codes
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.replicas import exchange_lines, exchange_of
-from jaxllm.mesh import axis_sizes, make_mesh
+from jaxllm.mesh.axes import axis_sizes, make_mesh
+from jaxllm.mesh.sharding import replica_spec
 from jaxllm.plan.quote import checkpoint_bytes
-from jaxllm.sharding import replica_spec
+from jaxllm.run.loop import fit
+from jaxllm.run.rounds import Rounds
 from jaxllm.train.build import build_training
-from jaxllm.train.loop import fit
 from jaxllm.train.outer_codes import coded_mean, decode, encode
-from jaxllm.train.rounds import Rounds
 
 FOUR = ("run.cpu_devices=8", "parallel.replica=4", "parallel.data=2", "parallel.zero=1")
 MOST = {8: 127, 4: 7}

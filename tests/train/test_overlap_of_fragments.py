@@ -14,8 +14,8 @@ from run_files import records
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
 from jaxllm.config.rounds import fragments_after, next_common_step
-from jaxllm.mesh import axis_sizes, batch_sharding
-from jaxllm.train.loop import fit
+from jaxllm.mesh.axes import axis_sizes, batch_sharding
+from jaxllm.run.loop import fit
 
 SIZES = ("train.global_batch_sequences=8", "train.microbatch_sequences=1", "model.num_layers=4", "optimizer.epsilon=1e-3")
 MESHES = {

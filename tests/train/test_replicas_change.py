@@ -13,16 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxllm
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.mesh import make_mesh
-from jaxllm.sharding import replica_spec
-from jaxllm.train import restored
+from jaxllm.mesh.axes import make_mesh
+from jaxllm.mesh.sharding import replica_spec
+from jaxllm.run import restored
+from jaxllm.run.loop import fit
+from jaxllm.run.messages import who_was_left_out
+from jaxllm.run.step_metrics import Watch
 from jaxllm.train.diloco import begin, combine_fragments, outer_step
 from jaxllm.train.instability import Recent
-from jaxllm.train.loop import fit
-from jaxllm.train.messages import who_was_left_out
 from jaxllm.train.outer_codes import coded_mean
 from jaxllm.train.state import TrainState
-from jaxllm.train.step_watch import Watch
 
 
 def assert_equal(found, expected):

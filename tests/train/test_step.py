@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.mesh import make_mesh
+from jaxllm.mesh.axes import make_mesh
 from jaxllm.train.build import build_training
-from jaxllm.train.clipping import clip_by_norm
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
-from jaxllm.train.step import make_update
+from jaxllm.train.step import clip_by_norm, make_update
 
 
 def build(config):

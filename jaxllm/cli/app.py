@@ -1,0 +1,402 @@
+"""`jaxllm COMMAND`: parses arguments and dispatches. User errors end here, as one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import logging
+import shlex
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from jaxllm import BEGAN_S, __version__
+from jaxllm.cli.errors import ending_in_one_sentence, open_standard_streams
+from jaxllm.cli.estimates import estimate, inspect
+from jaxllm.cli.models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
+from jaxllm.cli.options import (
+    AsJson,
+    CacheDir,
+    CheckpointRate,
+    GpuCount,
+    GpusPerHost,
+    MtbfHours,
+    NoCache,
+    Price,
+    Recipe,
+    RestartMinutes,
+    Tokens,
+    epilog,
+    example,
+    fitted,
+    load,
+    load_other,
+    print_report,
+)
+from jaxllm.config import Config, ConfigError, json_schema
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=epilog("train quickstart", "train --help"),
+)
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Turns text into tokens.")
+app.add_typer(data_app, name="data")
+convert_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Converts models from and to Hugging Face format.")
+app.add_typer(convert_app, name="convert")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print jaxllm's version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Trains Llama, Qwen, Gemma, OLMo and Mistral models with JAX."""
+
+
+@app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))
+def train(recipe: Recipe) -> None:
+    """Trains a model; resumes automatically from the run directory."""
+    loaded = load(recipe)
+    from jaxllm.cluster import distributed, exit_codes
+    from jaxllm.run import advisor
+    from jaxllm.run.loop import fit
+    from jaxllm.run_report import for_runs
+
+    advisor.use(for_runs)
+    if fit(loaded, import_s=time.monotonic() - BEGAN_S).stopped_by and distributed.launch_info().restarts:
+        # Some launchers end the other processes as soon as one exits.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise typer.Exit(exit_codes.RESTART)
+
+
+app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))(inspect)
+app.command(
+    **example("estimate quickstart --gpu h100-80gb --gpus 8", "estimate quickstart --for generate --prompts 8 --gpus 1")
+)(estimate)
+
+
+@app.command("compile", **example("compile quickstart --gpu h100-80gb --gpus 8"))
+def compile_(
+    recipe: Recipe,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the local devices."),
+    ] = None,
+    gpus: GpuCount = None,
+    gpus_per_host: GpusPerHost = None,
+    real_memory: Annotated[
+        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
+    ] = False,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels", help="Show the time of every kernel by part: a roofline at shares of the peaks that an H100 reached."
+        ),
+    ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Compare with key=value (several may be given) or another recipe.",
+        ),
+    ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Compile the run's programs into DIR, for run.compilation_cache=DIR."),
+    ] = None,
+    run: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", min=1, help="Run steps of rank 0 on the one local GPU: its compute, without transfers."),
+    ] = None,
+    cache: CacheDir = None,
+    no_cache: NoCache = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
+    from jaxllm.cost_model.hardware import find_gpu
+
+    if save and (against or kernels or real_memory or cache or no_cache):
+        raise ConfigError("--save makes no report: leave out --against, --kernels, --real-memory, --cache and --no-cache.")
+    if run and (gpu or gpus_per_host or save or against or kernels or real_memory or cache or no_cache):
+        raise ConfigError("--run runs on the local GPU and makes no report: give it only --gpus and --json.")
+    loaded = load(recipe)
+    found = None if gpu is None else find_gpu(gpu)
+    if run:
+        from jaxllm.compile.pretend import run_rank
+
+        print_report(run_rank(loaded, gpus, run), as_json, lambda found: found.text())
+        return
+    if save:
+        compile_and_save(loaded, save, found, gpus, gpus_per_host, as_json)
+        return
+    from jaxllm.cluster.distributed import cache_folder
+    from jaxllm.compile.compare import compare, render_comparison
+    from jaxllm.compile.report import compile_report
+    from jaxllm.compile.text import account_of, render, render_kernels
+
+    other = load_other(recipe, against) if against else None
+    folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
+    options: dict[str, Any] = {"real_memory": real_memory, "cache": folder}
+    report = compile_report(loaded, found, gpus, gpus_per_host, **options)
+    if kernels:
+        account_of(report)
+    compared = None if other is None else compile_report(other, found, gpus, gpus_per_host, **options)
+    comparison = None
+    if compared is not None and not kernels:
+        comparison = compare(report, compared, ("this command", " ".join(against or [])))
+    if as_json and compared is not None:
+        more = {"comparison": comparison.to_json()} if comparison else {}
+        print(json.dumps({**report.to_json(), "against": compared.to_json(), **more}), flush=True)
+    elif comparison is not None:
+        print_report(comparison, False, render_comparison)
+    else:
+        print_report(report, as_json, partial(render_kernels, against=compared) if kernels else render)
+
+
+def compile_and_save(config: Config, folder: str, gpu: Any, gpus: int | None, gpus_per_host: int | None, as_json: bool) -> None:
+    from jaxllm.cluster.distributed import is_main_process
+    from jaxllm.compile.save import save_programs, saved_lines
+
+    saved = save_programs(config, folder, gpu, gpus, gpus_per_host)
+    if is_main_process():
+        print(json.dumps({"saved": [vars(one) for one in saved]}) if as_json else fitted(saved_lines(saved, folder)))
+
+
+@app.command(**example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
+def plan(
+    recipe: Recipe,
+    gpu: Annotated[str, typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h200-141gb.")] = "h100-80gb",
+    gpus: GpuCount = None,
+    gpus_per_host: GpusPerHost = None,
+    compile_: Annotated[
+        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates only.")
+    ] = 8,
+    objective: Annotated[
+        str,
+        typer.Option(
+            metavar="GOAL",
+            help="speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest.",
+        ),
+    ] = "speed",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Do not change this setting of the config: tensor, zero, remat ... Repeatable."),
+    ] = None,
+    across_hosts: Annotated[
+        bool | None,
+        typer.Option(
+            "--across-hosts/--within-hosts", help="May context x tensor cross hosts? Default: only if nothing else fits."
+        ),
+    ] = None,
+    host_gib_per_gpu: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU. Default: 7/8 of its share."),
+    ] = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    mtbf_hours: MtbfHours = None,
+    restart_minutes: RestartMinutes = None,
+    checkpoint_gb_per_s: CheckpointRate = None,
+    sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the best plan as a recipe; a new file.")] = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of candidates in the table.")] = 10,
+    cache: CacheDir = None,
+    no_cache: NoCache = False,
+    as_json: AsJson = False,
+) -> None:
+    """Searches for the fastest config that fits. Tries mesh, ZeRO, microbatch, schedule, remat, host; compiles the best."""
+    loaded = load(recipe)
+    from jaxllm.commands.plan import Request, outcome, progress_bar
+    from jaxllm.plan.quote import Terms
+    from jaxllm.plan.recipe import check_new, write_recipe
+
+    request = Request(
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_host=gpus_per_host,
+        compile=compile_,
+        objective=cast(Any, objective),
+        keep=tuple(keep or ()),
+        across_hosts=across_hosts,
+        host_gib_per_gpu=host_gib_per_gpu,
+        terms=Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s),
+        sweep=sweep,
+        cache=cache,
+        no_cache=no_cache,
+    )
+    if out is not None:
+        check_new(out)
+    try:
+        with nullcontext() if as_json else progress_bar() as progress:
+            found = outcome(loaded, request, progress)
+    except KeyboardInterrupt:
+        print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        found.print(rows)
+    if out is not None:
+        write_recipe(found.plan, out, f"jaxllm {shlex.join(sys.argv[1:])}")
+    if found.interrupted:
+        what = "this is the best so far" if found.plan.interrupted else "the plan is complete, the sweep is not"
+        print(f"jaxllm: interrupted; {what}.", file=sys.stderr)
+        raise typer.Exit(130)
+
+
+@app.command(**example("schedule mesh-demo parallel.pipe=4 train.microbatch_sequences=1"))
+def schedule(
+    recipe: Recipe,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shows the pipeline schedule. The work of each stage over time, its idle share of the step, and what it must store."""
+    loaded = load(recipe)
+    from jaxllm.plan.pipeline_report import pipeline_report
+
+    report = pipeline_report(loaded)
+    if out is not None:
+        from jaxllm.plots.schedule import save, schedule_figure
+
+        save(schedule_figure(report.schedule, slot_bytes=report.slot_bytes), out)
+    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
+
+
+@app.command("report", **example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
+def report_(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories (run.dir); several are compared.")],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.html", help="The page; default: report.html in RUN, of several comparison.html in the first."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="Predict step times on this kind of GPU; default: the measured step time."),
+    ] = None,
+    gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per host; default: that kind's.")] = None,
+    loss: Annotated[
+        float | None,
+        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest reached."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
+    ] = False,
+) -> None:
+    """Reports on runs, with charts in one HTML page. Of one run it also predicts the effect of more data ranks."""
+    report: Any
+    if len(runs) > 1:
+        from jaxllm.run_report.comparison import compare
+        from jaxllm.run_report.comparison_page import FILE_NAME, write_page
+
+        if gpu is not None or gpus_per_host is not None:
+            raise ConfigError("--gpu and --gpus-per-host predict more data ranks of one run: leave them out, or give one RUN.")
+        report = compare(runs, loss=loss)
+    else:
+        from jaxllm.run_report.page import FILE_NAME, write_page
+        from jaxllm.run_report.summary import report_on
+
+        report = report_on(runs[0], gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
+    page = None if as_json and out is None else write_page(report, Path(runs[0]) / FILE_NAME if out is None else out)
+    print(json.dumps(report.to_json()) if as_json else fitted([*report.lines(), "", f"page {page}"]))
+
+
+app.command(**example("export runs/quickstart models/quickstart --to hf --dtype bfloat16"))(export)
+app.command("eval", **example("eval --model runs/quickstart --text book.txt"))(evaluate)
+app.command("lm-eval", **example("lm-eval --model smollm2 --tasks arc_easy --limit 100"))(lm_eval)
+app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))(generate)
+
+
+@app.command(**example("doctor", "doctor quickstart parallel.data=2"))
+def doctor(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; none: all devices here."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the kind found.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
+    from jaxllm.cost_model.hardware import find_gpu
+    from jaxllm.doctor.doctor import examine, read, render
+
+    found = None if gpu is None else find_gpu(gpu)
+    given = recipe or []
+    loaded, parallel, run = read([one for one in given if "=" not in one], [one for one in given if "=" in one])
+    report = examine(run, parallel, loaded, found)
+    if report.is_shown_here:
+        print_report(report, as_json, render)
+    if report.failed:
+        raise typer.Exit(1)
+
+
+@app.command(**example("rehearse quickstart --hosts 4 --kill 2 --freeze 1"))
+def rehearse(
+    recipe: Recipe,
+    hosts: Annotated[int, typer.Option(metavar="N", min=2, max=64, help="Hosts, with one process each.")] = 4,
+    kill: Annotated[int, typer.Option(metavar="N", min=0, help="Hosts that lose their power, and come back.")] = 1,
+    freeze: Annotated[int, typer.Option(metavar="N", min=0, help="Processes that freeze.")] = 1,
+    cut: Annotated[int, typer.Option(metavar="N", min=0, help="Cables that are cut, and plugged again; needs root.")] = 0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of the faults; default: a random one, which is shown.")] = None,
+) -> None:
+    """Rehearses faults. The config, shrunk, on this machine as many hosts; exit code 1 if anything is lost or not named."""
+    loaded = load(recipe)
+    from jaxllm.rehearsal.rehearse import rehearse as run
+
+    # So that the processes end and their networks are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = run(loaded, hosts, {"kill": kill, "freeze": freeze, "cut": cut}, seed)
+    print_report(report, False, lambda one: one.render())
+    if not report.held:
+        raise typer.Exit(1)
+
+
+data_app.command("prepare", **example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))(data_prepare)
+data_app.command("fill", **example("data fill quickstart train.sequence_length=8192"))(data_fill)
+convert_app.command("from-hf", **example("convert from-hf smollm2 models/smollm2"))(convert_from_hf)
+convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))(convert_to_hf)
+
+
+@app.command(**example("schema > recipe.schema.json"))
+def schema() -> None:
+    """Prints the JSON schema of a recipe, for editors."""
+    print(json.dumps(json_schema(), indent=2))
+
+
+def main() -> None:
+    open_standard_streams()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Python looks through every object for garbage as it ends, half a second's work after training.
+    atexit.register(gc.freeze)
+    with ending_in_one_sentence():
+        # Typer's own main would end without a sentence if the reader of a pipe stops.
+        command = typer.main.get_command(app)
+        with command.make_context("jaxllm", sys.argv[1:]) as context:
+            command.invoke(context)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

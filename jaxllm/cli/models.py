@@ -1,0 +1,312 @@
+"""Commands on texts and models: data prepare, export, eval, generate and convert. cli/app.py gives them their names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from jaxllm.cli.options import (
+    Adapter,
+    AsJson,
+    Force,
+    MaxPosition,
+    MaxShardSize,
+    ModelFolder,
+    OtherTokenizer,
+    Overrides,
+    Recipe,
+    SavedStep,
+    Verify,
+    fitted,
+    load,
+    show,
+    show_at_once,
+    tell,
+)
+from jaxllm.config import ConfigError
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A run directory, one of its checkpoints or a model; s3://, gs:// too.")
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder; --to gguf: a new file.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="jaxllm|hf|gguf",
+            help="jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ...; gguf: for llama.cpp, Ollama.",
+        ),
+    ] = "jaxllm",
+    step: SavedStep = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: float32; --to hf and gguf: as stored."),
+    ] = None,
+    max_shard_size: MaxShardSize = None,
+    max_position: MaxPosition = None,
+    adapter: Adapter = None,
+    force: Force = False,
+    verify: Verify = False,
+) -> None:
+    """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf`; --to gguf writes one file."""
+    if to == "hf":
+        convert_to_hf(source, destination, step, dtype, max_shard_size, max_position, adapter, False, force, verify)
+        return
+    if to not in ("jaxllm", "gguf"):
+        raise ConfigError(f"--to={to} is not one of the choices: use jaxllm, hf or gguf.")
+    if verify or max_shard_size is not None:
+        raise ConfigError("--verify and --max-shard-size are for Hugging Face folders: add --to hf.")
+    if to == "gguf":
+        if find_spec("gguf") is None:
+            raise ConfigError("`jaxllm export --to gguf` needs the library gguf: pip install 'jaxllm[gguf]'.")
+        from jaxllm.weights.gguf_convert import to_gguf
+
+        options = {"step": step, "dtype": dtype, "max_position": max_position, "force": force, "adapters": adapter or ()}
+        print("\n".join(to_gguf(source, destination, **options).lines()))
+        return
+    if max_position is not None:
+        raise ConfigError("--max-position is for other programs: add --to hf or --to gguf.")
+    from jaxllm.weights.weights import export as export_weights
+
+    dtype = dtype or "float32"
+    found = export_weights(source, destination, step, dtype, force, adapter or ())
+    print(f"exported {found.description} to {destination} as {dtype}")
+
+
+def evaluate(
+    model: ModelFolder,
+    text: Annotated[str, typer.Option(metavar="FILE", help="A file of UTF-8 text.")],
+    overrides: Overrides = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
+    ] = None,
+    by_position: Annotated[
+        bool, typer.Option("--by-position", help="Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
+    ] = False,
+    tokenizer: OtherTokenizer = None,
+    adapter: Adapter = None,
+    as_json: AsJson = False,
+) -> None:
+    """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
+    from jaxllm.commands import predict
+    from jaxllm.commands.plan import progress_bar
+
+    options = {
+        "sequence_length": sequence_length,
+        "stride": stride,
+        "by_position": by_position,
+        "tokenizer": tokenizer,
+        "adapter": adapter or (),
+    }
+    with progress_bar() as progress:
+        score = predict.evaluate(model, text, overrides or [], **options, say=tell, progress=progress)
+    show(json.dumps(score.to_json()) if as_json else fitted(score.lines()))
+
+
+def generate(
+    model: ModelFolder,
+    prompt: Annotated[
+        list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
+    ],
+    overrides: Overrides = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens per prompt.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 samples from the model's probabilities.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; default: from all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
+    ] = None,
+    tokenizer: OtherTokenizer = None,
+    adapter: Adapter = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
+    from jaxllm.commands import predict
+    from jaxllm.inference.text_stream import InTurn
+
+    before = [f"> {text}\n" for text in prompt] if chat else prompt
+    on_text = InTurn(before, show_at_once)
+    found = predict.generate(
+        model,
+        prompt,
+        overrides or [],
+        chat=chat,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or [],
+        tokenizer=tokenizer,
+        adapter=adapter or (),
+        say=tell,
+        **({} if as_json else {"on_text": on_text}),
+    )
+    if as_json:
+        show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
+
+
+def lm_eval(
+    model: ModelFolder,
+    tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")],
+    overrides: Overrides = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N requests of each task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Examples before each; default: the task's.")
+    ] = None,
+    include_path: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with tasks of your own.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask with the model's chat template.")] = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="Tokens of a text; default: what the model supports, a run: its sequence_length."
+        ),
+    ] = None,
+    tokenizer: OtherTokenizer = None,
+    adapter: Adapter = None,
+    as_json: AsJson = False,
+) -> None:
+    """Scores a model by the tasks of lm-evaluation-harness. EleutherAI's own code, on any mesh (extra lm-eval)."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
+    from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table, to_json
+
+    harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), max_length=max_length, say=tell)
+    options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}
+    found = run_tasks(harnessed, [task.strip() for task in tasks.split(",")], **options)
+    show(to_json(found) if as_json else table(found))
+
+
+def data_prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files, quoted patterns (** for folders) or addresses: s3://, gs://, https://, hf://datasets/ORG/NAME/... "
+            ".jsonl and .ndjson: one object per line; .json: that, or one array; .csv, .parquet and .arrow: rows; any other "
+            "text file: one document. .gz and .zst are decompressed.",
+        ),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="PATH|NAME|bytes", help="A folder with tokenizer.json, ORG/NAME, or bytes.")
+    ],
+    text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
+    shard: Annotated[
+        str, typer.Option(metavar="I/N", help="Do the I-th of N parts of the work, from 0; all parts use the same --out.")
+    ] = "0/1",
+    shard_megabytes: Annotated[
+        int | None,
+        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
+    from jaxllm.data.prepare import parse_shard, prepare
+
+    try:
+        summary = prepare(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            text_key=text_key,
+            workers=workers,
+            shard=parse_shard(shard),
+            shard_bytes=None if shard_megabytes is None else shard_megabytes * 2**20,
+            strict=strict,
+            progress=not as_json,
+        )
+    except KeyboardInterrupt as stopped:
+        print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(json.dumps(summary.to_json()) if as_json else fitted(summary.lines()))
+
+
+def data_fill(recipe: Recipe, as_json: AsJson = False) -> None:
+    """Counts how much of a step's positions the text uses. Padded, and packed as the run packs it."""
+    loaded = load(recipe)
+    from jaxllm.data.fill import fill
+
+    report = fill(loaded)
+    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
+
+
+def convert_from_hf(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="A folder with config.json and *.safetensors, ORG/NAME of the Hub, or s3://, gs://."
+        ),
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
+    force: Force = False,
+    verify: Verify = False,
+) -> None:
+    """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
+    from jaxllm.weights.hf_convert import from_hf
+
+    print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
+
+
+def convert_to_hf(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint; s3://, gs:// too.")
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
+    step: SavedStep = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
+    ] = None,
+    max_shard_size: MaxShardSize = None,
+    max_position: MaxPosition = None,
+    adapter: Adapter = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the adapter of a run with model.lora alone, in PEFT's format.")
+    ] = False,
+    force: Force = False,
+    verify: Verify = False,
+) -> None:
+    """Writes a model or a run as a Hugging Face folder, with LoRA adapters merged. Verifies the result."""
+    from jaxllm.weights.hf_convert import LARGEST_FILE, adapter_to_peft, parse_size, to_hf
+
+    if adapter_only:
+        if adapter or verify or max_position is not None:
+            raise ConfigError("--adapter-only writes no model: leave out --adapter, --verify and --max-position.")
+        print("\n".join(adapter_to_peft(source, destination, step=step, dtype=dtype, force=force).lines()))
+        return
+    done = to_hf(
+        source,
+        destination,
+        step=step,
+        dtype=dtype,
+        largest_file=LARGEST_FILE if max_shard_size is None else parse_size(max_shard_size),
+        max_position=max_position,
+        force=force,
+        verify=verify,
+        adapters=adapter or (),
+    )
+    print("\n".join(done.lines()))

@@ -1,0 +1,209 @@
+"""Options that several commands share, how their help looks, and how they print."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperCommand
+
+from jaxllm.config import Config, ConfigError, load_config
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+GpuCount = Annotated[
+    int | None, typer.Option(metavar="N", help="Number of GPUs; none is needed here. Default: the config's mesh.")
+]
+GpusPerHost = Annotated[
+    int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
+]
+CacheDir = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FOLDER", help="Merge a LoRA adapter in PEFT's format into the weights. Repeatable."),
+]
+SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
+Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Compare logits with transformers, in float32, before DST gets its name (extra reference)."),
+]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index. Default: 5GB."
+    ),
+]
+MaxPosition = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
+]
+
+Tokens = Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")]
+Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Also money: the price of a GPU-hour.")]
+MtbfHours = Annotated[
+    float | None,
+    typer.Option(metavar="H", help="Also goodput and the best time between checkpoints: hours between failures of one GPU."),
+]
+RestartMinutes = Annotated[
+    float | None,
+    typer.Option(metavar="MIN", help="From a failure until training continues, without reading; default: 10, not measured."),
+]
+CheckpointRate = Annotated[
+    float | None,
+    typer.Option("--checkpoint-gb-per-s", metavar="GB/S", help="From each host to the store; default: 1, not measured."),
+]
+AchievedTflops = Annotated[
+    float | None,
+    typer.Option(metavar="TFLOPS", help="Speed of a GPU for --tokens, 8 FLOPs per parameter and token; default: predicted."),
+]
+Purpose = Annotated[
+    str,
+    typer.Option("--for", metavar="train|load|eval|generate", help="What the memory is for; only train has a speed."),
+]
+StoredDtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="--for others: bfloat16 or float32 on disk; default: float32.")
+]
+WindowTokens = Annotated[
+    int | None, typer.Option("--sequence-length", metavar="N", help="--for eval: tokens of a window; default: 1024.")
+]
+Prompts = Annotated[int | None, typer.Option(metavar="N", help="--for generate: prompts at once; default: 1.")]
+PromptTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="--for generate: tokens of the longest prompt; default: 1024.")
+]
+NewTokens = Annotated[int | None, typer.Option(metavar="N", help="--for generate: new tokens of each; default: 128.")]
+
+Recipe = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONFIG [SECTION.KEY=VALUE]...",
+        help="A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
+        "train.steps=100, in any order.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...",
+        help="Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
+        "on all devices here.",
+    ),
+]
+ModelFolder = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR|NAME|ADDRESS",
+        help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints; here, as ORG/NAME of the Hub, "
+        "or in a store: s3://, gs://.",
+    ),
+]
+OtherTokenizer = Annotated[
+    str | None,
+    typer.Option(metavar="PATH|NAME|bytes", help="A folder with tokenizer.json, ORG/NAME, or bytes; default: the model's own."),
+]
+
+
+class Command(TyperCommand):
+    """Help that shows only the metavar of each argument. The metavar shows whether it is optional or repeatable."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for title in ("Arguments", "Options"):
+            rows = []
+            for one in self.get_params(ctx):
+                if (record := one.get_help_record(ctx)) and title.lower().startswith(one.param_type_name):
+                    # Some versions of typer escape brackets for rich, which is not used here.
+                    name = one.metavar if title == "Arguments" else record[0]
+                    rows.append((name, record[1].replace("\\[", "[")))
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def epilog(*lines: str) -> str:
+    """The example command lines at the end of a help text, not rewrapped."""
+    return "\b\n" + "\n".join(["For example:", *(f"  jaxllm {line}" for line in lines)])
+
+
+def example(*lines: str) -> dict[str, Any]:
+    """Arguments of `app.command` that all commands here share, with example command lines."""
+    return {"cls": Command, "epilog": epilog(*lines)}
+
+
+def fitted(lines: Iterable[str]) -> str:
+    """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
+    if not sys.stdout.isatty():
+        return "\n".join(lines)
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        line
+        if len(line) <= width
+        else textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in lines
+    )
+
+
+def print_report(report: Any, as_json: bool, render: Callable[[Any], Any]) -> None:
+    """Prints a report as JSON, or as `render` draws it for a terminal."""
+    if as_json:
+        print(json.dumps(report.to_json()), flush=True)
+        return
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(render(report))
+
+
+def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Prints on the main process only; default: to standard output."""
+    from jaxllm.cluster.distributed import is_main_process
+
+    if is_main_process():
+        print(text, end=end, file=file, flush=True)
+
+
+def show_at_once(text: str) -> None:
+    show(text, end="")
+
+
+def tell(line: str) -> None:
+    """Prints a line to standard error on the main process only."""
+    show(line, file=sys.stderr)
+
+
+def load(recipe: list[str]) -> Config:
+    """The config of a command line: one file, and section.key=value strings before or after it."""
+    files = [argument for argument in recipe if "=" not in argument]
+    if len(files) != 1:
+        given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
+        raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
+    return load_config(files[0], [argument for argument in recipe if "=" in argument])
+
+
+def load_other(recipe: list[str], words: list[str]) -> Config:
+    """The config that is compared with that of a recipe: another recipe, or this one with other keys."""
+
+    def is_elsewhere(word: str) -> bool:
+        return word.startswith("XLA_FLAGS=") or ("=" not in word and (word.endswith(".json") or Path(word).is_dir()))
+
+    if any(map(is_elsewhere, words)):
+        raise ConfigError(
+            "--against takes another recipe or key=value: with an environment, XLA_FLAGS or a stored report compares "
+            "benchmarks/against.py of jaxllm's repository."
+        )
+    return load(words if any("=" not in word for word in words) else [*recipe, *words])

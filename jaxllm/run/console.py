@@ -1,0 +1,134 @@
+"""Console output of a run: a live bar on a terminal, a live line in a notebook, plain lines anywhere else.
+
+The rich package draws colours and the bar. NO_COLOR turns colours off. Output that is not a terminal, or a terminal that cannot
+move its cursor (TERM=dumb), gets neither.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from jaxllm.cost_model.noise_reading import short
+from jaxllm.display import escaped
+from jaxllm.run.metrics import Record
+
+NOTEBOOK_REFRESH_S = 0.2
+"""Minimum time between two updates of a notebook's line. Each is a message, and a tiny model makes hundreds of steps/s."""
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a Jupyter kernel's front end."""
+    # In a kernel IPython is already imported and has a shell.
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+class Console:
+    """Prints lines and shows steps, on one process of a run. On the others (main=False) it prints nothing."""
+
+    def __init__(self, total_steps: int, main: bool = True):
+        self._total, self._main = total_steps, main
+        self._console = RichConsole(highlight=False, soft_wrap=True, markup=False)
+        self._bar: Progress | None = None
+        self._line: NotebookLine | None = None
+        self._first: tuple[float, int] | None = None
+
+    def __enter__(self) -> Console:
+        if self._main and in_notebook():
+            self._line = NotebookLine(self._total)
+        elif self._main and self._console.is_terminal and not self._console.is_dumb_terminal:
+            # A separate column may wrap: on 80 columns a long line takes two rows. Otherwise its end, the bar and the time
+            # left would be cut off.
+            line = TextColumn("{task.description}", table_column=Column())
+            columns = (line, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("starting", total=self._total)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._line is not None:
+            self._line.flush()
+
+    def resize(self, total_steps: int) -> None:
+        """Changes the number of the last step."""
+        self._total = total_steps
+        if self._bar is not None:
+            self._bar.update(self._task, total=total_steps)
+        if self._line is not None:
+            self._line.total = total_steps
+
+    def say(self, line: str) -> None:
+        if not self._main:
+            return
+        if self._bar is not None:
+            self._bar.console.print(line)
+        else:
+            print(line, flush=True)
+
+    def step(self, record: Record, mfu: float | None, due: bool) -> None:
+        """Shows the metrics of one step. With `due` it prints a line of its own."""
+        if not self._main:
+            return
+        line = (
+            f"step {record['step']}/{self._total}  tokens {short(record['tokens'])}  loss {record['loss']:.4f}  "
+            f"{short(record['tokens_per_s_per_device'])} tokens/s/device"
+        )
+        if mfu is not None:
+            line += f"  MFU {100 * mfu:.1f}% (causal)"
+        if math.isfinite(record.get("noise_scale_tokens", math.inf)):
+            line += f"  noise scale {short(record['noise_scale_tokens'])} tokens"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], description=line)
+        elif self._line is not None:
+            self._line.show(int(record["step"]), line + self._remaining(int(record["step"])))
+        elif due:
+            self.say(line + self._remaining(int(record["step"])))
+
+    def _remaining(self, step: int) -> str:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (now, step)
+            return ""
+        started, first = self._first
+        seconds = (now - started) / max(step - first, 1) * (self._total - step)
+        return f"  {int(seconds // 60)}:{int(seconds % 60):02d} left"
+
+
+class NotebookLine:
+    """One output of a cell that is updated in place: a bar and the newest step's line. The last one is saved with the cell."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self._handle: Any = None
+        self._shown_s = 0.0
+        self._newest: tuple[int, str] | None = None
+
+    def show(self, step: int, line: str) -> None:
+        self._newest = step, line
+        if time.monotonic() - self._shown_s >= NOTEBOOK_REFRESH_S or step >= self.total:
+            self.flush()
+
+    def flush(self) -> None:
+        """Shows the latest step that is not shown yet."""
+        if self._newest is None:
+            return
+        from IPython.display import display  # type: ignore[import-not-found]
+
+        (step, line), self._newest = self._newest, None
+        bar = f'<progress value="{step}" max="{self.total}"></progress>'
+        content = {"text/plain": line, "text/html": f"{bar} <code>{escaped(line)}</code>"}
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        self._shown_s = time.monotonic()

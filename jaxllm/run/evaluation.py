@@ -1,0 +1,193 @@
+"""Held-out loss during a run and at its end: cross-entropy of text, or DPO's loss of pairs (train/dpo.py)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxllm.cluster import distributed, progress
+from jaxllm.config import Config, ConfigError
+from jaxllm.data.baselines import ngram_baseline
+from jaxllm.data.loader import PackedDocuments, SampleStream
+from jaxllm.data.sources import Data
+from jaxllm.inference.generate import sample
+from jaxllm.inference.text_stream import printable
+from jaxllm.mesh.axes import CONTEXT
+from jaxllm.parallel.device_batches import put_global_batch
+from jaxllm.parallel.zigzag import inverse
+from jaxllm.run.dpo_reference import Reference, judge, log_p
+from jaxllm.run.hooks import Moment, Run, is_multiple
+from jaxllm.run.memory_check import is_out_of_memory
+from jaxllm.run.metrics import Record
+from jaxllm.run.run_dir import has_evaluation
+from jaxllm.train.build import State
+
+FINAL_EVAL_TOKENS = 2**24
+"""Tokens per source in the final evaluation, because a hundredth of a large corpus would take days."""
+
+
+class Scoring(Protocol):
+    """What evaluation reads of a Trainer."""
+
+    config: Config
+    mesh: jax.sharding.Mesh
+    data: Data
+    stream: SampleStream
+    state: State
+    reference: Reference | None
+    programs: Any
+
+
+class Evaluation(NamedTuple):
+    """Losses on held-out text."""
+
+    loss: float
+    """Nats per token; of pairs, nats per pair."""
+    tokens: int
+    """Number of scored tokens; of pairs, their number."""
+    by_source: dict[str, float]
+    """The loss of each source of a mixture."""
+    accuracy: float | None = None
+    """Share of pairs whose chosen answer gained more log-probability over the reference than the rejected; None for text."""
+
+
+def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
+    """See Trainer.evaluate."""
+    # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
+    together = trainer.config.parallel.pipe * trainer.config.microbatch_rows
+    score = _pairs if trainer.config.train.loss == "dpo" else _text
+    sums: dict[str, np.ndarray] = {}
+    with jax.set_mesh(trainer.mesh):
+        for number, source in enumerate(trainer.data.held_out()):
+            # In float64, because a float32 sum over a million tokens would lose its last digits.
+            total = np.zeros(3)
+            for first in itertools.islice(range(0, source.packing.num_samples, together), max_batches):
+                # Each batch counts as progress for the watchdog, because an evaluation may take hours.
+                with progress.phase("evaluate"):
+                    total += score(trainer, number, source, first + np.arange(together))
+                if stop():
+                    return None
+            sums[source.name] = total
+    loss, count, right = sum(sums.values(), start=np.zeros(3))
+    if not count:
+        raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
+    by_source = {name: float(total[0] / total[1]) for name, total in sums.items() if total[1]}
+    return Evaluation(float(loss / count), int(count), by_source, float(right / count) if score is _pairs else None)
+
+
+def reference_of(trainer: Scoring) -> Reference:
+    """The log-probabilities of all pairs, by the present weights."""
+    with jax.set_mesh(trainer.mesh):
+        return Reference.compute(trainer.stream.sources, trainer.data.held_out(), partial(token_losses, trainer))
+
+
+def token_losses(trainer: Scoring, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+    """-log p of each target of these samples, float32 [samples, S], on every process."""
+    config = trainer.config
+    M, R, S = config.parallel.pipe, config.microbatch_rows, config.train.sequence_length
+    # Numbers past the last sample give empty rows.
+    padded = np.concatenate([samples, np.full(-len(samples) % (M * R), source.packing.num_samples)])
+    found = []
+    for numbers in padded.reshape(-1, M, R):
+        with progress.phase("evaluate"):
+            batch = put_global_batch(trainer.mesh, source.in_order, numbers, S)
+            found.append(np.asarray(trainer.programs.token_losses(trainer.state.params, batch)).reshape(M * R, S))
+    return np.concatenate(found)[: len(samples), inverse(S, trainer.mesh.shape[CONTEXT])]
+
+
+def _text(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+    config = trainer.config
+    rows = samples.reshape(config.parallel.pipe, config.microbatch_rows)
+    batch = put_global_batch(trainer.mesh, source.in_order, rows, config.train.sequence_length)
+    loss, tokens = trainer.programs.loss_sum(trainer.state.params, batch)
+    return np.array([float(loss), int(tokens), 0])
+
+
+def _pairs(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+    assert trainer.reference is not None, "computed or read before the first step"
+    samples = samples[samples < source.packing.num_samples]
+    now = log_p(source, samples, partial(token_losses, trainer))
+    return judge(now, trainer.reference.held_out[number][samples], trainer.config.train.dpo_beta)
+
+
+def by_source(found: Evaluation) -> str:
+    several = len(found.by_source) > 1
+    return " (" + ", ".join(f"{name} {loss:.4f}" for name, loss in found.by_source.items()) + ")" if several else ""
+
+
+def register(run: Run) -> None:
+    """Evaluates by train.eval_every_steps, and at the end on all held-out text."""
+    train = run.trainer.config.train
+
+    def evaluate(moment: Moment) -> None:
+        found = record_evaluation(run, run.write, train.eval_batches)
+        if found is None:
+            run.stop(run.signals.agreed_signal())
+        else:
+            run.console.say(f"step {moment.step}  held-out loss {found.loss:.4f}{by_source(found)}")
+
+    def end() -> None:
+        run.trainer.stopped_by = run.trainer.stopped_by or conclude(run)
+
+    run.when(lambda moment: not moment.ends and is_multiple(moment.step, train.eval_every_steps), evaluate, name="evaluate")
+    run.on("ended", end)
+
+
+def record_evaluation(run: Run, write: Callable[[Record], None], max_batches: int | None = None) -> Evaluation | None:
+    """Evaluates, and writes eval_loss, for a mixture also per source. Returns None if a signal interrupts it."""
+    trainer = run.trainer
+    found = trainer.evaluate(max_batches, stop=lambda: run.signals.agreed_signal() is not None)
+    if found is None:
+        return None
+    record: Record = {"step": trainer.step, "eval_loss": found.loss}
+    if found.accuracy is not None:
+        record["eval_accuracy"] = found.accuracy
+    if len(found.by_source) > 1:
+        record |= {f"eval_loss/{name}": loss for name, loss in found.by_source.items()}
+    write(record)
+    return found
+
+
+def conclude(run: Run) -> str | None:
+    """Prints the loss over all held-out text, n-gram baselines on the same split, and a sample. Returns the signal that stopped
+    the evaluation, or None.
+    """
+    trainer, console = run.trainer, run.console
+    data, unit, config = trainer.data, trainer.data.unit, trainer.config
+    if data.held_out_tokens > 1:
+        batch_tokens = config.microbatch_rows * config.parallel.pipe * config.train.sequence_length
+        # A repeated start with nothing to train has its evaluation line already.
+        known = distributed.broadcast("yes" if has_evaluation(run.folder / "metrics.jsonl", trainer.step) else "")
+        write = (lambda _: None) if known else run.write
+        found = record_evaluation(run, write, -(-FINAL_EVAL_TOKENS // batch_tokens))
+        if found is None:
+            return run.signals.agreed_signal()
+        (source, *_) = data.sources
+        for order, name in ((2, "bigrams"), (3, "trigrams")) if config.log.baselines else ():
+            baseline = ngram_baseline(source.text(source.train), source.text(source.held_out), order)
+            console.say(f"baseline: byte {name} {baseline:.3f} nats per byte ({baseline / math.log(2):.3f} bits)")
+        if found.accuracy is not None:
+            gained = f"the chosen answer gained more in {found.accuracy:.1%} of {found.tokens:,} held-out pairs"
+            console.say(f"held-out loss {found.loss:.3f} nats per pair; {gained}{by_source(found)}")
+            return None
+        documents = sum(len(source.held_out) for source in data.sources)
+        console.say(f"{found.tokens:,} held-out {unit}s scored in {documents:,} document{'s' if documents > 1 else ''}")
+        console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
+    if (length := config.log.sample_tokens) and data.tokenizer is not None:
+        begun = config.log.sample_prompt
+        try:
+            new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
+        except jax.errors.JaxRuntimeError as error:
+            # Where zeros pad what ZeRO shards, each device needs all weights (parameters.without_padding).
+            if not is_out_of_memory(error):
+                raise
+            console.say("no sample: the whole network does not fit on a device beside the training state")
+            return None
+        console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
+    return None

@@ -1,0 +1,125 @@
+"""`jaxllm train`: the training loop. What a run does beside its steps is in hooks (run/features.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import optax
+
+from jaxllm.checkpoint.run_lock import hold_run_dir
+from jaxllm.cluster import distributed, exit_codes, progress, watchdog
+from jaxllm.config import Config
+from jaxllm.config.rounds import next_common_step
+from jaxllm.parallel.types import Loss
+from jaxllm.run import trackers
+from jaxllm.run.console import Console
+from jaxllm.run.features import FEATURES
+from jaxllm.run.hooks import Run
+from jaxllm.run.memory_check import explain_out_of_memory
+from jaxllm.run.metrics import Record
+from jaxllm.run.run_dir import make_run_dir
+from jaxllm.run.run_timer import RunTimer
+from jaxllm.run.saving import stores_of
+from jaxllm.run.signals import SignalHandler
+from jaxllm.run.trainer import Trainer
+from jaxllm.train.given import Batches, Given, adopted
+
+
+def fit(
+    config: Config,
+    *,
+    batches: Batches | None = None,
+    loss: Loss | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    on_step: Callable[[Record, Trainer], None] | None = None,
+    hooks: Iterable[Callable[[Run], None]] = (),
+    import_s: float = 0.0,
+) -> Trainer:
+    """Trains `config` to its last step, from its newest checkpoint if the run directory has one. A signal may stop it earlier;
+    Trainer.stopped_by then names it. If a supervisor restarts the run, one before the first step exits with exit_codes.RESTART.
+
+    Args:
+      batches, loss, optimizer, on_step: as Trainer's (docs/extending.md).
+      hooks: each is called with the Run once its state is restored, and registers what to do beside the steps (run/hooks.py).
+      import_s: seconds that this process spent on imports and the config before the call; 0: not known.
+    """
+    timer = RunTimer(import_s)
+    launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
+    watchdog.beat(launch.beat_fd)
+    trackers.check(config)
+    signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
+    # Announce an error to the other processes before closing anything, because closing may wait for them.
+    with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
+        stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
+        folder = make_run_dir(config)
+        if launch.restarts:
+            stack.enter_context(signals)
+        stores = stack.enter_context(stores_of(adopted(config, Given(batches, loss, optimizer)), folder))
+        given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
+        trainer = advice.trainer = Trainer(config, **given, resumes=stores.resumes)
+        stack.callback(trainer.close)
+        require = stack.enter_context(hold_run_dir(folder, stores.leads))
+        console = stack.enter_context(Console(trainer.config.train.steps, main=distributed.is_main_process()))
+        run = Run(config, trainer, folder, console, signals, timer, stores, require, stack)
+        for register in (*FEATURES, *hooks):
+            register(run)
+        if not launch.restarts:
+            # Before this point a signal has its default effect.
+            stack.enter_context(signals)
+        with progress.phase("step"):
+            train(run)
+        with progress.phase("save"):
+            run.emit("trained")
+        with progress.phase("finish"):
+            run.emit("ended")
+        if trainer.stopped_by and trainer.step:
+            console.say(f"stopped at step {trainer.step} by {trainer.stopped_by}; saved; rerun the same command to resume")
+        elif trainer.stopped_by:
+            console.say(f"stopped before the first step by {trainer.stopped_by}; there is nothing to save")
+        console.say(f"run directory {folder}")
+    return trainer
+
+
+def leave_early(name: str) -> None:
+    """Callback of SignalHandler: the signal `name` came before any training, and a supervisor restarts this run."""
+    distributed.leave_at_once(
+        f"stopped by {name} before the first step of this start: there is nothing to save", exit_codes.RESTART
+    )
+
+
+def train(run: Run) -> None:
+    """The training loop. Metrics arrive one step late; what is due after a step waits for it. trainer.stopped_by is the signal,
+    or the hook's reason, that stopped the run.
+    """
+    trainer, signals, console = run.trainer, run.signals, run.console
+    started = time.perf_counter()
+    if run.first < trainer.config.train.steps:
+        compile_step(trainer, console)
+    else:
+        console.say(f"nothing to train: train.steps={trainer.config.train.steps}")
+    signals.next_common = lambda step: next_common_step(trainer.config, step)
+    trainer.stopped_by = signals.begin()
+    while trainer.step < trainer.config.train.steps and not trainer.stopped_by:
+        run.emit("before")
+        run.publish(trainer.advance())
+        moment = run.moment(signals.actions_after(trainer.step))
+        run.emit("begun", moment)
+        if due := run.due(moment):
+            run.publish(trainer.finish())
+        for act in due:
+            act(moment)
+        trainer.stopped_by = moment.stopped_by or (None if moment.last else run.asks_to_stop)
+    # Where a hook stopped the run, nothing may have waited for its last step.
+    run.publish(trainer.finish())
+    if trainer.step > run.first:
+        console.say(f"trained {trainer.step - run.first} steps in {time.perf_counter() - started:.0f} s")
+
+
+def compile_step(trainer: Trainer, console: Console) -> None:
+    trainer.prepare()
+    if trainer.compile_s is not None:
+        source = ", from the cache" if trainer.programs.from_cache else ""
+        console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")

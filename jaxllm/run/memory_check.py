@@ -1,0 +1,245 @@
+"""Checks before a run that it fits into device memory, and gives advice when a device runs out of memory.
+
+On CPU devices, for which there is no estimate, only what no machine of this size can hold is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.flops import state_bytes
+from jaxllm.cost_model.hardware import FIT_SHARE, RESERVE_BYTES, Gpu, compute_capability, gpu_from_device_kind
+from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate, estimate_memory
+from jaxllm.display import readable
+from jaxllm.machine.host_memory import require_host_memory
+from jaxllm.run import advisor
+from jaxllm.run.advisor import Change
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|[Oo]ut of memory"
+"""Pattern of JAX's out-of-memory errors: XLA's status, the driver's, and NCCL's message."""
+DOUBT = 0.1
+"""Tolerance as a fraction of the capacity. A run whose estimate is above it by at most this starts with a warning: one in
+twenty estimates of compiled steps was off by more than 7% (benchmarks/memory_accuracy.py)."""
+SAFER_SHARE = 0.9
+"""Target of advice for a run that ran out of memory, as a fraction of its estimate, since the estimate was too low."""
+MOST_ADVICE = 6
+"""Maximum number of changes to list after a device ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The estimate of a run and the available memory."""
+
+    memory: MemoryEstimate
+    capacity_bytes: int
+    """Bytes that a step may use on one device."""
+    speed: Any = None
+    """Predicted tokens/s of a device (Advisor.speed); None for an unknown GPU, and without a planner."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak_bytes <= self.capacity_bytes
+
+    @property
+    def line(self) -> str:
+        """Line in the header of a run."""
+        share = self.memory.peak_bytes / self.capacity_bytes
+        speed = "" if self.speed is None else f"; {self.speed.text(' tokens/s/GPU predicted', 0)}"
+        return (
+            f"memory by the estimate {readable(self.memory.peak_bytes)}, {share:.1%} of the {readable(self.capacity_bytes)} "
+            f"that a step may take{speed}"
+        )
+
+
+def capacity_of(device: jax.Device) -> int | None:
+    """Bytes that a step may use on this device: what this process has reserved or, if unknown, the capacity in the hardware
+    table, minus the reserve. None for a CPU and for an unknown GPU.
+    """
+    if device.platform == "cpu":
+        return None
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - RESERVE_BYTES
+    known = gpu_from_device_kind(device.device_kind)
+    return known.capacity_bytes if known else None
+
+
+def check_memory(
+    config: Config,
+    device: jax.Device,
+    capacity_of: Callable[[jax.Device], int | None] = capacity_of,
+    estimate: EstimateMemory | None = None,
+) -> Fit | None:
+    """Compares the estimate of a resolved config with the memory of `device`, one of its devices, and predicts the speed.
+
+    Returns:
+      None if the memory is not known.
+
+    Raises:
+      ConfigError: it does not fit, and run.allow_overcommit is false. The message names the cheapest change that would fit.
+    """
+    capacity_bytes = capacity_of(device)
+    if capacity_bytes is None:
+        if device.platform == "cpu" and not config.run.allow_overcommit:
+            require_host_memory(least_host_bytes(config), "Weights, optimizer state and batch")
+        return None
+    gpu = gpu_from_device_kind(device.device_kind)
+    estimate = estimate or partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
+    speed = None if gpu is None else advisor.ask().speed(config, gpu)
+    fit = Fit(estimate(config), capacity_bytes, speed)
+    if fit.fits:
+        return fit
+    too_much = (
+        f"A step needs {readable(fit.memory.peak_bytes)} on a device by the estimate, and may take "
+        f"{readable(fit.capacity_bytes)}"
+    )
+    in_doubt = fit.memory.peak_bytes <= (1 + DOUBT) * capacity_bytes
+    if in_doubt or config.run.allow_overcommit:
+        because = "the estimate may be off by this much" if in_doubt else "of run.allow_overcommit=true"
+        log.warning("%s: the run starts anyway, because %s.", too_much, because)
+        return fit
+    cure = _cheapest(config, capacity_bytes, gpu, estimate)
+    raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start anyway.")
+
+
+def least_host_bytes(config: Config) -> int:
+    """Bytes that this process's share of a run on CPU devices takes at the very least: the state in float32, sharded over all
+    devices, and a batch of token ids."""
+    batch_bytes = 4 * config.train.global_batch_sequences * config.train.sequence_length
+    everything = state_bytes(config) + batch_bytes
+    return everything * jax.local_device_count() // jax.device_count()
+
+
+def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:
+    """Advice in the middle of a sentence. It never fills the capacity completely."""
+    capacity_bytes = int(FIT_SHARE * capacity_bytes)
+    if not advisor.is_known():
+        return "start the run by jaxllm.fit or `jaxllm train`, which say what would fit"
+    found = advisor.ask().changes_that_fit(config, capacity_bytes, gpu, estimate)
+    if found:
+        return f"set {found[0].overrides} ({found[0].figures})"
+    tried = f"no change that was tried makes it fit on {config.devices} GPUs"
+    larger = advisor.ask().smallest_cluster(config, capacity_bytes, gpu, estimate)
+    if larger is None:
+        return (
+            f"{tried} or on more of them, so use a smaller model or shorter sequences (`jaxllm plan` searches all meshes for "
+            f"a number of GPUs)"
+        )
+    return f"{tried}, but {larger.config.devices} would do with {larger.overrides} ({larger.figures})"
+
+
+# ------------------------------------------------------------------------------------------------------- running out
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and re.search(OUT_OF_MEMORY, str(error)) is not None
+
+
+@dataclass
+class OutOfMemoryAdvice:
+    """Advice for a run whose device ran out of memory."""
+
+    config: Config
+    trainer: Any = None
+    """The run's Trainer, once it exists."""
+    capacity_of: Callable[[jax.Device], int | None] = field(default=capacity_of)
+
+    def text(self, error: BaseException) -> str:
+        """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less."""
+        device = jax.local_devices()[0]
+        config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
+        gpu = gpu_from_device_kind(device.device_kind)
+        estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
+        capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
+        target = round(SAFER_SHARE * memory.peak_bytes)
+        if capacity_bytes is not None:
+            # If XLA needs more than the estimate, assume the same ratio after a change.
+            seen = max(memory.peak_bytes, compiled_bytes or 0)
+            target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
+        found = advisor.ask().changes_that_fit(config, target, gpu, estimate)
+        return "\n".join(
+            [
+                f"A device ran out of memory {self._when()}: {_cure(found)}.",
+                *_figures(memory, compiled_bytes, capacity_bytes, device),
+                *_numbered(found),
+                f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
+            ]
+        )
+
+    def _when(self) -> str:
+        if self.trainer is None:
+            return "while the state was made"
+        if self.trainer.compiled is None:
+            return "before the train step was compiled"
+        return f"in step {max(self.trainer.step, 1)}"
+
+    def _compiled_bytes(self) -> int | None:
+        """XLA's figure; None before the step is compiled."""
+        compiled = None if self.trainer is None else self.trainer.compiled
+        return None if compiled is None else total_bytes(compiled.memory_analysis())
+
+
+def _figures(
+    memory: MemoryEstimate, compiled_bytes: int | None, capacity_bytes: int | None, device: jax.Device
+) -> Iterator[str]:
+    def beside(size: int) -> str:
+        return "" if capacity_bytes is None else f", {size / capacity_bytes:.1%} of {readable(capacity_bytes)}"
+
+    whose = " of a GPU, which this device is not" if device.platform == "cpu" else ""
+    yield f"  by the estimate       {readable(memory.peak_bytes)}{whose}{beside(memory.peak_bytes)}"
+    largest = sorted(memory.peak_stage.terms_bytes.items(), key=lambda term: -term[1])[:4]
+    parts = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in largest)
+    yield f"    of it               {parts}"
+    if compiled_bytes is None:
+        yield "  by XLA, as compiled   not known: the train step was not compiled yet"
+    else:
+        yield f"  by XLA, as compiled   {readable(compiled_bytes)}{beside(compiled_bytes)}"
+    if capacity_bytes is not None and max(memory.peak_bytes, compiled_bytes or 0) <= capacity_bytes:
+        which = "By the estimate it" if compiled_bytes is None else "Either"
+        yield f"  {which} would fit: look in nvidia-smi for other programs that hold memory of these GPUs."
+
+
+def _cure(found: Sequence[Change]) -> str:
+    return f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
+
+
+def _numbered(found: Sequence[Change]) -> Iterator[str]:
+    if found:
+        yield "  changes that need less memory, cheapest first:"
+    for number, change in enumerate(found[:MOST_ADVICE], start=1):
+        cost = f": {change.cost}" if change.cost else ""
+        yield f"    {number}. {change.overrides} ({change.figures}){cost}"
+
+
+@contextmanager
+def explain_out_of_memory(config: Config) -> Iterator[OutOfMemoryAdvice]:
+    """Context of a run: if a device runs out of memory inside, it raises a ConfigError that says what to change. The run sets
+    `advice.trainer = trainer` on the value.
+
+    Raises:
+      ConfigError: a device ran out of memory, at any point.
+    """
+    advice = OutOfMemoryAdvice(config)
+    try:
+        yield advice
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(advice.text(error)) from None
+
+
+def total_bytes(memory: Any) -> int:
+    """Bytes that a compiled program uses on a device, from its memory_analysis()."""
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return held + memory.temp_size_in_bytes

@@ -1,0 +1,148 @@
+"""Messages of a run: its header before the first step, and its notes during training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxllm.config import ATTENTION_RESULTS, Config
+from jaxllm.config.batch_schedule import Phase
+from jaxllm.config.remat_policy import remat_words
+from jaxllm.config.rounds import sends_codes
+from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.pipeline_idle import USUAL_IDLE, idle_share, microbatches_for
+from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.run.console import Console
+from jaxllm.run.hooks import Run
+from jaxllm.run.metrics import Record
+
+WELL_FILLED = 0.9
+"""Fill ratio of sequences below which a run reports the free space."""
+
+
+def print_header(run: Run) -> None:
+    console, trainer = run.console, run.trainer
+    config, devices = trainer.config, trainer.mesh.devices
+    kind = devices.flat[0].device_kind
+    axes = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
+    console.say(f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}")
+    M = config.num_microbatches
+    console.say(
+        f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
+        f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
+    )
+    for line in batch_notes(config):
+        console.say(line)
+    if config.parallel.pipe > 1:
+        for line in pipeline_notes(config):
+            console.say(line)
+    if config.train.diloco_steps is not None:
+        console.say(diloco_line(config))
+    if trainer.start.memory_fit is not None:
+        console.say(trainer.start.memory_fit.line)
+    if trainer.start.weights is not None:
+        console.say(f"weights from {trainer.start.weights.description}; optimizer, step and data start from zero")
+    if config.total_tokens < config.optimizer.warmup_tokens:
+        console.say(f"note: the run ends during its warm-up of {config.optimizer.warmup_tokens:,} tokens")
+    actions = config.parallel.remat
+    attention = trainer.programs.functions.attention
+    console.say(f"attention {attention}; remat {remat_words(actions)}; {trainer.data.description}")
+    named = set(actions) & set(ATTENTION_RESULTS) if isinstance(actions, dict) else ()
+    if named and attention == "xla":
+        console.say(f"note: plain XLA attention has no {', '.join(sorted(named))}: it is recomputed")
+    note_epochs(console, trainer)
+
+
+def batch_notes(config: Config) -> Iterator[str]:
+    """Lines about train.batch_schedule and train.length_schedule. The program of each phase is compiled at its first step."""
+    if not config.has_phases:
+        return
+    first, *later = config.phases
+    if (most := config.train.batch_grows_to) is not None:
+        yield (
+            f"the batch doubles, up to {most} sequences, when the gradient noise scale is surely twice the batch; the run ends "
+            f"after {config.total_tokens:,} tokens"
+        )
+    if first.parts > 1:
+        yield f"at first a {describe_phase(config, first)}"
+    for phase in later:
+        if phase.first_step < config.train.steps:
+            tokens = config.tokens_before(phase.first_step)
+            yield f"after step {phase.first_step} ({tokens:,} tokens) {describe_phase(config, phase)}, compiled then"
+    if config.train.batch_lr != "none":
+        rule = {"sqrt": "the square root of the batch", "linear": "the batch"}[config.train.batch_lr]
+        last = config.train.batch_grows_to or config.phases[-1].sequences
+        yield f"learning rate proportional to {rule}; optimizer.learning_rate is that of {last} sequences"
+    if later and later[-1].first_step >= config.train.steps:
+        yield f"note: the run ends before its schedule reaches a {describe_phase(config, later[-1])}"
+
+
+def describe_phase(config: Config, phase: Phase) -> str:
+    own = config.in_phase(phase)
+    M, tokens = own.num_microbatches, own.step_tokens
+    length = f" of {length:,} tokens" if (length := config.length_of(phase)) else ""
+    what = f"batch of {own.train.global_batch_sequences} sequences{length}"
+    return f"{what}, {tokens:,} tokens a step in {M} microbatch{'es' if M > 1 else ''}"
+
+
+def pipeline_notes(config: Config) -> Iterator[str]:
+    """Lines about the cost of the pipeline: its bubble, and identity layers."""
+    stages, virtual, M = config.parallel.pipe, config.parallel.virtual_stages, config.num_microbatches
+    stacking = stacking_of(config)
+    chunks = f" x {virtual} chunks" if virtual > 1 else ""
+    plural, idle = "s" if stacking.chunk > 1 else "", idle_share(stages, M, virtual)
+    schedule, layers = config.parallel.schedule, f"{stacking.chunk} layer{plural}"
+    yield f"pipeline {schedule}, {stages} stages{chunks} of {layers}; idle {100 * idle:.1f}% of a step"
+    if extra := stacking.identity_layers:
+        layers = f"{extra} identity layers pad the last stages" if extra > 1 else "1 identity layer pads the last stage"
+        yield f"note: {layers}: computed, never changed"
+    if idle >= USUAL_IDLE:
+        enough = microbatches_for(USUAL_IDLE, stages, virtual)
+        size = enough * config.train.global_batch_sequences // M
+        yield (
+            f"note: stages are idle {100 * idle:.1f}% of a step; {enough} microbatches (such as "
+            f"train.global_batch_sequences={size}) reduce that below {100 * USUAL_IDLE:.0f}%"
+        )
+
+
+def diloco_line(config: Config) -> str:
+    """Line about DiLoCo: the replicas, their batch, and the outer step."""
+    train, replicas = config.train, config.parallel.replica
+    who = f"{replicas} replicas, each on 1/{replicas} of every batch" if replicas > 1 else "one replica"
+    start = f" after {train.diloco_after_steps} synchronous steps" if train.diloco_after_steps else ""
+    outer = f"Nesterov step of {train.diloco_lr:g}, momentum {train.diloco_momentum:g}"
+    outer += f", in {train.diloco_bits} bits" if sends_codes(config) else ""
+    each = f" for each of {train.diloco_fragments} fragments" if train.diloco_fragments > 1 else ""
+    hidden = ", during the next step," if train.diloco_overlap else ""
+    return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps{each}{hidden} and after the last"
+
+
+def note_epochs(console: Console, trainer: Any) -> None:
+    """Prints the epochs of each source, if there are several or one is read more than once."""
+    config, stream = trainer.config, trainer.stream
+    if not stream.sources:
+        return
+    epochs = stream.epochs(config.sequences_before(config.train.steps))
+    if len(epochs) > 1 or max(epochs.values()) > 1:
+        console.say("epochs of the complete run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
+    full = sum(
+        share * source.packing.num_tokens / source.packing.num_samples
+        for source, share in zip(stream.sources, stream.counts, strict=True)
+    ) / (sum(stream.counts) * config.train.sequence_length)
+    if full < WELL_FILLED:
+        console.say(f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less")
+
+
+def what_went_wrong(record: Record) -> str:
+    """Message about a step that was skipped or is a spike."""
+    what = "a spike" if record["loss_spike"] else "not finite"
+    skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
+    return f"step {record['step']} is {what}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}{skipped}"
+
+
+def who_was_left_out(record: Record) -> str:
+    """Message about replicas that an outer step left out (train/diloco.py)."""
+    return (
+        f"step {record['step']}: the outer step left out {record['islands_left_out']:.0f} of the replicas, whose weights are "
+        f"not finite; they continue from the common weights"
+    )

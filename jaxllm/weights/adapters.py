@@ -1,0 +1,181 @@
+"""LoRA adapters in PEFT's folder format, and models with adapters merged into them. No JAX.
+
+PEFT's folder has adapter_config.json and adapter_model.safetensors, with A as [rank, in] and B as [out, rank]:
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.config.hf_config import read_object
+from jaxllm.config.hub import is_hub_name
+from jaxllm.config.model_spec import LORA_A, LORA_B, LORA_TARGETS
+from jaxllm.config.types import PositiveFloat, PositiveInt
+from jaxllm.untrusted import RefusedInput, checked, shown
+from jaxllm.weights.folder import Folder, HuggingFaceFolder, Index, LayerElements, require_shape, tensors_in
+from jaxllm.weights.names import Entry
+from jaxllm.weights.streaming import Move, in_files, stream
+
+ADAPTER_CONFIG, STEM = "adapter_config.json", "adapter_model"
+WEIGHTS = f"{STEM}.safetensors"
+UNUSED: dict[str, Sequence[Any]] = {
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out"), (False, None)),
+    **{key: ({}, None) for key in ("rank_pattern", "alpha_pattern")},
+    **{key: (None, []) for key in ("modules_to_save", "layers_to_transform", "layer_replication", "target_parameters")},
+    **{key: (None, []) for key in ("trainable_token_indices", "exclude_modules")},
+    "bias": ("none", None),
+}
+"""Keys of PEFT's LoraConfig that jaxllm does not support, with their values without effect."""
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """What adapter_config.json holds; UNUSED and other keys are not read."""
+
+    peft_type: Literal["LORA"]
+    r: PositiveInt
+    lora_alpha: PositiveFloat
+    use_rslora: bool | None = None
+
+
+@dataclass
+class AdapterFolder(HuggingFaceFolder):
+    """An adapter for the model of the `model` section, which says its rank, alpha and targets in `lora`."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.entries = {path: entry for path, entry in self.entries.items() if entry.is_lora}
+
+    @property
+    def scale(self) -> float:
+        return self.model["lora"]["alpha"] / self.model["lora"]["rank"]
+
+
+def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder:
+    """Opens an adapter in PEFT's format and checks it. It does not read values.
+
+    Args:
+      key: the option or key that the user set to `text`, for error messages.
+      model: the `model` section of the network that it is for.
+
+    Raises:
+      ConfigError: the folder is no adapter, uses what jaxllm does not support, or is for another network.
+    """
+    path = Path(text)
+    if not (path / ADAPTER_CONFIG).is_file() or not (path / WEIGHTS).is_file():
+        raise ConfigError(f"{key}={text} is no adapter: give a folder with {ADAPTER_CONFIG} and {WEIGHTS}, as PEFT saves it.")
+    content, where = read_object(path / ADAPTER_CONFIG), path / ADAPTER_CONFIG
+    for name, values in UNUSED.items():
+        if (value := content.get(name)) not in values:
+            raise ConfigError(f"{where} says {name}={shown(value)}, which jaxllm does not support: use another adapter.")
+    try:
+        said = checked({name: content[name] for name in AdapterFile.__dataclass_fields__ if name in content}, AdapterFile)
+    except RefusedInput as error:
+        raise ConfigError(f"{where} is not the config of a LoRA adapter ({error}): use another adapter.") from None
+    tensors = tensors_in(path, [WEIGHTS], "get the file again", {})
+    # The names of the tensors, because target_modules may be a pattern.
+    targets = [target for target in LORA_TARGETS if any(f".{target}.lora_A." in name for name in tensors)]
+    if not targets:
+        raise ConfigError(f"{path / WEIGHTS} holds no adapter of {', '.join(LORA_TARGETS)}: use another adapter.")
+    alpha = said.lora_alpha * math.sqrt(said.r) if said.use_rslora else said.lora_alpha
+    section = {**model, "lora": {"rank": said.r, "alpha": alpha, "targets": targets}}
+    folder = AdapterFolder(path, str(path), section, tensors=tensors)
+    expected = {name: entry for entry in folder.entries.values() for name in entry.tensors}
+    for name, entry in expected.items():
+        if name not in tensors:
+            raise ConfigError(f"{path} has no tensor {name}: it is an adapter of another network, or of some layers only.")
+        require_shape(tensors[name], entry.their_shape)
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise ConfigError(f"{path} holds {extra[0]}, which jaxllm has no place for: it is an adapter of another network.")
+    return folder
+
+
+def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str | None) -> tuple[list[Move], int]:
+    """Writes the adapter of a folder whose `model` section has `lora`: (the tensors written, their bytes).
+
+    Args:
+      aside: an existing folder to write into.
+      base: path of the base model, or its name on the Hub, for PEFT.
+    """
+    moves, tensors = [], {}
+    for entry in folder.entries.values():
+        if entry.is_lora:
+            stored = dtype or folder.dtype(entry.path)
+            for layer, name in enumerate(entry.tensors):
+                moves.append(Move(name, LayerElements(folder, entry, layer), entry.matrix, stored, name))
+                tensors[name] = (stored, entry.their_shape)
+    layout = in_files(tensors, STEM, 2**63, {"format": "pt"})
+    stream(moves, layout, aside)
+    lora = folder.model["lora"]
+    # PEFT has the commit in a key of its own: huggingface.co/docs/peft/package_reference/config.
+    name, _, revision = base.partition("@") if base and is_hub_name(base) and not Path(base).exists() else (base, "", "")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": name,
+        "revision": revision or None,
+        "r": lora["rank"],
+        "lora_alpha": int(lora["alpha"]) if float(lora["alpha"]).is_integer() else lora["alpha"],
+        "target_modules": list(lora["targets"]),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return moves, layout.total_bytes
+
+
+@dataclass
+class MergedFolder(Folder):
+    """A model with adapters merged into its matrices: W + alpha / rank A B for each, added in float32 and rounded once."""
+
+    base: Folder = field(kw_only=True)
+    adapters: Sequence[tuple[Folder, float]] = field(kw_only=True)
+    """Folders with the matrices of adapters, and their scales."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._factors: tuple[tuple[str, ...], list[tuple[np.ndarray, np.ndarray, float]]] = ((), [])
+        self._last: tuple[Any, np.ndarray] = (None, np.empty(0))
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        return self.base.dtype(path)
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        # Files are written in blocks of one layer, which ask for the same part again and again.
+        if self._last[0] != (path, box := self.box(path, index)):
+            self._last = ((path, box), self._read(path, [slice(begin, end) for begin, end in box]))
+        return self._last[1]
+
+    def _read(self, path: tuple[str, ...], index: Sequence[slice]) -> np.ndarray:
+        factors = self._factors_of(path)
+        weight, columns, (layers, *dims) = self.base.read(path, index), self.entries[path].columns, index
+        merged = weight
+        for a, b, scale in factors:
+            a, b = a[(layers, *dims[:columns])], b[(layers, slice(None), *dims[columns:])]
+            product = a.reshape(len(a), -1, a.shape[-1]) @ b.reshape(*b.shape[:2], -1)
+            merged = merged.astype(np.float32) + np.float32(scale) * product.reshape(weight.shape)
+        return merged.astype(weight.dtype)
+
+    def _factors_of(self, path: tuple[str, ...]) -> list[tuple[np.ndarray, np.ndarray, float]]:
+        """A and B of all layers, float32, and the scale, of each adapter. A run's are read before its matrix: it keeps the
+        last parameter read."""
+        if self._factors[0] != path:
+            of_a, of_b = ((*path[:-1], path[-1] + end) for end in (LORA_A, LORA_B))
+            whole = lambda folder, name: folder.read(name).astype(np.float32)  # noqa: E731
+            found = [(whole(f, of_a), whole(f, of_b), scale) for f, scale in self.adapters if of_a in f.entries]
+            self._factors = (path, found)
+        return self._factors[1]
+
+    def slab(self, entry: Entry, layer: int) -> Any:
+        return LayerElements(self, entry, layer) if entry.columns else self.base.slab(entry, layer)

@@ -1,0 +1,384 @@
+"""Model folders on disk, Hugging Face's and jaxllm's own, with one interface. Reads parameters in pieces, without JAX.
+
+    folder = open_folder("--model", "smollm2")
+    folder.model, folder.tokenizer                       # the `model` section; the folder with tokenizer.json
+    folder.read(("layers", "mlp", "gate"), (slice(0, 1), slice(0, 8), slice(None)))
+
+jaxllm's own format 2:
+
+    model.json             the `model` section, the origin of the weights, the files, Hugging Face's dtypes and tied names
+    weights*.safetensors   parameters by dotted path, with a leading layers dim and exactly vocab_size rows
+    tokenizer/             tokenizer files, generation_config.json and the original config.json
+
+Format 1 consists of Orbax files; weights/weights.py reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, model_section, read_object, stored_section
+from jaxllm.config.hub import folder_of
+from jaxllm.config.types import PositiveInt, Switch
+from jaxllm.untrusted import RefusedInput, Text, Whole, checked
+from jaxllm.weights.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
+from jaxllm.weights.safetensors import DTYPES, Tensor, TensorFile
+from jaxllm.weights.staging import GENERATION
+
+FORMAT = 2
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BLOCK = 2**23
+"""Number of elements compared at a time."""
+
+Index = Sequence[slice]
+"""One slice with step 1 for each dim of a parameter."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Consecutive elements of a tensor in a file: the array of one layer, in the file's order."""
+
+    tensor: Tensor
+    first: int
+    size: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Reads elements [begin, end) as a flat array."""
+        elements = self.tensor.nbytes // self.dtype.itemsize
+        return self.tensor.read([(self.first + begin, self.first + end)], (elements,))
+
+
+@dataclass
+class Folder:
+    """A model on disk. Subclasses implement reading."""
+
+    path: Path
+    description: str
+    """Location for messages, with the step if it is a run."""
+    model: dict[str, Any]
+    """The `model` section, with at least the keys of the shape."""
+    companions: Path | None = None
+    """The folder of its tokenizer files, generation_config.json and config.json, or None."""
+    hugging_face: dict[str, Any] = field(default_factory=dict)
+    """For weights from Hugging Face: names of the stored vocabulary matrices, and dtypes."""
+    sequence_length: int | None = None
+    """Sequence length of jaxllm's training run, if there was one."""
+    trained_on_bytes: bool = False
+    """Whether it is of a run whose text was bytes."""
+
+    def __post_init__(self):
+        self.entries: dict[tuple[str, ...], Entry] = {entry.path: entry for entry in entries(self.model)}
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder with tokenizer.json."""
+        return found.parent if (found := self._companion("tokenizer.json")) else None
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json; {} without one."""
+        return self._read_companion(GENERATION)
+
+    @property
+    def original_config(self) -> dict[str, Any]:
+        """The content of the config.json that came with the weights; {} without one."""
+        return self._read_companion(CONFIG)
+
+    def _companion(self, name: str) -> Path | None:
+        found = None if self.companions is None else self.companions / name
+        return found if found is not None and found.is_file() else None
+
+    def _read_companion(self, name: str) -> dict[str, Any]:
+        return read_object(found) if (found := self._companion(name)) else {}
+
+    @property
+    def common_dtype(self) -> np.dtype:
+        """The dtype of most values."""
+        sizes: dict[np.dtype, int] = {}
+        for entry in self.entries.values():
+            dtype = self.dtype(entry.path)
+            sizes[dtype] = sizes.get(dtype, 0) + int(np.prod(entry.shape, dtype=np.int64))
+        return max(sizes, key=sizes.__getitem__)
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        """The dtype of the arrays that `read` returns."""
+        raise NotImplementedError
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        """Reads a part of one parameter (default: all), with a leading layers dim. It reads no other bytes.
+
+        Args:
+          path: such as ("layers", "attention", "query").
+        """
+        raise NotImplementedError
+
+    def slab(self, entry: Entry, layer: int) -> Any:
+        """The array of one layer in the file's order: `size`, `dtype`, `read(begin, end)`. Without layers, `layer` is 0."""
+        raise NotImplementedError
+
+    def box(self, path: tuple[str, ...], index: Index | None) -> list[tuple[int, int]]:
+        """Converts an index to [begin, end) of each dim."""
+        shape = self.entries[path].shape
+        index = (slice(None),) * len(shape) if index is None else index
+        return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+
+    def flat_layer(self, entry: Entry, layer: int) -> np.ndarray:
+        """One layer's elements of a parameter in layers, in order."""
+        index = [slice(layer, layer + 1), *[slice(None)] * len(entry.dims)]
+        return self.read(entry.path, index).reshape(-1)
+
+
+@dataclass(frozen=True)
+class LayerElements:
+    """One layer's array of a parameter, read on demand, in jaxllm's order of dims. It stands for a Slab."""
+
+    folder: Folder
+    entry: Entry
+    layer: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.entry.dims)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.folder.dtype(self.entry.path)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return self.folder.flat_layer(self.entry, self.layer)[begin:end]
+
+
+@dataclass
+class HuggingFaceFolder(Folder):
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    """Names of buffers that are not weights."""
+
+    def stored(self, entry: Entry) -> list[Tensor]:
+        names = entry.tensors
+        if entry.template == EMBEDDING and EMBEDDING not in self.tensors:
+            names = (HEAD,)
+        return [self.tensors[name] for name in names]
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        found = {tensor.dtype for tensor in self.stored(self.entries[path])}
+        # Layers may differ. float32 represents all values of the other dtypes.
+        return found.pop() if len(found) == 1 else DTYPES["F32"]
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        entry, box = self.entries[path], self.box(path, index)
+        tensors = self.stored(entry)
+        if entry.layers is None:
+            return self._layer(entry, tensors[0], box)
+        (first, last), box = box[0], box[1:]
+        out = np.empty((last - first, *(end - begin for begin, end in box)), self.dtype(path))
+        for layer, tensor in enumerate(tensors[first:last]):
+            out[layer] = self._layer(entry, tensor, box)
+        return out
+
+    def _layer(self, entry: Entry, tensor: Tensor, box: list[tuple[int, int]]) -> np.ndarray:
+        c, n = entry.columns, len(entry.dims)
+        theirs = tensor.read(box[c:] + box[:c], entry.their_dims)
+        return theirs.transpose(*range(n - c, n), *range(n - c))
+
+    def slab(self, entry: Entry, layer: int) -> Slab:
+        tensor = self.stored(entry)[layer]
+        return Slab(tensor, 0, tensor.nbytes // tensor.dtype.itemsize)
+
+
+@dataclass
+class JaxllmFolder(Folder):
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        return self.tensors[".".join(path)].dtype
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        return self.tensors[".".join(path)].read(self.box(path, index))
+
+    def slab(self, entry: Entry, layer: int) -> Slab:
+        size = int(np.prod(entry.dims, dtype=np.int64))
+        return Slab(self.tensors[entry.name], layer * size, size)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether the path looks like a model folder. `open_folder` checks whether it is complete."""
+    return (path / MODEL).is_file() or (path / CONFIG).is_file()
+
+
+def open_folder(key: str, text: str) -> Folder:
+    """Opens the model in a folder and checks it: each parameter exists once, with the right shape and a supported dtype, in
+    files of the stated length. It does not read values.
+
+    Args:
+      key: the option or key that the user set to `text`, for error messages.
+
+    Raises:
+      ConfigError: the folder is not a model, is damaged, or holds an unsupported network. The message names the problem.
+    """
+    path = folder_of(key, text, weights=True)
+    if not path.is_dir():
+        raise ConfigError(f"{key}={text} is not a folder: give one with config.json and *.safetensors, or with model.json.")
+    if (path / MODEL).is_file():
+        return _open_jaxllm(key, path)
+    if (path / CONFIG).is_file():
+        return _open_hugging_face(key, path)
+    raise ConfigError(f"{key}={text} holds no model: there is neither {CONFIG} (Hugging Face) nor {MODEL} (jaxllm) in it.")
+
+
+# -------------------------------------------------------------------------------------------------------------- jaxllm's own
+
+
+@dataclass(frozen=True)
+class _OfHuggingFace:
+    vocabulary: tuple[Literal["model.embed_tokens.weight", "lm_head.weight"], ...] = ()
+    dtypes: dict[Text, Literal["F32", "BF16", "F16"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What model.json may hold; other keys are not read."""
+
+    format: Whole
+    model: dict[str, Any]
+    files: tuple[Text, ...] = ()
+    hugging_face: _OfHuggingFace | None = None
+    """Names of a tied matrix, and dtypes that differ from ours, in the folder that this one was converted from."""
+    sequence_length: PositiveInt | None = None
+    trained_on_bytes: Switch = False
+
+
+def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
+    content = read_object(path / MODEL)
+    try:
+        said = checked(content, ModelFile)
+    except RefusedInput as error:
+        raise ConfigError(f"{key}: {path / MODEL} is damaged ({error}): convert or export it again.") from None
+    if said.format > FORMAT:
+        raise ConfigError(f"{key}={path} has format {said.format}, this jaxllm reads up to {FORMAT}: install a newer one.")
+    if said.format < FORMAT:
+        raise ConfigError(f"{key}={path} has format {said.format}, whose weights are Orbax's: export it again.")
+    section = stored_section(said.model, str(path / MODEL))
+    expected = {entry.name: entry for entry in entries(section)}
+    tensors = tensors_in(path, said.files, "convert or export it again", {})
+    for name, entry in expected.items():
+        if name not in tensors:
+            raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
+        require_shape(tensors[name], entry.shape)
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise ConfigError(f"{path} holds {extra[0]}, which is not in its model: convert or export it again.")
+    companions = path / TOKENIZER if (path / TOKENIZER).is_dir() else None
+    theirs = {} if said.hugging_face is None else vars(said.hugging_face)
+    return JaxllmFolder(path, str(path), section, companions, theirs, said.sequence_length, said.trained_on_bytes, tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------ Hugging Face's
+
+
+def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
+    section = model_section(read_object(path / CONFIG), str(path / CONFIG))
+    files, promises = _files_and_promises(key, path)
+    tensors = tensors_in(path, files, "get the file again", promises)
+    dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
+    for name in dropped:
+        del tensors[name]
+    expected = {name: entry for entry in entries(section) for name in entry.tensors}
+    if section["tie_embeddings"]:
+        # Usually the embedding is stored, but both or the head only also occur.
+        stored = [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
+        expected |= dict.fromkeys(stored, expected.pop(EMBEDDING))
+    for name, entry in expected.items():
+        if name not in tensors:
+            hint = ", or set tie_word_embeddings to true if it is the embedding" if name == HEAD else ""
+            raise ConfigError(f"{path} has no tensor {name}, which its {CONFIG} requires: get the missing file{hint}.")
+        require_shape(tensors[name], entry.their_shape)
+    if extra := sorted(tensors.keys() - expected.keys()):
+        count = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise ConfigError(
+            f"{path} holds {extra[0]}{count}, which that network does not have ({CONFIG} says {section['num_layers']} "
+            f"layers): it is another network, or {CONFIG} belongs to another model."
+        )
+    if section["tie_embeddings"] and {EMBEDDING, HEAD} <= tensors.keys():
+        _require_equal(path, tensors[EMBEDDING], tensors[HEAD])
+    return HuggingFaceFolder(path, str(path), section, path, tensors=tensors, dropped=dropped)
+
+
+def require_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ConfigError(
+            f"{tensor.name} in {tensor.file.path} has shape {list(tensor.shape)}, and the config requires {list(shape)}: "
+            f"weights and config belong to different models."
+        )
+    if tensor.code not in DTYPES:
+        raise ConfigError(
+            f"{tensor.name} in {tensor.file.path} has dtype {tensor.code}, jaxllm supports {', '.join(DTYPES)}: cast it."
+        )
+
+
+def _require_equal(path: Path, one: Tensor, other: Tensor) -> None:
+    size = int(np.prod(one.shape, dtype=np.int64))
+    for begin in range(0, size, BLOCK):
+        span = [(begin, min(size, begin + BLOCK))]
+        if one.code != other.code or one.read(span, (size,)).tobytes() != other.read(span, (size,)).tobytes():
+            raise ConfigError(
+                f"{path} holds a {HEAD} that differs from {EMBEDDING}, while its {CONFIG} says tie_word_embeddings=true: "
+                f"set it to false to load both."
+            )
+
+
+def _files_and_promises(key: str, path: Path) -> tuple[list[str], dict[str, str]]:
+    """Finds the names of the weight files, and the file in which the index promises each tensor."""
+    if (path / SINGLE).is_file():
+        return [SINGLE], {}
+    if (path / INDEX).is_file():
+        promises = read_object(path / INDEX).get("weight_map")
+        if not isinstance(promises, dict) or not promises or not all(isinstance(f, str) for f in promises.values()):
+            raise ConfigError(f"{path / INDEX} has no weight_map of tensors and files: get the file again.")
+        return sorted(set(promises.values())), promises
+    # Some folders also hold the same weights in Mistral's own format.
+    found = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if found and not any("-of-" in name for name in found):
+        return found, {}
+    if found:
+        raise ConfigError(f"{path} holds shards such as {found[0]} but no {INDEX}: get that file too.")
+    if others := sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth")):
+        raise ConfigError(
+            f"{path} holds {others[0]} but no safetensors file: load the model with transformers and call save_pretrained, "
+            f"which writes one."
+        )
+    raise ConfigError(f"{key}={path} has a {CONFIG} but no *.safetensors: get the weights too.")
+
+
+def tensors_in(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str]) -> dict[str, Tensor]:
+    """Lists all tensors of the files in a folder. Each name must be unique.
+
+    Args:
+      again: what to do about a damaged file, for error messages.
+      promises: the file of each tensor as the index says, if there is one.
+    """
+    found: dict[str, Tensor] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise ConfigError(f"{path} names a file {name} outside the folder: {again}.")
+        if not (path / name).is_file():
+            raise ConfigError(f"{path / name} is missing: {again}.")
+        for tensor in TensorFile(path / name).tensors.values():
+            if tensor.name in found:
+                where = found[tensor.name].file.path.name
+                raise ConfigError(f"{path} holds {tensor.name} twice, in {where} and {name}: remove one.")
+            found[tensor.name] = tensor
+    for tensor, name in promises.items():
+        if tensor not in found or found[tensor].file.path.name != name:
+            raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
+    return found

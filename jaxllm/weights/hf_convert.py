@@ -1,0 +1,378 @@
+"""`jaxllm convert`: converts Hugging Face's folders to jaxllm's own and back.
+
+The complete source is checked before the destination is created: each tensor exists once, with the right shape and dtype.
+Values stream one tensor at a time. Each tensor is read again from the destination through the inverse map, and its checksum is
+compared. The destination gets its final name last. A round trip is exact: names, dtypes and bits stay the same, except that
+`rotary_emb.inv_freq` of old folders is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from jaxllm.config import Config, ConfigError, ModelConfig
+from jaxllm.config.errors import one_sentence
+from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
+from jaxllm.data.stores import is_address
+from jaxllm.stderr import bytes_bar
+from jaxllm.weights.beside_weights import token_ids, write_companions
+from jaxllm.weights.folder import INDEX, Folder, HuggingFaceFolder, open_folder
+from jaxllm.weights.names import EMBEDDING, HEAD, Entry
+from jaxllm.weights.safetensors import DTYPES
+from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
+from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream
+
+Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
+"""Name, dtype and shape of each tensor in a set of files."""
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Result of a conversion."""
+
+    source: str
+    destination: str
+    tensors: int
+    """Number of Hugging Face's tensors. Each was read once and compared once."""
+    nbytes: int
+    """Bytes of weights written."""
+    dtypes: tuple[str, ...]
+    files: int
+    dropped: tuple[str, ...] = ()
+    agreement: Agreement | None = None
+
+    def lines(self) -> list[str]:
+        """Text lines for the terminal."""
+        files = f"{self.files} files" if self.files > 1 else "1 file"
+        lines = [
+            f"converted {self.source} to {self.destination}: {self.tensors:,} tensors, {self.nbytes:,} bytes of "
+            f"{' and '.join(self.dtypes)} in {files}",
+            "every tensor was read back, and its checksum is the source's",
+        ]
+        if self.dropped:
+            lines.append(f"dropped {len(self.dropped)} buffers such as {self.dropped[0]}: they follow from the config")
+        return lines + ([] if self.agreement is None else [self.agreement.line])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Comparison of the logits of transformers and jaxllm for the same tokens, in float32."""
+
+    largest_difference: float
+    mean_kl: float
+    """KL divergence of jaxllm's distribution from that of transformers, in nats per position."""
+    tokens: int
+
+    @property
+    def line(self) -> str:
+        return (
+            f"logits of {self.tokens} tokens against transformers, in float32: largest difference "
+            f"{self.largest_difference:.2e}, mean KL {self.mean_kl:.2e} nats"
+        )
+
+
+def from_hf(source: str, destination: str, *, force: bool = False, verify: bool = False) -> Conversion:
+    """Converts a Hugging Face folder to jaxllm's format (weights/folder.py), with unchanged dtypes.
+
+    It needs host memory for the largest tensor, and no JAX unless `verify` is set.
+
+    Args:
+      force: move an existing destination aside, to DESTINATION.before-<n>.
+      verify: compare logits with transformers before the destination gets its final name.
+
+    Raises:
+      ConfigError: the source is damaged or not a network that jaxllm supports, or the destination exists or cannot be
+        written.
+    """
+    require_new(destination, force)
+    if verify:
+        require_transformers()
+    folder = _opened(source)
+    if not isinstance(folder, HuggingFaceFolder):
+        raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
+    require_ours(folder)
+    companion_files(folder.companions)
+    tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
+    layout = in_files(tensors, "weights", LARGEST_FILE, {})
+    moves = list(_moves_in(folder))
+    with new_folder(destination, layout.total_bytes, force) as aside:
+        with progress(moves, "from Hugging Face") as advance:
+            stream(moves, layout, aside, advance)
+        more = {"hugging_face": _remembered(folder)}
+        (aside / MODEL).write_text(describe_model(folder.model, folder.description, folder.common_dtype, layout, more))
+        copy_companions(folder.companions, aside / TOKENIZER)
+        agreement = require_agreement(folder.path, aside) if verify else None
+    names = tuple(sorted({move.dtype.name for move in moves}))
+    # If a tied matrix was stored under both names, both count.
+    count, files = len(folder.tensors), len(layout.files)
+    return Conversion(source, destination, count, layout.total_bytes, names, files, folder.dropped, agreement)
+
+
+def to_hf(
+    source: str,
+    destination: str,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    largest_file: int = LARGEST_FILE,
+    max_position: int | None = None,
+    force: bool = False,
+    verify: bool = False,
+    adapters: Sequence[str] = (),
+) -> Conversion:
+    """Converts a jaxllm folder, a run directory or one of its checkpoints to a folder that transformers loads. The adapters of
+    a run with model.lora are merged.
+
+    It needs host memory for the largest tensor or, for a run or an export of format 1, the largest parameter with all layers.
+
+    Args:
+      step: the checkpoint of a run directory; default: the newest.
+      dtype: float32, bfloat16 or float16; default: as stored.
+      largest_file: limit in bytes. More is written as several files with an index.
+      max_position: max_position_embeddings; default: the larger of the value in the original config.json and the sequence
+        length of the run.
+      force, verify: as in from_hf.
+      adapters: folders of LoRA adapters in PEFT's format, to be merged too.
+
+    Raises:
+      ConfigError: as in from_hf.
+    """
+    require_new(destination, force)
+    if verify:
+        require_transformers()
+    # This imports JAX, which a conversion from Hugging Face does not need.
+    from jaxllm.weights.weights import dtype_named, find_weights
+
+    wanted = None if dtype is None else dtype_named(dtype)
+    if max_position is not None and max_position < 1:
+        raise ConfigError(
+            f"--max-position={max_position} is not valid: give the number of positions that the model was trained for."
+        )
+    found = find_weights("SRC", source, step, adapters)
+    if isinstance(found.opened, HuggingFaceFolder) and not adapters:
+        raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
+    folder = found.as_folder()
+    companion_files(folder.companions)
+    config = config_json(folder, wanted, max_position)
+    moves, tensors = _moves_out(folder, wanted)
+    layout = in_files(_in_their_order(folder, tensors), "model", largest_file, {"format": "pt"})
+    with new_folder(destination, layout.total_bytes, force) as aside:
+        with progress(moves, "to Hugging Face") as advance:
+            stream(moves, layout, aside, advance)
+        if len(layout.files) > 1:
+            index = {"metadata": {"total_size": layout.total_bytes}, "weight_map": layout.home}
+            (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_companions(folder, aside)
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        # Rounding to another dtype makes another model.
+        agreement = None
+        if verify:
+            agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, source, step, adapters)
+    names = tuple(sorted({move.dtype.name for move in moves}))
+    described = found.description
+    return Conversion(described, destination, len(moves), layout.total_bytes, names, len(layout.files), (), agreement)
+
+
+def adapter_to_peft(
+    source: str, destination: str, *, step: int | None = None, dtype: str | None = None, force: bool = False
+) -> Conversion:
+    """Writes the adapter of a run with model.lora, alone, as a folder that PEFT loads.
+
+    Args:
+      step, dtype, force: as in to_hf.
+
+    Raises:
+      ConfigError: the run has no adapter, or the destination exists or cannot be written.
+    """
+    require_new(destination, force)
+    from jaxllm.cluster import distributed
+    from jaxllm.weights.adapters import write_adapter
+    from jaxllm.weights.weights import dtype_named, find_weights, initial_folder
+
+    wanted = None if dtype is None else dtype_named(dtype)
+    found = find_weights("SRC", source, step)
+    if found.model.get("lora") is None:
+        raise ConfigError(f"SRC={source} has no adapter: give a run with model.lora, or leave out --adapter-only.")
+    distributed.start_without_devices()
+    folder = found.unmerged()
+    with new_folder(destination, 0, force) as aside:
+        moves, nbytes = write_adapter(folder, aside, wanted, initial_folder(found))
+    names = tuple(sorted({move.dtype.name for move in moves}))
+    return Conversion(found.description, destination, len(moves), nbytes, names, 1)
+
+
+def parse_size(text: str) -> int:
+    """Parses a size such as 5GB or 500MiB into bytes.
+
+    Raises:
+      ConfigError: the text is not a size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].upper() not in UNITS or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
+        raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
+    return size
+
+
+def require_ours(folder: Folder) -> None:
+    """Raises ConfigError if the config would refuse the shape, for example because heads do not divide."""
+    try:
+        ModelConfig.model_validate(folder.model)
+    except ValidationError as error:
+        raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
+
+
+def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:
+    """A bar. Each tensor counts once when it is written and once when it is compared."""
+    return bytes_bar(what, 2 * sum(move.source.size * move.source.dtype.itemsize for move in moves))
+
+
+# ------------------------------------------------------------------------------------------------------------- in and out
+
+
+def _opened(source: str) -> Folder:
+    """The model at a path, or at an address of a store."""
+    if not is_address(source):
+        return open_folder("SRC", source)
+    # This imports JAX.
+    from jaxllm.weights.stored_models import copied
+
+    folder = open_folder("SRC", str(copied("SRC", source)[0]))
+    folder.description = source
+    return folder
+
+
+def _moves_in(folder: HuggingFaceFolder) -> Iterator[Move]:
+    for entry in folder.entries.values():
+        matrix = (entry.matrix[1], entry.matrix[0]) if entry.columns else None
+        for layer, tensor in enumerate(folder.stored(entry)):
+            elements = folder.slab(entry, layer)
+            yield Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size)
+
+
+def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
+    """Properties of the source folder that jaxllm's parameters do not contain, for the conversion back."""
+    ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
+    differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
+    vocabulary = [name for name in (EMBEDDING, HEAD) if name in folder.tensors]
+    return {"vocabulary": vocabulary, "dtypes": differ}
+
+
+def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Tensors]:
+    differ = folder.hugging_face.get("dtypes") or {}
+    moves, tensors = [], {}
+    for entry in folder.entries.values():
+        for layer, names in enumerate(_their_names(folder, entry)):
+            for name in names:
+                dtype = wanted or (DTYPES[differ[name]] if name in differ else folder.dtype(entry.path))
+                moves.append(Move(name, folder.slab(entry, layer), entry.matrix if entry.columns else None, dtype, name))
+                tensors[name] = (dtype, entry.their_shape)
+    return moves, tensors
+
+
+def _their_names(folder: Folder, entry: Entry) -> list[tuple[str, ...]]:
+    """Names under which each layer is stored. A tied embedding may have both names, or only the head's."""
+    if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
+        return [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
+    return [(name,) for name in entry.tensors]
+
+
+def _in_their_order(folder: Folder, tensors: Tensors) -> Tensors:
+    """Orders tensors as embedding, layer after layer, norm and head, so that a file holds complete layers."""
+    stacks = [entry for entry in folder.entries.values() if entry.layers is not None]
+    layered = [entry.template.format(layer) for layer in range(folder.model["num_layers"]) for entry in stacks]
+    first = [name for name in (EMBEDDING,) if name in tensors]
+    last = [name for name in tensors if name not in {*layered, *first}]
+    return {name: tensors[name] for name in (*first, *layered, *last)}
+
+
+def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+      wanted: dtype of the weights; None: as stored.
+      max_position: as in to_hf.
+
+    Raises:
+      ConfigError: transformers has no such network, or the number of positions is not known.
+    """
+    original, length = folder.original_config, folder.sequence_length
+    if max_position is None and length is not None:
+        # Training on longer sequences extends the supported positions.
+        before = (folder.model.get("rope_scaling") or {}).get("original_max_position") or 0
+        max_position = max(length, original.get("max_position_embeddings") or 0, before)
+    if max_position is None and not original:
+        raise ConfigError(
+            f"{folder.description} does not say how many positions the model was trained for: add --max-position=N."
+        )
+    dtype = (wanted or folder.common_dtype).name
+    tokens = token_ids(folder)
+    return hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original, tokens=tokens)
+
+
+# -------------------------------------------------------------------------------------------------------------- comparing
+
+LARGEST_DIFFERENCE = 1e-3
+"""Limit for logits in float32. A model with logits above a few tens might differ by more without being wrong."""
+
+
+def require_transformers() -> None:
+    """Raises ConfigError if torch and transformers are not installed."""
+    from importlib.util import find_spec
+
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise ConfigError(f"--verify needs {' and '.join(missing)}: pip install 'jaxllm[reference]', or leave it out.")
+
+
+def require_agreement(hugging_face: Path, ours: str | Path, step: int | None = None, adapters: Sequence[str] = ()) -> Agreement:
+    """Raises ConfigError if the logits differ by more than LARGEST_DIFFERENCE."""
+    found = verify(hugging_face, ours, step, adapters)
+    if not found.largest_difference <= LARGEST_DIFFERENCE:
+        raise ConfigError(
+            f"The {found.line}; that is above {LARGEST_DIFFERENCE:g}, so nothing was kept: report it with the model."
+        )
+    return found
+
+
+def verify(
+    hugging_face: Path,
+    ours: str | Path,
+    step: int | None = None,
+    adapters: Sequence[str] = (),
+    *,
+    sequences: int = 2,
+    length: int = 32,
+) -> Agreement:
+    """Compares the logits of random tokens, by transformers from one folder and by jaxllm from the other, in float32. It needs
+    memory for two copies of the model in float32.
+
+    Args:
+      step: the checkpoint if `ours` is a run directory; default: the newest.
+    """
+    import jax
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from jaxllm.weights.load_model import load_model
+
+    logging.disable_progress_bar()
+    network = AutoModelForCausalLM.from_pretrained(hugging_face, dtype=torch.float32, attn_implementation="eager")
+    ids_BS = np.random.default_rng(0).integers(0, network.config.vocab_size, (sequences, length)).astype(np.int32)
+    with torch.no_grad():
+        theirs_BSV = network(torch.tensor(ids_BS).long()).logits
+    with jax.default_matmul_precision("float32"):
+        model = load_model(ours, compute_dtype="float32", step=step, adapter=adapters)
+        ours_BSV = torch.tensor(np.asarray(model(jax.numpy.asarray(ids_BS))))
+    log_p, log_q = theirs_BSV.double().log_softmax(-1), ours_BSV.double().log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    return Agreement((ours_BSV - theirs_BSV).abs().max().item(), kl, ids_BS.size)

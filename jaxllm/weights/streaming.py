@@ -1,0 +1,247 @@
+"""Copies tensors from one set of files to another, one at a time, and verifies a checksum of each result.
+
+Memory: the largest tensor that is transposed (a matrix is read completely, because its columns are not contiguous), plus
+blocks of BLOCK_BYTES. Direct copies need only blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.inference_memory import BLOCK_BYTES
+from jaxllm.machine.versions import versions
+from jaxllm.weights.folder import FORMAT, Slab
+from jaxllm.weights.safetensors import DTYPES, Tensor, TensorFile, TensorWriter, ValuesWriter
+
+TILE = 64
+LARGEST_FILE = 5 * 10**9
+"""Limit in bytes. A larger tensor gets its own file."""
+EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80), DTYPES["F16"]: ("<u2", 0x7C00)}
+"""The exponent bits. All of them are set in values that are not finite."""
+
+Advance = Callable[[int], Any]
+"""Called with the number of bytes processed since the last call."""
+Described = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file."""
+
+
+class Elements(Protocol):
+    """Consecutive elements that can be read in pieces, such as folder.Slab."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def read(self, begin: int, end: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Move:
+    """The copy of one tensor."""
+
+    name: str
+    """Hugging Face's name, or jaxllm's if only that is known."""
+    source: Elements
+    matrix: tuple[int, int] | None
+    """Rows and columns of the source if the target is its transpose, else None."""
+    dtype: np.dtype
+    """The narrower dtype of both sides. Values are cast through it."""
+    target: str
+    """Tensor in the target file that receives the values."""
+    first: int = 0
+    """First element of the target tensor to write."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A set of files to write: file names and the tensors of each."""
+
+    files: Mapping[str, Mapping[str, tuple[np.dtype, tuple[int, ...]]]]
+    metadata: Mapping[str, str]
+
+    @property
+    def home(self) -> dict[str, str]:
+        """Name of the file of each tensor."""
+        return {tensor: file for file, tensors in self.files.items() for tensor in tensors}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(nbytes(*tensor) for tensors in self.files.values() for tensor in tensors.values())
+
+
+def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def in_files(
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], stem: str, largest: int, metadata: Mapping[str, str]
+) -> Layout:
+    """Distributes tensors, in order, over files of at most `largest` bytes. A single file is named STEM.safetensors."""
+    groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and filled + nbytes(*tensor) > largest:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = tensor
+        filled += nbytes(*tensor)
+    if len(groups) == 1:
+        return Layout({f"{stem}.safetensors": groups[0]}, metadata)
+    names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    return Layout(dict(zip(names, groups, strict=True)), metadata)
+
+
+class FileFormat(Protocol):
+    """A format of files with tensors."""
+
+    def writer(self, path: Path, tensors: Described, metadata: Mapping[str, str]) -> ValuesWriter: ...
+
+    def reader(self, path: Path) -> Mapping[str, Tensor]:
+        """The tensors of a file that `writer` has made."""
+        ...
+
+
+class Safetensors:
+    def writer(self, path: Path, tensors: Described, metadata: Mapping[str, str]) -> ValuesWriter:
+        return TensorWriter(path, tensors, metadata)
+
+    def reader(self, path: Path) -> Mapping[str, Tensor]:
+        return TensorFile(path).tensors
+
+
+def stream(
+    moves: Iterable[Move],
+    layout: Layout,
+    folder: Path,
+    advance: Advance = lambda count: None,
+    file_format: FileFormat = Safetensors(),
+) -> None:
+    """Writes the files of `layout` into `folder`, reads them again and compares.
+
+    Args:
+      advance: called twice per tensor: after writing and after reading it again.
+
+    Raises:
+      ConfigError: a value is not finite, does not fit into its dtype, or reads back differently. The message names the
+        tensor.
+      OSError: the files cannot be written.
+    """
+    moves = list(moves)
+    sums = _write(moves, layout, folder, advance, file_format)
+    files = {name: file_format.reader(folder / name) for name in layout.files}
+    for move, expected in zip(moves, sums, strict=True):
+        tensor = files[layout.home[move.target]][move.target]
+        matrix = None if move.matrix is None else (move.matrix[1], move.matrix[0])
+        found = checksum(Slab(tensor, move.first, move.source.size), matrix, move.dtype)
+        if found != expected:
+            raise ConfigError(f"{move.name} reads back differently from {folder}: check the disk and the memory.")
+        advance(move.source.size * move.source.dtype.itemsize)
+
+
+def _write(moves: list[Move], layout: Layout, folder: Path, advance: Advance, file_format: FileFormat) -> list[int]:
+    home, sums, writers = layout.home, [], {}
+    with ExitStack() as stack:
+        for name, tensors in layout.files.items():
+            writers[name] = file_format.writer(folder / name, tensors, layout.metadata)
+            stack.callback(writers[name].close, sync=False)
+        for move in moves:
+            file = home[move.target]
+            sums.append(_move(move, writers[file], layout.files[file][move.target][0]))
+            advance(move.source.size * move.source.dtype.itemsize)
+        for writer in writers.values():
+            writer.close()
+    return sums
+
+
+def _move(move: Move, writer: ValuesWriter, dtype: np.dtype) -> int:
+    """Writes one tensor and returns the checksum of its values in the source's order."""
+    crc, whole = 0, _whole(move.source, move.matrix)
+    for begin, values in _blocks(move.source, whole):
+        _require_finite(values, move.name, "holds values that are not finite (NaN or infinite): get intact weights")
+        passed = _cast(values, move.dtype)
+        if passed is not values:
+            _require_finite(passed, move.name, f"holds values too large for {move.dtype.name}: choose another --dtype")
+        crc = zlib.crc32(passed.view(np.uint8).data, crc)
+        if whole is None:
+            writer.write(move.target, _cast(passed, dtype), move.first + begin)
+    if whole is not None:
+        for begin, values in _transposed(whole):
+            writer.write(move.target, _cast(_cast(values, move.dtype), dtype), move.first + begin)
+    return crc
+
+
+def checksum(source: Elements, matrix: tuple[int, int] | None, dtype: np.dtype) -> int:
+    """CRC32 of the elements as `dtype`, or of their transpose if `matrix` is given."""
+    crc, whole = 0, _whole(source, matrix)
+    for _, values in _blocks(source, None) if whole is None else _transposed(whole):
+        crc = zlib.crc32(_cast(values, dtype).view(np.uint8).data, crc)
+    return crc
+
+
+def _whole(source: Elements, matrix: tuple[int, int] | None) -> np.ndarray | None:
+    return None if matrix is None else source.read(0, source.size).reshape(matrix)
+
+
+def _blocks(source: Elements, whole: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (first element, values) of each block, in the source's order."""
+    step = BLOCK_BYTES // source.dtype.itemsize
+    flat = None if whole is None else whole.reshape(-1)
+    for begin in range(0, source.size, step):
+        end = min(source.size, begin + step)
+        yield begin, source.read(begin, end) if flat is None else flat[begin:end]
+
+
+def _transposed(whole: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (first element, values) of each block of the transpose, in its order."""
+    rows, columns = whole.shape
+    step = max(1, BLOCK_BYTES // (rows * whole.dtype.itemsize))
+    for begin in range(0, columns, step):
+        yield begin * rows, transpose(whole[:, begin : begin + step]).reshape(-1)
+
+
+def transpose(matrix: np.ndarray) -> np.ndarray:
+    """Transposes into C order, tile by tile. Row by row, NumPy would load a cache line for each element and, for bfloat16,
+    call a function for each element.
+    """
+    unsigned = matrix.view(f"u{matrix.dtype.itemsize}")
+    rows, columns = matrix.shape
+    out = np.empty((columns, rows), unsigned.dtype)
+    for i in range(0, rows, TILE):
+        for j in range(0, columns, TILE):
+            out[j : j + TILE, i : i + TILE] = unsigned[i : i + TILE, j : j + TILE].T
+    return out.view(matrix.dtype)
+
+
+def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if values.dtype == dtype:
+        return values
+    # Overflow gives infinity, which is refused later.
+    with np.errstate(over="ignore"):
+        return values.astype(dtype)
+
+
+def _require_finite(values: np.ndarray, name: str, what: str) -> None:
+    unsigned, mask = EXPONENT[values.dtype]
+    bits = values.view(unsigned)
+    if np.any((bits & np.array(mask, unsigned)) == mask):
+        raise ConfigError(f"{name} {what}.")
+
+
+def describe_model(
+    model: Mapping[str, Any], source: str, dtype: np.dtype, layout: Layout, more: Mapping[str, Any] | None = None
+) -> str:
+    """Returns the text of model.json for the files of `layout`."""
+    said = {"format": FORMAT, "model": dict(model), "source": source, "dtype": dtype.name, "files": list(layout.files)}
+    return json.dumps({**said, **(more or {}), "versions": versions()}, indent=2) + "\n"
