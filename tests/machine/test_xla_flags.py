@@ -143,7 +143,7 @@ def test_a_run_on_cpu_devices_has_none(driver):
 def test_each_cpu_device_has_threads_to_wait_in(driver, monkeypatch):
     """A ring hung for ever without, and a pipeline's loss was wrong (xla_flags.CPU_THREADS)."""
     xla_flags.apply(RunConfig(cpu_devices=16))
-    assert int(os.environ[xla_flags.CPU_THREADS]) >= 64
+    assert int(os.environ[xla_flags.CPU_THREADS]) >= 128
     for given, devices in (("4", 2), ("5", 3), ("", 3)):
         monkeypatch.setenv(xla_flags.CPU_THREADS, given)
         xla_flags.apply(RunConfig(cpu_devices=devices))
