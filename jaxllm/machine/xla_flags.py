@@ -81,7 +81,7 @@ SEVERAL_CPU_DEVICES_FLAGS = {
 CPU_THREADS = "PJRT_NPROC"
 """Number of threads in the pool that a process's CPU devices share; by default the larger of devices and cores.
 
-A collective holds a thread until all devices have arrived. A device may be in several at once: XLA's executor goes on behind a
+A collective holds a thread until all devices have arrived. A device may be in several at once: XLA's executor continues past a
 loop that still runs (its `while` counts as scheduled), so that a program with C loops of collectives may hold 1 + C threads for
 each device. With one thread more than devices a ring of eight hung for ever: 2 of about 800 steps on a busy machine, none of
 3,600 with two threads for each device, none of 3,600 with four (jaxlib 0.10.2). Idle threads cost nothing.
