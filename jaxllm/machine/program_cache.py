@@ -38,6 +38,7 @@ LIMIT_BYTES = 8 * 2**30
 """The least recently used entries beyond it are deleted at the start of a process. A large model's step takes 10 to 100 MB."""
 SUFFIX = "-program"
 """JAX's own entries end in -cache."""
+SIGNED = re.compile(rf"-[0-9a-f]{{8}}{SUFFIX}$")
 TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
 MAGIC = b"jaxllm 2"
 ENTRY_BYTES = 2**30
@@ -136,9 +137,14 @@ class ProgramStore:
         mine = self.folder.glob(f"*{self._suffix}")
         return sorted(file.name.removesuffix(self._suffix)[-HEX:] for file in mine if _is_whole(file))
 
-    def has_foreign(self, key: str = "") -> bool:
-        """Whether there is an entry, or one of this key, under the name of another user's signature."""
-        return any(not file.name.endswith(self._suffix) for file in self.folder.glob(f"{key}*{SUFFIX}"))
+    def has_unsigned(self, key: str) -> bool:
+        """Whether there is an entry of this key, and none that this user's key signed."""
+        return not self._file(key).exists() and any(self.folder.glob(f"{key}*{SUFFIX}"))
+
+    def holds_only_foreign(self) -> bool:
+        """Whether other keys signed entries, and this user's key none."""
+        names = [file.name for file in self.folder.glob(f"*{SUFFIX}")]
+        return any(map(SIGNED.search, names)) and not any(name.endswith(self._suffix) for name in names)
 
     def clear(self) -> None:
         """CacheInterface has it; nothing here is kept in memory."""
@@ -252,7 +258,7 @@ def start(
         return
     if is_other:
         _store = None if folder is None else ProgramStore(folder, is_writer, _known)
-        if _store is not None and not _store.entries() and _store.has_foreign():
+        if _store is not None and _store.holds_only_foreign():
             log.warning(
                 "The compilation cache %s holds programs, and none that your key signed: this start compiles its own. Where a "
                 "home folder does not last, as in a pod, set %s to a file that does.",

@@ -190,11 +190,12 @@ def test_only_what_the_users_own_key_signed_is_loaded(stores):
     stores("theirs").put(KEY, b"theirs")
     mine = stores("mine")
     assert mine.get(KEY) is None
-    assert mine.has_foreign(KEY)
+    assert mine.has_unsigned(KEY)
+    assert not mine.has_unsigned(OTHER)
     assert mine.entries() == []
     mine.put(KEY, b"mine")
     assert (mine.get(KEY), stores("theirs").get(KEY)) == (b"mine", b"theirs")
-    assert not ProgramStore(mine.folder / "none").has_foreign(KEY)
+    assert not mine.has_unsigned(KEY)
 
 
 def test_a_cache_of_another_key_is_said(process_cache, tmp_path, monkeypatch, caplog):
