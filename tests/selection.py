@@ -278,6 +278,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_best_is_compiled",
     ),
     "cost_model/test_lora_estimates.py": ("test_the_estimate_is_what_xla_allocates",),
+    "cost_model/test_step_time.py": ("test_predictions_of_a_group_left_out_are_those_of_a_fit_to_the_others",),
     "data/test_cached.py": ("test_a_run_resumes_from_the_same_folder_in_a_store",),
     "data/test_prepare.py": ("test_the_benchmarks_figures_agree",),
     "weights/test_read_weights.py": ("test_a_run_goes_on_and_out_when_the_folder_it_names_has_gone",),
