@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from jaxllm.config import ConfigError
 from jaxllm.untrusted import INT64, RefusedInput, parse_json
 from jaxllm.untrusted import read_lines as lines_of
+
+ALWAYS_NUMBERS = ("tokens", "unix_s", "start_unix_s")
+"""What jaxllm writes as a finite number into each line that has it."""
 
 
 def read_lines(path: Path, containing: str = "", last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -33,14 +37,18 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, an object with the number of a step and no value beyond 64 bits; None for anything else."""
+    """The record of a line: an object with the number of a step, no value beyond 64 bits, and numbers for ALWAYS_NUMBERS. None
+    for anything else."""
     try:
         record = parse_json(line, lenient=True)
     except RefusedInput:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int) or record["step"] < 0:
         return None
-    return None if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in record.values()) else record
+    if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in record.values()):
+        return None
+    counts = [record[name] for name in ALWAYS_NUMBERS if name in record]
+    return record if all(isinstance(x, int | float) and math.isfinite(x) for x in counts) else None
 
 
 def before_step(lines: bytes, step: int) -> int:

@@ -220,9 +220,19 @@ def reason_of(error: OSError | RefusedInput) -> str:
     return str(error.strerror or error) if isinstance(error, OSError) else str(error)
 
 
+_USER = re.compile(r"(?<=://)(?:[^/@:\s]+:(?!\d{1,5}/)\S*@|[^/@\s]+@)")
+_QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s'\")]*", re.IGNORECASE)
+
+
+def without_passwords(text: str) -> str:
+    """A text without what may be secret in its URLs: the user and the password before a host, and the query of an address of
+    the web, where signatures are. Half of all AWS keys have a slash, and others an @: a password ends at the last @."""
+    return _QUERY.sub(r"\1", _USER.sub("", text))
+
+
 def shown(value: Any, at_most: int = 80) -> str:
-    """A value for a message: one line of printable characters, with its middle left out if it is long."""
-    text = value if isinstance(value, str) else _bounded_text(value)
+    """A value for a message: one line of printable characters without passwords, with its middle left out if it is long."""
+    text = without_passwords(value if isinstance(value, str) else _bounded_text(value))
     if len(text) > at_most:
         text = f"{text[: at_most * 2 // 3]} ... {text[len(text) - at_most // 4 :]}"
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

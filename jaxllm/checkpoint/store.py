@@ -216,6 +216,11 @@ class StoreLock(HolderLock):
             return self._store.read(self.file, HOLDER_BYTES)
         except FileNotFoundError:
             return None
+        except RefusedInput as error:
+            raise ConfigError(
+                f"{self._store.address}/{self.file} is another program's ({error}): move it away, or choose another "
+                f"checkpoint.store."
+            ) from None
 
     def _read(self) -> Holder | None:
         try:

@@ -15,6 +15,7 @@ import typer
 from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
 from jaxllm.stderr import safe_to_print
+from jaxllm.untrusted import without_passwords
 
 INTERRUPTED = 130
 NAMELESS = {
@@ -110,7 +111,7 @@ def _end_of_defect(what: str, code: int) -> NoReturn:
 def _end(sentence: str, code: int = exit_codes.BAD_INPUT, *, broken_output: bool = False) -> NoReturn:
     if sentence:
         with suppress(OSError):
-            print(f"jaxllm: {safe_to_print(sentence)}", file=sys.stderr, flush=True)
+            print(f"jaxllm: {safe_to_print(without_passwords(sentence))}", file=sys.stderr, flush=True)
     if broken_output:
         # The rest in the buffers would fail again at exit.
         for stream in (1, 2):

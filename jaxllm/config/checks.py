@@ -17,7 +17,7 @@ from jaxllm.config.model_spec import LAYERS, parameters
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
-from jaxllm.untrusted import shown
+from jaxllm.untrusted import shown, without_passwords
 
 MOST_STEP_TOKENS = 2**40
 """The largest runs have 2^26 tokens a step."""
@@ -349,11 +349,6 @@ def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
         raise refuse(f"{found} does not go together with {what}: leave one of them out.")
 
 
-def without_passwords(text: str) -> str:
-    """A text without what stands before the @ of its URLs: a user's name, and maybe a password or a token."""
-    return re.sub(r"://[^/@\s]+@", "://", text)
-
-
 def check_store(run: RunConfig, checkpoint: CheckpointConfig) -> None:
     if "://" in run.dir:
         raise refuse(
@@ -377,7 +372,7 @@ def check_passwords(values: Any, key: str = "") -> None:
     """Refuses a password in a URL anywhere in an unchecked config, because config.yaml and trackers would keep it."""
     if isinstance(values, str) and without_passwords(values) != values:
         raise ConfigError(
-            f"{key} has a user or password in a URL, which config.yaml would keep: remove it, and give keys in the "
+            f"{key} has a user, a password or a query in a URL, which config.yaml would keep: remove it, and give keys in the "
             f"variables that the library of that address reads."
         )
     if isinstance(values, Mapping):

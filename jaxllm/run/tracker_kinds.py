@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.checks import without_passwords
 from jaxllm.run import advisor
+from jaxllm.untrusted import without_passwords
 
 PATIENCE_S = 60.0
 """Seconds that the end of a run waits for all trackers together."""

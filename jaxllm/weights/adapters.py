@@ -29,18 +29,25 @@ from jaxllm.weights.streaming import Move, in_files, stream
 ADAPTER_CONFIG, STEM = "adapter_config.json", "adapter_model"
 WEIGHTS = f"{STEM}.safetensors"
 UNUSED: dict[str, Sequence[Any]] = {
-    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out"), (False, None)),
-    **{key: ({}, None) for key in ("rank_pattern", "alpha_pattern")},
-    **{key: (None, []) for key in ("modules_to_save", "layers_to_transform", "layer_replication", "target_parameters")},
-    **{key: (None, []) for key in ("trainable_token_indices", "exclude_modules")},
     "bias": ("none", None),
+    # The others take a part out of the base model's matrices, which PEFT takes out again when it loads the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
-"""Keys of PEFT's LoraConfig that jaxllm does not support, with their values without effect."""
+"""Keys of PEFT's LoraConfig (0.21) that say what A and B mean, with the values of a plain LoRA. Of every other key, also one
+that a later PEFT has, those are OFF."""
+OFF = (None, False, "", [], {})
+NO_PART = {
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "peft_version", "runtime_config"),
+    # A and B are there for the modules that are adapted, and their names say which; the rest is of training.
+    *("target_modules", "layers_pattern", "lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+"""Keys that have no part in what A and B mean."""
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """What adapter_config.json holds; UNUSED and other keys are not read."""
+    """What of adapter_config.json jaxllm applies."""
 
     peft_type: Literal["LORA"]
     r: PositiveInt
@@ -75,9 +82,11 @@ def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder
     if not (path / ADAPTER_CONFIG).is_file() or not (path / WEIGHTS).is_file():
         raise ConfigError(f"{key}={text} is no adapter: give a folder with {ADAPTER_CONFIG} and {WEIGHTS}, as PEFT saves it.")
     content, where = read_object(path / ADAPTER_CONFIG), path / ADAPTER_CONFIG
-    for name, values in UNUSED.items():
-        if (value := content.get(name)) not in values:
-            raise ConfigError(f"{where} says {name}={shown(value)}, which jaxllm does not support: use another adapter.")
+    for name in sorted(content.keys() - NO_PART - AdapterFile.__dataclass_fields__.keys()):
+        if (value := content[name]) not in UNUSED.get(name, OFF):
+            is_start = name == "init_lora_weights"
+            way = ", or let PEFT save it as a plain LoRA (path_initial_model_for_weight_conversion)" if is_start else ""
+            raise ConfigError(f"{where} says {name}={shown(value)}, which jaxllm does not support: use another adapter{way}.")
     try:
         said = checked({name: content[name] for name in AdapterFile.__dataclass_fields__ if name in content}, AdapterFile)
     except RefusedInput as error:

@@ -440,6 +440,14 @@ def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
     # Bytes that could be taken for an end of a line.
     place.write("ends", b"1\r")
     assert place.read("ends", 9) == b"1\r"
+    # What is too large for a holder is not overwritten.
+    foreign = bytes(store.HOLDER_BYTES + 1)
+    place.write("holder.json", foreign)
+    said = rf"^{place.address}/holder.json is another program's \(it has more than .*\): move it away, or choose another"
+    with pytest.raises(ConfigError, match=said), held(place):
+        pass
+    assert place.read("holder.json", 2**20) == foreign
+    place.remove(["holder.json"])
     # Of two starts that both see no holder one creates it.
     place.write("holder.json", b"{}", over=False)
     with pytest.raises(FileExistsError):

@@ -39,6 +39,7 @@ from jaxllm.untrusted import (
     read_bytes,
     shown,
     whole_number,
+    without_passwords,
 )
 from jaxllm.untrusted import read_lines as lines_of
 from jaxllm.weights.folder import open_folder
@@ -194,6 +195,23 @@ def test_what_is_shown_fits_a_line():
         assert len(shown(value)) < 500
         assert shown(value).isprintable()
     assert [shown(value) for value in (None, True, "short", 3, [1, "a"])] == ["null", "true", "short", "3", '[1, "a"]']
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("s3://AKIA:wJalr/K7MD@bucket/a.jsonl: refused", "s3://bucket/a.jsonl: refused"),
+        ("s3://AKIA:wJ@lr/K7@MD@bucket/a", "s3://bucket/a"),
+        ("https://token@host/a@b and http://me:pw@host:80/", "https://host/a@b and http://host:80/"),
+        ("'https://host/a?X-Amz-Signature=K7MD&b=1' is none", "'https://host/a' is none"),
+        # What only looks like it: a revision, a port, a pattern, and a path with an @.
+        ("hf://datasets/o/n@main gs://b/c@d https://host:8080/@scope/x s3://b/a?*.txt me@host: x", None),
+    ],
+)
+def test_no_message_has_a_password(text, public):
+    """Whatever the address: half of all AWS keys have a slash."""
+    assert without_passwords(text) == (public or text)
+    assert shown(text, 200) == (public or text)
 
 
 def test_a_sentence_cannot_steer_a_terminal():
