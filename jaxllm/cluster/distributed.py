@@ -28,16 +28,14 @@ from jaxllm.cluster.error_causes import as_sentence, causes, is_of_jax
 from jaxllm.cluster.host_choice import ALL_REQUIRED, Elastic
 from jaxllm.cluster.initialize import Meeting, initialize
 from jaxllm.cluster.launchers import Launch, LaunchInfo
-from jaxllm.cluster.peer_link import Member
-from jaxllm.cluster.peer_monitor import PeerMonitor
+from jaxllm.cluster.peer_monitor import Member, PeerMonitor
 from jaxllm.cluster.rendezvous import WaitingRoom
 from jaxllm.cluster.rendezvous_checks import too_few_gpus
-from jaxllm.cluster.socket_messages import Connection
+from jaxllm.cluster.socket_messages import SECRET, Connection
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.machine import program_cache, xla_flags
-from jaxllm.machine.cpus import require_threads_and_files
-from jaxllm.machine.cuda_driver import visible_gpus
+from jaxllm.machine.host import require_threads_and_files, visible_gpus
 from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.stderr import flush, print_sentence
 from jaxllm.untrusted import parse_json
@@ -58,6 +56,9 @@ def raise_together(error: ConfigError | None, kind: type[ConfigError] = ConfigEr
 # ----------------------------------------------------------------------------------------------------- start and exchange
 
 log = logging.getLogger(__name__)
+
+STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
+"""Prefixes of variables that change the behaviour of a run."""
 
 ERROR_BARRIER_MS = 10_000
 """Time that a failed process waits for the others to fail too, so that all can print their reason."""
@@ -90,7 +91,7 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
     by_caller = _meeting is None and jax.distributed.is_initialized()
     launch = None if by_caller else _meeting.launch if _meeting is not None else launchers.find(os.environ)
     if not has_backends():
-        xla_flags.require_known()
+        xla_flags.require_known(xla_flags.given_flags())
     late_flags = xla_flags.apply(run)
     if has_backends():
         if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
@@ -151,6 +152,11 @@ def _seen_by_all(entries: Iterable[str]) -> frozenset[str]:
     return frozenset(exchange(" ".join(entries), common).split())
 
 
+def environment() -> dict[str, str]:
+    """The variables of this process that control jaxllm, JAX, XLA, CUDA and NCCL. Not the secret: they are sent and printed."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING) and name != SECRET}
+
+
 def is_one_of_several() -> bool:
     """Whether this process is one of several of a run; it works before `start` too."""
     return jax.distributed.is_initialized() or (not has_backends() and launchers.find(os.environ) is not None)
@@ -170,7 +176,7 @@ def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -
     """
     global _without_devices
     if not has_backends():
-        xla_flags.require_known()
+        xla_flags.require_known(xla_flags.given_flags())
         _without_devices = True
         jax.config.update("jax_platforms", "cpu")
     kinds = () if gpu is None else (gpu.device_kind or gpu.name,)

@@ -25,10 +25,9 @@ from jaxllm.cluster.launchers import HOSTS, START_TIMEOUT_S, Launch, LaunchInfo,
 from jaxllm.cluster.rendezvous import WaitingRoom, meet
 from jaxllm.cluster.rendezvous_checks import ProcessInfo, listening_address
 from jaxllm.cluster.rendezvous_client import TRY_S, Answer, RendezvousError
-from jaxllm.cluster.socket_messages import connect
+from jaxllm.cluster.socket_messages import SECRET, SECRET_FILE, connect
 from jaxllm.config import ConfigError
-from jaxllm.machine.cuda_driver import visible_gpus
-from jaxllm.machine.variables import SECRET, SECRET_FILE
+from jaxllm.machine.host import visible_gpus
 from jaxllm.stderr import print_sentence
 from jaxllm.untrusted import RefusedInput, whole_number
 

@@ -7,7 +7,7 @@ jaxllm's own variables work with any launcher, and take precedence over the laun
     JAXLLM_PROCESS_ID       rank of this process, from 0
     JAXLLM_HOSTS            optional: host of each process by rank, divided by commas, for launch.least_hosts
     JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
-    JAXLLM_SECRET           optional: the same on all processes; those that lack it are turned away (cluster/authentication.py)
+    JAXLLM_SECRET           optional: the same on all processes; those that lack it are turned away (cluster/socket_messages.py)
     JAXLLM_SECRET_FILE      instead: a file of mode 600 with it
     JAXLLM_BIND             optional: the address or name of its host at which process 0 listens; 0.0.0.0: all addresses
 
@@ -31,10 +31,9 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from jaxllm.cluster.authentication import read_secret
 from jaxllm.cluster.exit_codes import MOST_ATTEMPTS, NESTED
 from jaxllm.cluster.launcher_table import COORDINATOR, LAUNCHERS, NUM_PROCESSES, PROCESS_ID, REQUIRED, first_sign, host_in_files
-from jaxllm.cluster.socket_messages import MOST_PROCESSES
+from jaxllm.cluster.socket_messages import MOST_PROCESSES, read_secret
 from jaxllm.config.errors import ConfigError
 from jaxllm.untrusted import INT32, INT64, LONGEST_TEXT, RefusedInput, shown, whole_number
 

@@ -22,7 +22,7 @@ grow, the leader has the run saved and started again. A launcher may also start 
 get a layout in the same way, and hosts that no layout uses wait as spares.
 
 A message is one line: MAGIC and a JSON object, typed by ProcessInfo on the way to the leader and by Reply on the way back
-(rendezvous_client.py), and signed if the run has a secret (cluster/authentication.py). These modules use no JAX.
+(rendezvous_client.py), and signed if the run has a secret (cluster/socket_messages.py). These modules use no JAX.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
-from jaxllm.cluster.authentication import Channel, Unproven
 from jaxllm.cluster.host_choice import Elastic, HostChoice
 from jaxllm.cluster.launchers import COORDINATOR, START_TIMEOUT_S, Launch, is_loopback
 from jaxllm.cluster.rendezvous_checks import (
@@ -62,7 +61,7 @@ from jaxllm.cluster.rendezvous_client import (
     open_port,
     other_secret,
 )
-from jaxllm.cluster.socket_messages import Connection, Door, keep_alive, listen
+from jaxllm.cluster.socket_messages import Channel, Connection, Door, Unproven, keep_alive, listen
 from jaxllm.config.errors import ConfigError
 
 PORT_WAIT_S = 30.0

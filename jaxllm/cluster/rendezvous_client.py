@@ -14,13 +14,26 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxllm.cluster.authentication import Channel, Unproven, greet
 from jaxllm.cluster.launchers import COORDINATOR, Launch
 from jaxllm.cluster.rendezvous_checks import ProcessInfo, is_local, listening_address
-from jaxllm.cluster.socket_messages import Connection, Elapsed, Name, Pid, Rank, Sentence, connect, keep_alive, listen
+from jaxllm.cluster.socket_messages import (
+    SECRET,
+    SECRET_FILE,
+    Channel,
+    Connection,
+    Elapsed,
+    Name,
+    Pid,
+    Rank,
+    Sentence,
+    Unproven,
+    connect,
+    greet,
+    keep_alive,
+    listen,
+)
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.types import Switch
-from jaxllm.machine.variables import SECRET, SECRET_FILE
 from jaxllm.untrusted import Text, Whole, checked
 
 MAGIC = "jaxllm roll call "
@@ -91,7 +104,7 @@ class Reply:
     wait_s: Elapsed | None = None
     """Time until its own limit."""
     unproven: Switch = False
-    """authentication.REFUSAL."""
+    """socket_messages.REFUSAL."""
     other: Sentence | None = None
     """It belongs to another launch."""
     refused: Sentence | None = None

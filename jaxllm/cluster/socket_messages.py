@@ -1,26 +1,201 @@
-"""TCP connections between processes, and the messages on them: JSON objects, one per line, bounded and typed (untrusted.py),
-and signed if the run has a secret (cluster/authentication.py).
+"""TCP connections between processes, and the messages on them: JSON objects, one per line, bounded and typed (untrusted.py).
+
+Only processes of the same run are taken: a secret that the launcher gives to all of them signs what they send each other.
+
+    client                                        server (process 0)
+    hello NONCE                             ->
+                                            <-    hello NONCE
+    MAC MESSAGE                             ->    verified: the client has the secret
+                                            <-    MAC MESSAGE, verified: so has the server
+
+The key of a connection is derived from the secret, the protocol and both nonces, which are fresh. A MAC (HMAC-SHA256, RFC 2104)
+covers the direction, the number of the message in its direction, and the message. So a message that is changed, replayed from
+another connection or this one, reordered, left out before another or sent back to its sender is refused, and with it the
+connection. Nothing is encrypted: messages are host names, versions and numbers of steps.
+
+Without a secret, lines are the messages alone.
 """
 
 from __future__ import annotations
 
 import errno
+import hmac
 import itertools
 import logging
 import os
+import re
+import secrets
 import selectors
 import socket
+import stat
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from jaxllm.cluster.authentication import MAC_DIGITS, Channel
-from jaxllm.machine.variables import SECRET, SECRET_FILE
-from jaxllm.untrusted import INT32, parse_json, shown
+from jaxllm.config.errors import ConfigError
+from jaxllm.untrusted import INT32, RefusedInput, opened, parse_json, reason_of, shown
+
+# -------------------------------------------------------------------------------------------------------- a run's secret
+
+SECRET, SECRET_FILE = "JAXLLM_SECRET", "JAXLLM_SECRET_FILE"
+LEAST_BYTES, MOST_BYTES = 16, 4096
+"""Limits for a secret. Launchers make 32 random bytes, as 64 hexadecimal digits."""
+NONCE_BYTES = 32
+MAC_DIGITS = 64
+_HELLO = re.compile(rb"hello ([0-9a-f]{64})")
+LONGEST_HELLO = 256
+"""Limit for process 0's answer to a hello."""
+REFUSAL = '{"unproven": true}'
+"""What process 0 sends, unsigned, to a client that has another secret or none. The latter reads it as a reply."""
+
+
+class Unproven(ValueError):
+    """The other end has another secret, or none."""
+
+
+class Channel:
+    """One end of a connection: signs the lines that it sends, in this order, and verifies those that come. Without a secret a
+    line is its message. Not for several threads at once.
+
+    Args:
+      prefix: of each line, so that other programs on the port are told apart. The key depends on it too.
+      is_server: this end is process 0's.
+    """
+
+    def __init__(self, secret: bytes | None, prefix: str = "", *, is_server: bool):
+        self.prefix, self._secret, self._is_server = prefix.encode(), secret, is_server
+        self._nonce = b"" if secret is None else secrets.token_hex(NONCE_BYTES).encode()
+        self._key = b""
+        self._sent = self._received = 0
+        self.refused = False
+        """The other end has not proven that it has the secret, and tried."""
+        self.reply = b""
+        """What a server has to send at once, unsigned: its own hello, or REFUSAL."""
+
+    @property
+    def is_guarded(self) -> bool:
+        return self._secret is not None
+
+    @property
+    def greeted(self) -> bool:
+        return bool(self._key)
+
+    def hello(self) -> bytes:
+        return self.prefix + b"hello " + self._nonce + b"\n"
+
+    def line(self, text: str) -> bytes:
+        """The line that carries the next message."""
+        message = text.encode()
+        if self.is_guarded:
+            message = self._mac(self._is_server, self._sent, message) + b" " + message
+            self._sent += 1
+        return self.prefix + message + b"\n"
+
+    def withdraw(self) -> None:
+        """The last line was not sent."""
+        self._sent = max(self._sent - 1, 0)
+
+    def open(self, line: bytes) -> bytes | None:
+        """The message of a line, given without prefix; None if it is the other end's hello.
+
+        Raises:
+          Unproven: the first line shows that the other end has another secret, or none.
+          ValueError: it is no line of this connection in this order.
+        """
+        try:
+            if self._secret is None:
+                return self._plain(line)
+            if not self.greeted:
+                return self._greet(line)
+            mac, _, message = line.partition(b" ")
+            if not hmac.compare_digest(mac, self._mac(not self._is_server, self._received, message)):
+                raise ValueError("not the next message of this connection") if self._received else Unproven
+        except Unproven:
+            self.refused = True
+            self.reply = self.prefix + REFUSAL.encode() + b"\n" if self._is_server else b""
+            raise
+        self._received += 1
+        return message
+
+    def _plain(self, line: bytes) -> bytes:
+        if _HELLO.fullmatch(line):
+            raise Unproven
+        return line
+
+    def _greet(self, line: bytes) -> None:
+        hello = _HELLO.fullmatch(line)
+        if hello is None:
+            raise Unproven if line.startswith(b"{") else ValueError("not a message")
+        nonces = (hello[1], self._nonce) if self._is_server else (self._nonce, hello[1])
+        self._key = hmac.digest(self._secret or b"", b"\n".join((b"jaxllm connection 1", self.prefix, *nonces)), "sha256")
+        self.reply = self.hello() if self._is_server else b""
+
+    def _mac(self, by_server: bool, number: int, message: bytes) -> bytes:
+        return hmac.digest(self._key, b"%d %d " % (by_server, number) + message, "sha256").hex().encode()
+
+
+def greet(connection: socket.socket, channel: Channel, limit_s: float) -> None:
+    """The client's part before its first message; nothing is sent without a secret.
+
+    Raises:
+      Unproven: process 0 has no secret.
+      OSError: there is no answer in time, or the connection breaks.
+      ValueError: something else answers.
+    """
+    if not channel.is_guarded:
+        return
+    connection.sendall(channel.hello())
+    until_s, answer = time.monotonic() + limit_s, b""
+    while not answer.endswith(b"\n"):
+        connection.settimeout(max(until_s - time.monotonic(), 0.001))
+        received = connection.recv(LONGEST_HELLO - len(answer))
+        if not received and len(answer) < LONGEST_HELLO:
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        if not received or not answer.startswith(channel.prefix[: len(answer)]):
+            raise ValueError("not a message")
+        answer += received
+    channel.open(answer.removeprefix(channel.prefix).removesuffix(b"\n"))
+
+
+def read_secret(environ: Mapping[str, str]) -> bytes | None:
+    """The secret of this run; None where none is given.
+
+    Raises:
+      ConfigError: it is given twice, is too short or too long, or its file cannot be read, or can be read by others.
+    """
+    path = environ.get(SECRET_FILE)
+    if path is None:
+        secret = environ.get(SECRET)
+        return None if secret is None else _long_enough(os.fsencode(secret), SECRET)
+    if SECRET in environ:
+        raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set: unset one of them.")
+    name = f"{SECRET_FILE}={shown(path)}"
+    try:
+        with opened(Path(path)) as file:
+            mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MOST_BYTES + 1)
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"{name} cannot be read ({reason_of(error)}): name a file with the secret, or unset it.") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{name} is open to other users (mode {mode:o}): make a new secret in a file of mode 600.")
+    return _long_enough(content, name)
+
+
+def _long_enough(given: bytes, name: str) -> bytes:
+    secret = given.strip()
+    if len(secret) < LEAST_BYTES or len(given) > MOST_BYTES:
+        raise ConfigError(
+            f"The secret in {name} has {'too many' if len(given) > MOST_BYTES else len(secret)} bytes: give {LEAST_BYTES} to "
+            f"{MOST_BYTES:,}, such as what `openssl rand -hex 32` prints."
+        )
+    return secret
+
+
+# ----------------------------------------------------------------------------------------------------------- connections
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.rounds import exchanges_beside_steps
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.memory import may_fit
-from jaxllm.machine import program_cache
+from jaxllm.machine.host import installed
 from jaxllm.machine.xla_flags import compile_options
 from jaxllm.mesh.placement import mesh_on_hosts
 from jaxllm.run.programs import batch_layout
@@ -83,7 +83,7 @@ def can_compile_for_gpus() -> bool:
 
 def versions() -> list[str]:
     """Versions of the installed packages that compile: the CUDA plugin, cuDNN and the assembler."""
-    return program_cache.versions("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
+    return installed("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
 
 
 def require_compiler(gpu: Gpu) -> None:

@@ -19,16 +19,14 @@ import pytest
 from test_peer_monitor import LIMIT_S, connected, until
 from test_rendezvous import VERSIONS, call, come, leading
 
-from jaxllm.cluster import initialize, peer_link, peer_monitor, rendezvous_checks, socket_messages
-from jaxllm.cluster.authentication import REFUSAL, Channel, Unproven, read_secret
+from jaxllm.cluster import distributed, initialize, peer_monitor, rendezvous_checks, socket_messages
 from jaxllm.cluster.launchers import Launch, LaunchInfo, find
 from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous import open_port
 from jaxllm.cluster.rendezvous_checks import listening_address, missing
 from jaxllm.cluster.rendezvous_client import MAGIC, Answer
-from jaxllm.cluster.socket_messages import Connection, Door, listen
+from jaxllm.cluster.socket_messages import REFUSAL, Channel, Connection, Door, Unproven, listen, read_secret
 from jaxllm.config import ConfigError
-from jaxllm.machine import xla_flags
 
 SECRET, OTHER = b"the secret of this run", b"the secret of another"
 CONNECTIONS = 10_000
@@ -199,8 +197,8 @@ def test_a_secret_that_is_none_is_refused(file, tmp_path):
 def test_the_secret_is_not_among_the_variables_that_doctor_prints(monkeypatch):
     monkeypatch.setenv("JAXLLM_SECRET", SECRET.decode())
     monkeypatch.setenv("JAXLLM_VENV", "none")
-    assert xla_flags.environment()["JAXLLM_VENV"] == "none"
-    assert SECRET.decode() not in str(xla_flags.environment())
+    assert distributed.environment()["JAXLLM_VENV"] == "none"
+    assert SECRET.decode() not in str(distributed.environment())
 
 
 # --------------------------------------------------------------------------------------------------------------- rendezvous
@@ -367,7 +365,7 @@ def monitors(monkeypatch):
     """monitors(rank): the monitor of one of three processes that have met."""
     monkeypatch.setattr(peer_monitor, "BEAT_S", 0.1)
     monkeypatch.setattr(peer_monitor, "LEAVE_S", 0.3)
-    members = [peer_link.Member(rank, f"h{rank}", 100 + rank) for rank in range(3)]
+    members = [peer_monitor.Member(rank, f"h{rank}", 100 + rank) for rank in range(3)]
     pairs = {rank: connected(*greeted()) for rank in (1, 2)}
     made = []
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm.cluster import exit_codes, progress, watchdog
-from jaxllm.cluster.peer_link import PeerStatus
+from jaxllm.cluster.peer_monitor import PeerStatus
 from jaxllm.cluster.watchdog import Watchdog
 from jaxllm.config import ConfigError, RunConfig
 

@@ -20,10 +20,9 @@ from tiny import TINY
 
 from jaxllm.checkpoint import files
 from jaxllm.checkpoint.run_lock import read_holder
-from jaxllm.cluster import launchers, peer_link
-from jaxllm.cluster.authentication import Channel
+from jaxllm.cluster import launchers, peer_monitor
 from jaxllm.cluster.rendezvous_checks import parse_process_info
-from jaxllm.cluster.socket_messages import Reader
+from jaxllm.cluster.socket_messages import Channel, Reader
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.config.hf_config import model_section
 from jaxllm.data.manifest import DATA_ENDINGS, read_manifest, read_npy
@@ -366,7 +365,7 @@ def test_fuzz_messages(message, pick, value, seed):
     wrong = {**message, list(message)[pick % len(message)]: value}
     info = parse_process_info(wrong, INFO["versions"])
     assert info is None or info.rank < info.count
-    refusal(RefusedInput, peer_link.parse, wrong)
+    refusal(RefusedInput, peer_monitor.parse, wrong)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jaxllm.config import ConfigError, RunConfig, XlaOptions
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import may_fit
 from jaxllm.machine import xla_flags
-from jaxllm.machine.xla_flags import gpu_kinds, gpu_presets, unknown_flags
+from jaxllm.machine.xla_flags import gpu_kinds, gpu_presets
 
 KIND = {name: gpu.device_kind for name, gpu in GPUS.items() if gpu.device_kind}
 H100 = SimpleNamespace(platform="gpu", device_kind=KIND["h100-80gb"])
@@ -291,7 +291,7 @@ def test_options_follow_what_a_step_sends(tiny_config, monkeypatch, overrides, c
 )
 def test_flags_that_would_end_the_process(given, unknown, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
-    assert unknown_flags() == unknown
+    assert xla_flags.unknown(xla_flags.flag_names()) == unknown
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_flags_that_would_end_the_process(given, unknown, monkeypatch):
 def test_flags_at_which_xla_would_end_the_process_are_refused(given, sentence, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
     with pytest.raises(ConfigError) as error:
-        xla_flags.require_known()
+        xla_flags.require_known(xla_flags.given_flags())
     assert str(error.value) == sentence.format(jaxlib.__version__)
 
 
@@ -321,7 +321,7 @@ def test_flags_at_which_xla_would_end_the_process_are_refused(given, sentence, m
 )
 def test_other_flags_are_taken(given, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", given)
-    xla_flags.require_known()
+    xla_flags.require_known(xla_flags.given_flags())
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "9" * 5000, "99999999999"], ids=lambda text: text[:20])
