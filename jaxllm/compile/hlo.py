@@ -400,3 +400,46 @@ class Module:
             coordinates = np.unravel_index(np.array(group, int), sizes)
             varying |= {name for name, places in zip(names, coordinates, strict=True) if len(set(places.tolist())) > 1}
         return tuple(name for name in names if name in varying)
+
+
+# -------------------------------------------------------------------------------------------------------- largest results
+
+LARGEST = 8
+"""Number of results listed."""
+
+
+@dataclass(frozen=True)
+class LargeResult:
+    """The largest results of instructions, grouped by shape and origin."""
+
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    origin: str
+    """The argument it comes from, else the operation as traced."""
+    instructions: int
+    in_loops: bool
+
+
+def largest_results(module: Module) -> tuple[LargeResult, ...]:
+    """The largest results of instructions. XLA's public interface has no buffer assignment for GPUs; some of these results
+    share memory at different times.
+    """
+    groups: dict[tuple, list[bool]] = {}
+    for result in module.results():
+        key = (result.size_bytes, result.dtype, result.shape, origin(result.argument, result.op_name))
+        groups.setdefault(key, []).append(result.in_loop)
+    largest = sorted(groups, key=lambda key: -key[0])[:LARGEST]
+    return tuple(LargeResult(*key, len(groups[key]), all(groups[key])) for key in largest)  # type: ignore[call-arg]
+
+
+def origin(argument: str, op_name: str) -> str:
+    """'layers.mlp.up' for state.params['layers']['mlp']['up'], else the last informative words of an operation's path."""
+    if argument:
+        path = argument.removeprefix("state.").removeprefix("params")
+        return ".".join(re.findall(r"\w+", path)) or argument
+    dull = r"jit\(\w+\)|shard_map|while|body|closed_call|checkpoint|cond|branch_\d+_fun|custom_vjp_call|remat2?"
+    words = [word for word in op_name.split("/") if word and not re.fullmatch(dull, word)]
+    backward = "backward: " if any("transpose(" in word for word in words) else ""
+    informative = [word for word in words if not re.fullmatch(r"(transpose|jvp|rematted_computation)\b.*", word)]
+    return backward + "/".join(informative[-2:] or words[-1:]) if words else op_name.rsplit("/", 1)[-1]

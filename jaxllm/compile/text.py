@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm.compile.inspect import axes_line
-from jaxllm.compile.kernel_account import KernelAccount
+from jaxllm.compile.kernels import KernelAccount
 from jaxllm.compile.overlap import total
 from jaxllm.compile.report import CompileReport
 from jaxllm.config import ConfigError
