@@ -26,7 +26,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from jaxllm.compile import hlo
 from jaxllm.compile.hlo import BUFFER, ON_HOST, OP_NAME, RUNNING, Instruction, Module, byte_size, operands, shape_of
@@ -76,52 +75,35 @@ class Kernel:
 
 def kernels(module: Module) -> Iterator[Kernel]:
     """Every kernel, copy, library call and collective of one run of the module, in the order of the program."""
-    return _Kernels(module).all()
+    everything = (i for among in module.computations.values() for i in among)
+    loops = [i.text for i in everything if i.op == "while" and hlo.TRIPS.search(i.text)]
+    # Where a loop's trip count is known, the host counts, and nothing is launched for the condition.
+    counted = {match[1] for text in loops if (match := _CONDITION.search(text))}
+    types = {name: {i.name: i.result for i in among} for name, among in module.computations.items()}
+    for at in module.walk():
+        instruction = at.instruction
+        if at.computation in counted or instruction.op in (*NO_KERNELS, *RUNNING):
+            continue
+        if instruction.op.endswith(("-done", "-update")) or target_of(instruction) == "AllocateBuffer":
+            continue
+        yield _kernel(module, instruction, types[at.computation], at.executed)
 
 
-class _Kernels:
-    def __init__(self, module: Module):
-        self.module = module
-        self.types: dict[str, dict[str, str]] = {}
-
-    def all(self) -> Iterator[Kernel]:
-        for at in self.module.walk():
-            instruction = at.instruction
-            if at.computation in self.counted_conditions or instruction.op in (*NO_KERNELS, *RUNNING):
-                continue
-            if instruction.op.endswith(("-done", "-update")) or target_of(instruction) == "AllocateBuffer":
-                continue
-            yield self.kernel(instruction, self.types_in(at.computation), at.executed)
-
-    @cached_property
-    def counted_conditions(self) -> set[str]:
-        """Conditions of loops whose trip count is known: the host counts, and nothing is launched for them."""
-        everything = (i for among in self.module.computations.values() for i in among)
-        loops = [i.text for i in everything if i.op == "while" and hlo.TRIPS.search(i.text)]
-        return {match[1] for text in loops if (match := _CONDITION.search(text))}
-
-    def types_in(self, computation: str) -> dict[str, str]:
-        if computation not in self.types:
-            self.types[computation] = {i.name: i.result for i in self.module.computations[computation]}
-        return self.types[computation]
-
-    def kernel(self, instruction: Instruction, types: Mapping[str, str], runs: int) -> Kernel:
-        fused = [i for name in instruction.called for i in self.module.computations.get(name, [])]
-        if instruction.op.startswith("fusion") and fused:
-            read, written = _moved_by_fusion(instruction, fused, types)
-        else:
-            read, written = _moved(instruction, types)
-        kind = _kind(instruction, fused, types)
-        is_product = kind == "matmul" or kind.startswith("attention")
-        flops = self.module.flops_of(instruction, types) if is_product else 0
-        product = next((i for i in (*fused, instruction) if _is_matmul(i)), None)
-        first = operands(product)[0] if product else ""
-        is_fp8 = next((i.result for i in fused if i.name == first), types.get(first, "")).startswith("f8")
-        # Of a matmul into which XLA fused the slice of its operand or of its result, the fusion has the slice's name.
-        traced = (*([product] if product else []), instruction, *fused)
-        names = tuple(match[1] for i in traced if (match := OP_NAME.search(i.text)))
-        body = tuple(i.op for i in fused if not _is_scalar(i)) or (instruction.op.removesuffix("-start"),)
-        return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body)
+def _kernel(module: Module, instruction: Instruction, types: Mapping[str, str], runs: int) -> Kernel:
+    fused = [i for name in instruction.called for i in module.computations.get(name, [])]
+    is_fusion = fused and instruction.op.startswith("fusion")
+    read, written = _moved_by_fusion(fused) if is_fusion else _moved(instruction, types)
+    kind = _kind(instruction, fused, types)
+    is_product = kind == "matmul" or kind.startswith("attention")
+    flops = module.flops_of(instruction, types) if is_product else 0
+    product = next((i for i in (*fused, instruction) if _is_matmul(i)), None)
+    first = operands(product)[0] if product else ""
+    is_fp8 = next((i.result for i in fused if i.name == first), types.get(first, "")).startswith("f8")
+    # Of a matmul into which XLA fused the slice of its operand or of its result, the fusion has the slice's name.
+    traced = (*([product] if product else []), instruction, *fused)
+    names = tuple(match[1] for i in traced if (match := OP_NAME.search(i.text)))
+    body = tuple(i.op for i in fused if not _is_scalar(i)) or (instruction.op.removesuffix("-start"),)
+    return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body)
 
 
 def target_of(instruction: Instruction) -> str:
@@ -165,19 +147,19 @@ def _moved(instruction: Instruction, types: Mapping[str, str]) -> tuple[int, int
         return moved, moved
     if op in ("dynamic-slice", "slice", "gather"):
         return bytes_of(instruction.result), bytes_of(instruction.result)
-    written = [(dtype, byte_size(dtype, shape_of(dims))) for dtype, dims in BUFFER.findall(instruction.result)]
-    if target_of(instruction):
-        # The first result is the product; a library's workspace is not read again.
-        return sum(read), sum(size for n, (dtype, size) in enumerate(written) if n == 0 or dtype not in _WORKSPACES)
-    return sum(read), sum(size for _, size in written)
+    written = _without_workspaces if target_of(instruction) else bytes_of
+    return sum(read), written(instruction.result)
 
 
-def _moved_by_fusion(instruction: Instruction, fused: Sequence[Instruction], types: Mapping[str, str]) -> tuple[int, int]:
+def _without_workspaces(result: str) -> int:
+    """bytes_of(result). Behind the first result, the product, a library's workspace is left out: it is not read again."""
+    arrays = enumerate(BUFFER.findall(result))
+    return sum(byte_size(dtype, shape_of(dims)) for n, (dtype, dims) in arrays if n == 0 or dtype not in _WORKSPACES)
+
+
+def _moved_by_fusion(fused: Sequence[Instruction]) -> tuple[int, int]:
     by_name = {i.name: i for i in fused}
     used = _used_shares(fused)
-
-    def read(parameter: Instruction) -> float:
-        return bytes_of(parameter.result) * min(1.0, used[parameter.name])
 
     def behind_bitcasts(i: Instruction) -> Instruction:
         while i.op == "bitcast":
@@ -194,15 +176,13 @@ def _moved_by_fusion(instruction: Instruction, fused: Sequence[Instruction], typ
         if output.op == "scatter":
             # Each row is read, added to and written.
             return 2 * bytes_of(by_name[operands(output)[-1]].result)
-        results = BUFFER.findall(output.result)
-        several = len(results) > 1
-        return sum(byte_size(d, shape_of(s)) for n, (d, s) in enumerate(results) if not (several and n and d in _WORKSPACES))
+        return _without_workspaces(output.result)
 
     root = next(i for i in fused if i.text.lstrip().startswith("ROOT "))
     outputs = [by_name[name] for name in operands(root)] if root.op == "tuple" else [root]
-    parameters = [i for i in fused if i.op == "parameter"]
     outputs = [output for output in outputs if not (output.op == "get-tuple-element" and output.result.startswith(_WORKSPACES))]
-    return round(sum(map(read, parameters))), sum(map(written, outputs))
+    read = sum(bytes_of(i.result) * min(1.0, used[i.name]) for i in fused if i.op == "parameter")
+    return round(read), sum(map(written, outputs))
 
 
 def _used_shares(fused: Sequence[Instruction]) -> dict[str, float]:

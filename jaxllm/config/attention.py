@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, cast
 
 from jaxllm.config.checks import causal_block_length, effective_windows
 from jaxllm.config.config import Config
@@ -89,14 +88,9 @@ TOKENS_PER_DOCUMENT = 128
 measured: web pages have several times as many. A run counts the documents of its data."""
 
 
+@lru_cache(maxsize=1024)
 def window_shares(model: ModelConfig, sequence_length: int) -> Mapping[int | None, float]:
     """Effective window, None for all positions -> share of the layers."""
-    # Type checkers do not know that a frozen model of pydantic is hashable.
-    return _window_shares(cast(Any, model), sequence_length)
-
-
-@lru_cache(maxsize=1024)
-def _window_shares(model: Any, sequence_length: int) -> Mapping[int | None, float]:
     windows = effective_windows(model.windows, sequence_length)
     return MappingProxyType({window: count / len(windows) for window, count in Counter(windows).items()})
 

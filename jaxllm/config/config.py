@@ -180,7 +180,7 @@ class Config(Section):
     @property
     def frozen(self) -> frozenset[str]:
         """Paths of the parameters that are not trained (config/model_spec.py)."""
-        return checks.frozen_parameters(self.model, self.train)
+        return checks.frozen_parameters(self.model, self.train.freeze)
 
     @property
     def devices(self) -> int:

@@ -206,7 +206,8 @@ def _kind(found: Mapping[str, Any], where: str) -> str:
     """Returns a key of KINDS."""
     classes, kind = found.get("architectures"), found.get("model_type")
     if classes:
-        name, known = shown(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes), _architectures()
+        name = shown(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes)
+        known = {kind.architecture: name for name, kind in KINDS.items()}
         if name not in known:
             raise ConfigError(f"{where} says architectures={shown(classes)}: jaxllm supports {_listed(known)}.")
         if kind not in (None, known[name]):
@@ -215,10 +216,6 @@ def _kind(found: Mapping[str, Any], where: str) -> str:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"{where} says model_type={shown(kind)}: jaxllm supports {_listed(KINDS)}.")
     return str(kind)
-
-
-def _architectures() -> dict[str, str]:
-    return {kind.architecture: name for name, kind in KINDS.items()}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -312,10 +309,10 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
     return section if rope_type == "llama3" else {"rope_type": rope_type, **section}
 
 
-def _integer(found: Mapping[str, Any], key: str, where: str, at_most: int = INT32) -> int:
+def _integer(found: Mapping[str, Any], key: str, where: str, at_most: int = INT32, at_least: int = 1) -> int:
     value = found.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a whole number of at least 1.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a whole number of at least {at_least}.")
     if value > at_most:
         raise ConfigError(f"{where} says {key}={shown(value)}: it should be at most {at_most:,}.")
     return value
@@ -350,8 +347,10 @@ def read_window(found: Mapping[str, Any], defaults: Mapping[str, Any], windows: 
     if windows == "switched" and not said.get("use_sliding_window"):
         window = None
     if window is None or not isinstance(layers, int):
-        return _nothing_slides(types, where)
-    _require_whole("sliding_window", window, 1, where)
+        if SLIDING in types:
+            raise ConfigError(f"{where} says layer_types with {SLIDING} and no sliding_window: get the file again.")
+        return dict(WINDOWS)
+    window = _integer(said, "sliding_window", where)
     if windows == "none":
         raise ConfigError(f"{where} says sliding_window={window}, which its class does not read: remove it.")
     if isinstance(longest, int) and window >= longest and windows != "pattern":
@@ -412,25 +411,12 @@ def _layer_types(found: Mapping[str, Any], windows: Windows, where: str) -> list
     return types
 
 
-def _nothing_slides(types: list[str], where: str) -> dict[str, Any]:
-    if SLIDING in types:
-        raise ConfigError(f"{where} says layer_types with {SLIDING} and no sliding_window: get the file again.")
-    return dict(WINDOWS)
-
-
-def _require_whole(key: str, value: Any, least: int, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a whole number of at least {least}.")
-
-
 def _default_types(said: Mapping[str, Any], windows: Windows, layers: int, where: str) -> list[str]:
     """layer_types as transformers fills them in."""
     if windows == "pattern":
-        every = said["sliding_window_pattern"]
-        _require_whole("sliding_window_pattern", every, 1, where)
+        every = _integer(said, "sliding_window_pattern", where)
         return [FULL if (number + 1) % every == 0 else SLIDING for number in range(layers)]
-    first = said["max_window_layers"] if windows == "switched" else 0
-    _require_whole("max_window_layers", first, 0, where)
+    first = _integer(said, "max_window_layers", where, at_least=0) if windows == "switched" else 0
     return [FULL if number < first else SLIDING for number in range(layers)]
 
 
