@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from jaxllm.cluster.error_causes import causes
+from jaxllm.cluster.exit_codes import causes
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import PositiveInt, Switch, Tokens
 from jaxllm.machine.host import versions

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxllm.cluster import exit_codes, launchers
-from jaxllm.cluster.error_causes import as_sentence, causes, is_of_jax
+from jaxllm.cluster.exit_codes import causes
 from jaxllm.cluster.host_choice import ALL_REQUIRED, Elastic
 from jaxllm.cluster.initialize import Meeting, initialize
 from jaxllm.cluster.launchers import Launch, LaunchInfo
@@ -40,25 +41,13 @@ from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.stderr import flush, print_sentence
 from jaxllm.untrusted import parse_json
 
-# -------------------------------------------------------------------------------------------------- errors of one process
-# The error of one process, raised on all of them.
-
-
-def raise_together(error: ConfigError | None, kind: type[ConfigError] = ConfigError) -> None:
-    """Raises the error of the first process that has one, as `kind` with its sentence and exit code; every process calls it."""
-    if text := first_nonempty("" if error is None else json.dumps([str(error), error.exit_code])):
-        sentence, code = parse_json(text)
-        found = kind(sentence)
-        found.exit_code = code
-        raise found
-
-
-# ----------------------------------------------------------------------------------------------------- start and exchange
-
 log = logging.getLogger(__name__)
 
 STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
 """Prefixes of variables that change the behaviour of a run."""
+
+GPU_NODES = "/dev/nvidiactl", "/dev/dxg"
+"""A GPU's device node: NVIDIA's own, or that of Windows' Linux subsystem."""
 
 ERROR_BARRIER_MS = 10_000
 """Time that a failed process waits for the others to fail too, so that all can print their reason."""
@@ -115,7 +104,7 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
     if launch is None and not by_caller:
         _check_single_process(on_cpu)
     # If the CUDA plugin is installed only to compile for GPUs elsewhere, initializing it here fails with a page of errors.
-    no_gpu = not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()
+    no_gpu = not os.environ.get("JAX_PLATFORMS") and not any(map(os.path.exists, GPU_NODES))
     if run.cpu_devices is not None or no_gpu:
         jax.config.update("jax_platforms", "cpu")
     if run.cpu_devices is not None:
@@ -211,11 +200,6 @@ def launch_info() -> LaunchInfo:
     return replace(info, attempt=_meeting.answer.attempt) if _meeting else info
 
 
-def launch() -> Launch | None:
-    """Rank, coordinator and secret of this process as it met the others in `start`; None in a run of one process."""
-    return _meeting.launch if _meeting else None
-
-
 def absent_hosts() -> list[str]:
     """Hosts of the launch that this run trains without."""
     return _meeting.answer.absent if _meeting else []
@@ -271,7 +255,7 @@ def require_same(text: str, otherwise: str) -> None:
     Raises:
       ConfigError: on all processes, if one differs: "Process 1 and process 0 " and `otherwise`.
     """
-    _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}." if different else "")
+    _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}.")
 
 
 def broadcast(text: str) -> str:
@@ -282,6 +266,15 @@ def broadcast(text: str) -> str:
 def first_nonempty(text: str) -> str:
     """The first nonempty text by rank, the same on all processes; every process must call it."""
     return exchange(text, lambda texts: next(filter(None, texts), ""))
+
+
+def raise_together(error: ConfigError | None, kind: type[ConfigError] = ConfigError) -> None:
+    """Raises the error of the first process that has one, as `kind` with its sentence and exit code; every process calls it."""
+    if text := first_nonempty("" if error is None else json.dumps([str(error), error.exit_code])):
+        sentence, code = parse_json(text)
+        found = kind(sentence)
+        found.exit_code = code
+        raise found
 
 
 def gathered(value: Any) -> list[Any]:
@@ -326,21 +319,39 @@ class Board:
 
 
 def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
-    """Raises ConfigError on all processes unless verdict_on(text of process 0, differing texts by process) is empty."""
-    verdict = exchange(here, lambda each: verdict_on(each[0], {who: text for who, text in enumerate(each) if text != each[0]}))
-    if verdict:
+    """Raises ConfigError(verdict_on(text of process 0, differing texts by process)) on all processes if texts differ."""
+
+    def combine(each: list[str]) -> str:
+        different = {who: text for who, text in enumerate(each) if text != each[0]}
+        return verdict_on(each[0], different) if different else ""
+
+    if verdict := exchange(here, combine):
         raise ConfigError(verdict)
 
 
 def _verdict(here: str, different: dict[int, str]) -> str:
-    if not different:
-        return ""
     mine, theirs = (parse_json(text, finite=False) for text in (here, next(iter(different.values()))))
     keys = [f"{section}.{key}" for section in mine for key in mine[section] if mine[section][key] != theirs[section].get(key)]
     return (
         f"The processes were given different configs: {' and '.join(keys)} of process{'es' if len(different) > 1 else ''} "
         f"{', '.join(map(str, different))} is not that of process 0; start all of them with the same config and overrides."
     )
+
+
+def is_of_jax(error: BaseException) -> bool:
+    """Whether a device, a collective or a barrier may have raised this error. Such an error does not tell which peer was lost.
+    In a step it is a JaxRuntimeError; where a step's result is copied to the host, as in a save, it is a ValueError.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and re.search(r"\b(Gloo|NCCL)\b", str(error)) is not None
+    )
+
+
+def as_sentence(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 
 
 @contextmanager
@@ -421,8 +432,3 @@ def _check_single_process(on_cpu: bool) -> None:
     seen = visible_gpus() if asked else None
     if seen is not None and (sentence := too_few_gpus(socket.gethostname(), seen, asked)):
         raise ConfigError(sentence)
-
-
-def _has_gpu_driver() -> bool:
-    """Whether a GPU's device node exists: NVIDIA's own, or that of Windows' Linux subsystem."""
-    return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg"))

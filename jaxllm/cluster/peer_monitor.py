@@ -185,7 +185,8 @@ class PeerMonitor:
         self._all_left = threading.Event()
         """Set on process 0 when the last peer has closed its connection."""
         self._failing = self._closed_by_us = False
-        self._slowest: PeerStatus | None = None
+        self.slowest: PeerStatus | None = None
+        """The process that has been in a phase other than "step" for longest, as process 0 knew a second or two ago."""
         self.idle_s: float | None = None
         """Seconds for which no process has begun a step or another phase, as process 0 knew a second or two ago."""
         self._lost: dict[int, tuple[str, float]] = {}
@@ -246,10 +247,6 @@ class PeerMonitor:
             self._all_left.wait(LEAVE_S)
         flush()
         self._end(code)
-
-    def slowest(self) -> PeerStatus | None:
-        """The process that has been in a phase other than "step" for longest, as process 0 knew a second or two ago."""
-        return self._slowest
 
     def close(self) -> None:
         """Closes the connections without a goodbye, for tests."""
@@ -330,7 +327,7 @@ class PeerMonitor:
         statuses = self._statuses()
         self.idle_s = round(min(one.seen.seconds for one in statuses), 1)
         others = [one for one in statuses if one.seen.phase != "step"]
-        self._slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
+        self.slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
         status = None if slowest is None else [slowest.rank, slowest.host, asdict(slowest.seen)]
         for link in list(self._links):
             link.send_now(slowest=status, idle_s=self.idle_s)
@@ -356,7 +353,7 @@ class PeerMonitor:
             with self._lock:
                 self._seen[link.rank] = message
         elif isinstance(message, Slowest):
-            self._slowest, self.idle_s = message.slowest, message.idle_s
+            self.slowest, self.idle_s = message.slowest, message.idle_s
         elif isinstance(message, Bye):
             link.excused = True
             self._seen.pop(link.rank, None)

@@ -38,29 +38,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
+from jaxllm.cluster import rendezvous_checks as checks
+from jaxllm.cluster import rendezvous_client as client
 from jaxllm.cluster.host_choice import Elastic, HostChoice
 from jaxllm.cluster.launchers import COORDINATOR, START_TIMEOUT_S, Launch, is_loopback
-from jaxllm.cluster.rendezvous_checks import (
-    ProcessInfo,
-    assign_gpus,
-    missing,
-    parse_process_info,
-    why_incompatible,
-    why_rejected,
-)
-from jaxllm.cluster.rendezvous_client import (
-    GRACE_S,
-    MAGIC,
-    MAX_INFO_BYTES,
-    PROBE_S,
-    TRY_S,
-    Answer,
-    RendezvousError,
-    Run,
-    Visit,
-    open_port,
-    other_secret,
-)
+from jaxllm.cluster.rendezvous_checks import ProcessInfo, assign_gpus, why_incompatible, why_rejected
+from jaxllm.cluster.rendezvous_client import GRACE_S, MAGIC, Answer, RendezvousError, Run, Visit, open_port, other_secret
 from jaxllm.cluster.socket_messages import Channel, Connection, Door, Unproven, keep_alive, listen
 from jaxllm.config.errors import ConfigError
 
@@ -117,7 +100,7 @@ def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: boo
     while True:
         for place in others:
             try:
-                visit = Visit(place, own, until_s, PROBE_S if elastic.shrinks else TRY_S)
+                visit = Visit(place, own, until_s, client.PROBE_S if elastic.shrinks else client.TRY_S)
                 return _answer(visit, until_s) if elastic.shrinks else visit.answer(until_s), None
             except OSError as error:
                 why = error.strerror or str(error)
@@ -253,14 +236,14 @@ class Rendezvous:
 
     def _stranger(self, connection: socket.socket, address: str) -> _Connection:
         keep_alive(connection)
-        return _Connection(connection, Channel(self.launch.secret, MAGIC, is_server=True), MAX_INFO_BYTES, address)
+        return _Connection(connection, Channel(self.launch.secret, MAGIC, is_server=True), client.MAX_INFO_BYTES, address)
 
     def _read(self, connection: _Connection) -> None:
         messages = connection.receive()
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
-            elif (info := parse_process_info(message, self.own.versions)) is None or not self._admit(connection, info):
+            elif (info := checks.parse_process_info(message, self.own.versions)) is None or not self._admit(connection, info):
                 messages = None
                 break
         if messages is None:
@@ -373,7 +356,7 @@ class _Leader(Rendezvous):
                         log.warning("%s: waiting for more.", sentence)
             if now_s >= self.until_s:
                 raise RendezvousError(
-                    missing(self.launch.led_by(self.own.rank), self.infos, {self.own.rank, *self.connections})
+                    checks.missing(self.launch.led_by(self.own.rank), self.infos, {self.own.rank, *self.connections})
                 )
             self._look_for_a_rival(next(rivals, None))
             self.look(LOOK_S)
@@ -383,7 +366,7 @@ class _Leader(Rendezvous):
             return
         place = self.launch.led_by(rank)
         with suppress(OSError, ConfigError, Unproven):
-            raise _GivesWay(Visit(place, self.own, time.monotonic() + PROBE_S, PROBE_S))
+            raise _GivesWay(Visit(place, self.own, time.monotonic() + client.PROBE_S, client.PROBE_S))
 
     def _start(self, ranks: Sequence[int]) -> dict[int, Connection]:
         """Lets those that train go. Returns the connections to them, by new rank; `close` leaves these open."""

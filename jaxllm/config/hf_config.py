@@ -12,20 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.config import hf_kinds
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_kinds import (
-    KINDS,
-    MUST_BE,
-    ROPE_SCALINGS,
-    SAID,
-    SHAPE_KEYS,
-    SIZES,
-    TOKEN_IDS,
-    VARIANTS,
-    WINDOWS,
-    YARN_DEFAULTS,
-    Windows,
-)
+from jaxllm.config.hf_kinds import KINDS, MUST_BE, ROPE_SCALINGS, SHAPE_KEYS, SIZES, VARIANTS, WINDOWS, Windows
 from jaxllm.config.model_config import MOST_LAYERS, ModelConfig
 from jaxllm.config.types import divisors
 from jaxllm.untrusted import INT32, RefusedInput, checked, read_json, shown
@@ -117,7 +106,7 @@ def hugging_face_config(
         **({"use_sliding_window": False} if KINDS[kind].windows == "switched" else {}),
         **({"attention_bias": False} if kind != "qwen2" else {}),
         **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
-        **({} if original else {"attention_dropout": 0.0, "use_cache": True, **dict.fromkeys(TOKEN_IDS)}),
+        **({} if original else {"attention_dropout": 0.0, "use_cache": True, **dict.fromkeys(hf_kinds.TOKEN_IDS)}),
         **original,
         **({} if original else dict(tokens or {})),
         **{theirs: model[ours] for ours, theirs in SIZES.items()},
@@ -226,7 +215,7 @@ def _listed(names: Iterable[str]) -> str:
 def _kind_of(model: Mapping[str, Any]) -> str:
     """The kind of a network that came without a config.json."""
     variants = {key: model.get(key, value) for key, value in VARIANTS.items()}
-    said = {key: variants[key] for key in SAID}
+    said = {key: variants[key] for key in hf_kinds.SAID}
     has_local = any(said[key] is not None for key in ("local_rope_theta", "query_pre_attn_scalar"))
     able = [name for name, kind in KINDS.items() if can_say(model, kind.windows) and (kind.has_local_rope or not has_local)]
     kind = next((name for name in able if {**VARIANTS, **KINDS[name].variants, **said} == variants), None)
@@ -298,10 +287,9 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
         {key: said[original] for key, said in (("it", rope), ("the config", found)) if original in said}, where
     )
     given = {key: value for key, value in rope.items() if value is not None}
-    filled = {**YARN_DEFAULTS, original: found.get(original, longest), **given}
-    names = {
-        ours: theirs for ours, theirs in ROPE_SCALINGS[rope_type].items() if theirs in filled or theirs != "attention_factor"
-    }
+    filled = {**hf_kinds.YARN_DEFAULTS, original: found.get(original, longest), **given}
+    pairs = ROPE_SCALINGS[rope_type].items()
+    names = {ours: theirs for ours, theirs in pairs if theirs in filled or theirs != "attention_factor"}
     section: dict[str, Any] = {ours: _number(filled, theirs, where) for ours, theirs in names.items()}
     if (positions := section.get("original_max_position")) is not None:
         whole = {original: int(positions) if positions == int(positions) else positions}

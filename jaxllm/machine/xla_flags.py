@@ -29,11 +29,11 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxllm.config import Config, ConfigError, RunConfig, XlaOptions
+from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.config.attention import HOPPER, Capability, window_shares
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.config.run_sections import MOST_CPU_DEVICES
+from jaxllm.config.run_sections import MOST_CPU_DEVICES, XlaOptions
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.parameters import layer_parameters

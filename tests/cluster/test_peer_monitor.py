@@ -294,8 +294,8 @@ def test_all_know_the_slowest_process_and_process_0_the_status_of_all(run, at_st
     for rank, seconds in ((2, 5.0), (3, 40.0)):
         run.play(rank, phase="save", step=11, seconds=seconds)
     for rank in (0, 1):
-        until(lambda monitor=ends[rank].monitor: (slowest := monitor.slowest()) and slowest.rank == 3, "the word goes round")
-        assert ends[rank].monitor.slowest() == (3, "h3", progress.Snapshot("save", 11, 40.0))
+        until(lambda monitor=ends[rank].monitor: (slowest := monitor.slowest) and slowest.rank == 3, "the word goes round")
+        assert ends[rank].monitor.slowest == (3, "h3", progress.Snapshot("save", 11, 40.0))
     assert (
         ends[0].monitor.status_by_process() == "step 12: processes 0, 1 on h0, h1; save after step 11: processes 2, 3 on h2, h3"
     )

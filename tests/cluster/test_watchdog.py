@@ -156,7 +156,7 @@ def monitor(slowest: PeerStatus | None, idle_s: float | None = None):
     return SimpleNamespace(
         rank=1,
         name=lambda: "process 1 on h1",
-        slowest=lambda: slowest,
+        slowest=slowest,
         idle_s=idle_s,
         announce_stuck=told.append,
         told=told,

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from tiny import TINY
 
-from jaxllm.config import ConfigError, RunConfig, XlaOptions
+from jaxllm.config import ConfigError, RunConfig
+from jaxllm.config.run_sections import XlaOptions
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import may_fit
 from jaxllm.machine import xla_flags
