@@ -38,7 +38,6 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.untrusted import INT32, INT64, LONGEST_TEXT, RefusedInput, shown, whole_number
 
 # -------------------------------------------------------------------------------------------------- SLURM's list of hosts
-# Reads SLURM's short form of a list of hosts. No JAX, no network.
 
 MOST_BRACKETS = 8
 """Limit for one name in a node list; SLURM's own limit is five dims."""

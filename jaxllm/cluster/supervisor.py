@@ -36,7 +36,6 @@ from jaxllm.cluster import exit_codes
 from jaxllm.cluster.exit_codes import MOST_ATTEMPTS, NESTED
 
 # ----------------------------------------------------------------------------------------------------------------- output
-# Forwards what a supervised process prints. Standard library only.
 
 KEPT_BYTES = 2**20
 """Buffer for COMMAND's output while its reader does not read."""

@@ -165,8 +165,6 @@ def _over(kind: str, axes: Iterable[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- as text
-# Two compile reports side by side as terminal text. `jaxllm compile --against` prints it.
-
 
 ROWS = 20
 """Rows of a table; the JSON has all."""

@@ -16,7 +16,6 @@ from jaxllm.config.attention import SHORTER_DOCUMENTS
 from jaxllm.cost_model.flops import causal_pairs
 
 # -------------------------------------------------------------------------------------------------------- one instruction
-# Parses one line of XLA's HLO text: an instruction, its shapes, its FLOPs and its device groups.
 
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
 BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -271,12 +270,10 @@ class Module:
     def loops_without_trip_count(self) -> int:
         """Number of loops with collectives for which XLA gives no trip count; everything in them counts once. Our own loops
         have one. The loop that XLA's collective pipeliner makes of the loop over microbatches has none (JAX 0.10.2)."""
-        loops = (occurrence.instruction for occurrence in self.walk() if occurrence.instruction.op == "while")
-        return sum(not TRIPS.search(loop.text) and self._has_collective(loop) for loop in loops)
-
-    def _has_collective(self, loop: Instruction) -> bool:
-        inside = (occurrence.instruction.op.removesuffix("-start") for name in loop.called for occurrence in self.walk(name))
-        return any(op in COLLECTIVES for op in inside)
+        loops = [at.instruction for at in self.walk() if at.instruction.op == "while"]
+        unknown = [loop.called for loop in loops if not TRIPS.search(loop.text)]
+        inside = [{at.instruction.op.removesuffix("-start") for name in names for at in self.walk(name)} for names in unknown]
+        return sum(not ops.isdisjoint(COLLECTIVES) for ops in inside)
 
     def running(self) -> list[str]:
         """Names of the computations whose instructions run one by one: the entry and those of loops and calls, each after all

@@ -46,7 +46,6 @@ from jaxllm.parallel.vjp_residuals import extract
 from jaxllm.plan.advice import better_shape, better_shape_line
 
 # ------------------------------------------------------------------------------------------------------------------ waste
-# Waste on a mesh: matmuls of unsuitable or small shapes, and layers that wait for the network.
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Output tile of cuBLAS's fastest bfloat16 kernels on Hopper."""
@@ -127,7 +126,6 @@ def head_rows(config: Config) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------- parameter table
-# The parameter table of a config on a mesh: each parameter's two layouts, and its bytes on one device.
 
 
 @dataclass(frozen=True)
@@ -294,7 +292,10 @@ def inspect_config(
     Raises:
       ConfigError: the mesh has another size, a parameter cannot be sharded, hosts do not divide, or the GPU does not exist.
     """
-    gpus = count_devices(config, gpus)
+    if (wanted := named_devices(config, gpus)) is None:
+        # Only for parallel.data=auto without a given number.
+        distributed.start(config.run)
+    gpus = jax.device_count() if wanted is None else wanted
     config = config.resolve(gpus).at_largest_batch
     named = find_gpu(gpu) if isinstance(gpu, str) else gpu
     largest = named.gpus_per_host if named else HOST_GPUS
@@ -329,18 +330,6 @@ def inspect_config(
         notes=tuple(notes(config, rows, padding)),
         warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, rows, named)),
     )
-
-
-def count_devices(config: Config, gpus: int | None) -> int:
-    """Number of devices to inspect for. Only parallel.data=auto without a given number asks JAX for the present ones."""
-    named = named_devices(config, gpus)
-    if named is None:
-        distributed.start(config.run)
-        return jax.device_count()
-    return named
-
-
-# ------------------------------------------------------------------------------------------------------------ parameters
 
 
 def notes(config: Config, rows: tuple[ParameterRow, ...], padding: int) -> Iterator[str]:

@@ -33,6 +33,7 @@ def render(report: Report) -> Group:
     """The report for a terminal of at least 80 columns."""
     padded = f", {report.vocabulary_padding_rows} padding rows of the vocabulary not counted"
     total = report.bytes_per_device.total
+    precision = [(row.what, row.inputs, row.sums, row.result) for row in report.precision]
     parts = [
         Text(f"Mesh of {report.gpus} devices, slow network to fast:\n  {axes_line(report.mesh)}"),
         Text(f"{hosts_text(report.gpus, report.gpus_per_host)} ({report.hosts_because})"),
@@ -47,18 +48,13 @@ def render(report: Report) -> Group:
         *activation_lines(report),
         *waste_lines(report),
         Text("\nPrecision on a GPU: as multiplied or added, of sums inside, of the result"),
-        precision_lines(report),
+        Padding(terminal_table(precision, ("", "inputs", "sums", "result")), (0, 0, 0, 2)),
         *(Text(f"\nNote: {note}") for note in report.notes),
     ]
     if report.warnings:
         parts.append(Text("\nWarnings"))
         parts += [Padding(line, (0, 0, 0, 2)) for line in warning_lines(report)]
     return Group(*parts)
-
-
-def precision_lines(report: Report) -> Padding:
-    rows = [(row.what, row.inputs, row.sums, row.result) for row in report.precision]
-    return Padding(terminal_table(rows, ("", "inputs", "sums", "result")), (0, 0, 0, 2))
 
 
 def in_columns(rendered: Group) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxllm.compile import hlo
@@ -45,7 +45,6 @@ from jaxllm.mesh.axes import REPLICA
 
 NO_KERNELS = (*hlo.PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
 """Operations that launch nothing. The done of an asynchronous one launches nothing either."""
-ATTENTION = re.compile(r"fmha")
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _WORKSPACES = ("s8", "u8")
 
@@ -102,7 +101,7 @@ def _kernel(module: Module, instruction: Instruction, types: Mapping[str, str], 
     # Of a matmul into which XLA fused the slice of its operand or of its result, the fusion has the slice's name.
     traced = (*([product] if product else []), instruction, *fused)
     names = tuple(match[1] for i in traced if (match := OP_NAME.search(i.text)))
-    body = tuple(i.op for i in fused if not _is_scalar(i)) or (instruction.op.removesuffix("-start"),)
+    body = tuple(i.op for i in fused if not re.fullmatch(r"\w+\[\]", i.result)) or (instruction.op.removesuffix("-start"),)
     return Kernel(instruction.name, kind, runs, read, written, flops, is_fp8, names, body)
 
 
@@ -122,15 +121,11 @@ def _kind(instruction: Instruction, fused: Sequence[Instruction], types: Mapping
         return "collective"
     if any(_is_matmul(i) for i in (instruction, *fused)):
         return "matmul"
-    if ATTENTION.search(target := target_of(instruction)):
+    if "fmha" in (target := target_of(instruction)):
         return "attention backward" if "Backward" in target else "attention forward"
     if ON_HOST in instruction.result or any(ON_HOST in types.get(name, "") for name in operands(instruction)):
         return "host copy"
     return "copy" if op in ("copy", "transpose") else "fusion"
-
-
-def _is_scalar(instruction: Instruction) -> bool:
-    return re.fullmatch(r"\w+\[\]", instruction.result) is not None
 
 
 def bytes_of(result: str) -> int:
@@ -370,7 +365,9 @@ def part_of(kernel: Kernel) -> str:
         return OUTER_STEP
     if _within(path, r"optimizer|compute_copy|outer_step|fragment"):
         return "optimizer"
-    return _by_structure(kernel) or _by_scope(kernel.op_names) or "other"
+    traced = (one for one in kernel.op_names if one.startswith("jit("))
+    by_scope = (part for one in traced for part, scopes in _SCOPES if _within(one, scopes))
+    return _by_structure(kernel) or next(by_scope, "other")
 
 
 def _by_structure(kernel: Kernel) -> str | None:
@@ -385,14 +382,6 @@ def _by_structure(kernel: Kernel) -> str | None:
     if body and body <= _MOVERS | {"dynamic-slice"} and "dynamic-slice" in body:
         return "slices"
     return "copies" if kernel.kind == "copy" or (body and body <= {"copy", "transpose", "slice", "concatenate"}) else None
-
-
-def _by_scope(paths: Iterable[str]) -> str | None:
-    for path in paths:
-        for part, scopes in _SCOPES:
-            if path.startswith("jit(") and _within(path, scopes):
-                return part
-    return None
 
 
 def _within(path: str, scopes: str) -> bool:

@@ -50,7 +50,6 @@ from jaxllm.run.memory_check import capacity_of, total_bytes
 from jaxllm.untrusted import RefusedInput, checked, read_json
 
 # ------------------------------------------------------------------------------------------------------------------ waste
-# Waste in a compiled step: unnecessary copies, exposed collectives, work on the host's CPU.
 
 GIANT_SHARE = 0.01
 """Share of the capacity: a parameter whose copies take more gets a warning."""

@@ -152,15 +152,10 @@ def results_table(report: CompileReport) -> Table:
 
 
 # --------------------------------------------------------------------------------------------------------- kernel account
-# The kernel account as terminal text. `jaxllm compile --kernels` prints it, beside that of another config with `--against`.
 
 
 def render_kernels(report: CompileReport, against: CompileReport | None = None) -> Group:
-    """The account for a terminal of at least 80 columns.
-
-    Raises:
-      ConfigError: the devices' figures are not known.
-    """
+    """The account for a terminal of at least 80 columns. Raises as account_of does."""
     account, other = account_of(report), None if against is None else account_of(against)
     table = _comparison(account, other) if other else _table(account)
     lines = [f"  {value:,.3g} {unit}" for value, unit in _rates(account)]

@@ -13,7 +13,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.config.model_config import ModelConfig
 
 # ------------------------------------------------------------------------------------------------------------- capability
-# What a GPU can compute, by its CUDA compute capability. The estimates and the runs both ask here.
+# The estimates and the runs both ask here:
 #
 # require_runs(config.model, gpu.chip.compute_capability, gpu.name)      ConfigError for bfloat16 on a V100
 # why_not_cudnn(config.model, (8, 9), "l40s-48gb")                       None: it can
@@ -33,11 +33,6 @@ def has_tf32(capability: Capability) -> bool:
     return capability is None or capability >= AMPERE
 
 
-def widest_head(capability: Capability) -> int:
-    """The largest head size of cuDNN's backward pass (cuDNN documentation, Attention, support matrix of 9.18)."""
-    return 256 if capability is not None and capability[0] == 9 else 128
-
-
 def why_not_cudnn(model: ModelConfig, capability: Capability, name: str) -> str | None:
     """The reason cuDNN attention cannot run this model on a GPU of this name, or None. Unknown capabilities are Ampere or
     later."""
@@ -45,7 +40,8 @@ def why_not_cudnn(model: ModelConfig, capability: Capability, name: str) -> str 
         return f"it needs Ampere (compute capability 8.0) or newer and {name} has {_text(capability)}"
     if model.compute_dtype != "bfloat16":
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
-    widest = widest_head(capability)
+    # Of cuDNN's backward pass (cuDNN documentation, Attention, support matrix of 9.18).
+    widest = 256 if capability is not None and capability[0] == 9 else 128
     if model.head_dim % 8 or model.head_dim > widest:
         return f"it takes head sizes that are multiples of 8 up to {widest} here and model.head_dim is {model.head_dim}"
     return None

@@ -87,11 +87,8 @@ _DIMS = {
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 
-def _has(key: str, *values: Any) -> Callable[[Shape], bool]:
+def _has(key: str, *values: str) -> Callable[[Shape], bool]:
     return lambda model: getattr(model, key) in values
-
-
-_has_bias = _has("qkv_bias", True)
 
 
 def norms_after(model: Shape) -> bool:
@@ -111,7 +108,9 @@ _TABLE = (
     _Row("layers.attention.key", "D|KH", _ATTENTION + "k_proj.weight", "key"),
     _Row("layers.attention.value", "D|KH", _ATTENTION + "v_proj.weight", "value"),
     *(
-        _Row(f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", initial="zeros", when=_has_bias)
+        _Row(
+            f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", "", "zeros", lambda model: model.qkv_bias
+        )
         for name, dims in (("query", "NH"), ("key", "KH"), ("value", "KH"))
     ),
     *(

@@ -53,8 +53,6 @@ OPTIONS: dict[str, Any] = {
 }
 """Options of JAX, unless an environment variable sets them."""
 
-Agree = Callable[[Iterable[str]], frozenset[str]]
-
 
 class Counts(NamedTuple):
     """Programs of this process since it started, without those that compile faster than LEAST_S."""
@@ -85,7 +83,8 @@ class ProgramStore:
             return None
         file, value = self._file(key), None
         try:
-            value = _unwrapped(read_bytes(file, LIMIT_BYTES))
+            content = read_bytes(file, LIMIT_BYTES)
+            value = content[HEADER_BYTES:] if content.startswith(_header(content[HEADER_BYTES:])) else None
             with suppress(OSError):
                 if value is None:
                     # So that it is written again.
@@ -161,11 +160,6 @@ def _header(value: bytes) -> bytes:
 HEADER_BYTES = len(_header(b""))
 
 
-def _unwrapped(content: bytes) -> bytes | None:
-    value = content[HEADER_BYTES:]
-    return value if content[:HEADER_BYTES] == _header(value) else None
-
-
 def _is_whole(file: Path) -> bool:
     """Whether the file is there and as long as it says: its content is not read."""
     with suppress(OSError), file.open("rb") as entry:
@@ -181,7 +175,12 @@ _has_asked = False
 
 
 def start(
-    wanted: str, default: Callable[[], Path], environ: Mapping[str, str], *, is_writer: bool = True, agree: Agree | None = None
+    wanted: str,
+    default: Callable[[], Path],
+    environ: Mapping[str, str],
+    *,
+    is_writer: bool = True,
+    agree: Callable[[Iterable[str]], frozenset[str]] | None = None,
 ) -> None:
     """Switches the cache on or off for this process. Call it before the first compilation; a later call may change it.
 
