@@ -95,11 +95,9 @@ def parse(message: dict[str, Any]) -> Message | None:
     Raises:
       RefusedInput: its kind is known, but it holds something else.
     """
-    kinds: dict[str, type[Message]] = {"phase": progress.Snapshot, "slowest": Slowest, "bye": Bye}
-    kind = next((kind for key, kind in kinds.items() if key in message), None)
-    if kind is None and "notice" in message:
-        return checked(message["notice"], StopNotice)
-    return None if kind is None else checked(message, kind)
+    kinds: dict[str, type[Message]] = {"phase": progress.Snapshot, "slowest": Slowest, "bye": Bye, "notice": StopNotice}
+    key = next((key for key in kinds if key in message), None)
+    return None if key is None else checked(message[key] if key == "notice" else message, kinds[key])
 
 
 class Link:

@@ -34,6 +34,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -44,7 +45,7 @@ from jaxllm.cluster.host_choice import Elastic, HostChoice
 from jaxllm.cluster.launchers import COORDINATOR, START_TIMEOUT_S, Launch, is_loopback
 from jaxllm.cluster.rendezvous_checks import ProcessInfo, assign_gpus, why_incompatible, why_rejected
 from jaxllm.cluster.rendezvous_client import GRACE_S, MAGIC, Answer, RendezvousError, Run, Visit, open_port, other_secret
-from jaxllm.cluster.socket_messages import Channel, Connection, Door, Unproven, keep_alive, listen
+from jaxllm.cluster.socket_messages import SECRET, SECRET_FILE, Channel, Connection, Unproven, keep_alive, listen
 from jaxllm.config.errors import ConfigError
 
 PORT_WAIT_S = 30.0
@@ -58,6 +59,15 @@ GATHER_S = 10.0
 DOOR_S = 1e6
 """How long a process may wait at the door."""
 
+STRANGERS = 64
+"""Connections that a port holds beside those of the run's processes: beyond them, one that has not said who it is makes room.
+Otherwise strangers could use up the descriptors that the run needs for its files."""
+INTRODUCTION_S = 5.0
+"""Time in which a connection must say who it is."""
+ACCEPTED_AT_ONCE = 32
+"""Between two looks at the other connections. Half of STRANGERS, so that each new one is read before it makes room."""
+MOST_REPORTED = 16
+"""Addresses in warnings: an attacker may have millions."""
 START, ENDED = '{"start": true}', '{"ended": true}'
 """Replies (rendezvous_client.Reply)."""
 
@@ -174,7 +184,11 @@ class Rendezvous:
         """By rank, connected processes without this one."""
         self.until_s = time.monotonic() + launch.start_timeout_s
         self.selector = selectors.DefaultSelector()
-        self.door = Door(listener, self.selector, own.count, self._stranger, self.drop)
+        self._strangers: dict[_Connection, None] = {}
+        """Connections that have not said who they are, the oldest first."""
+        self._reported: set[str] = set()
+        listener.setblocking(False)
+        self.selector.register(listener, selectors.EVENT_READ, None)
 
     def release(self, ranks: Sequence[int], layout: str) -> Answer:
         """Tells these processes, own rank first, that they are a run, and waits for their confirmation.
@@ -231,12 +245,28 @@ class Rendezvous:
     def look(self, limit_s: float) -> None:
         # Known ones are heard before strangers take time.
         for key, _ in sorted(self.selector.select(limit_s), key=lambda one: one[0].data is None):
-            self.door.open() if key.data is None else self._read(key.data)
-        self.door.tidy()
+            self.take_strangers() if key.data is None else self._read(key.data)
+        before_s = time.monotonic() - INTRODUCTION_S
+        for stranger in list(itertools.takewhile(lambda one: one.since_s < before_s, self._strangers)):
+            self.drop(stranger)
 
-    def _stranger(self, connection: socket.socket, address: str) -> _Connection:
-        keep_alive(connection)
-        return _Connection(connection, Channel(self.launch.secret, MAGIC, is_server=True), client.MAX_INFO_BYTES, address)
+    def take_strangers(self) -> None:
+        """Takes some of the connections that wait."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self.listener.accept()
+            except OSError:
+                return
+            keep_alive(connection)
+            channel = Channel(self.launch.secret, MAGIC, is_server=True)
+            stranger = _Connection(connection, channel, client.MAX_INFO_BYTES, address[0].removeprefix("::ffff:"))
+            self.selector.register(connection, selectors.EVENT_READ, stranger)
+            self._strangers[stranger] = None
+            if len(self.selector.get_map()) > self.own.count + STRANGERS:
+                # Of the address with most strangers, one that has not answered, the oldest: nobody crowds out what comes from
+                # elsewhere.
+                crowds = Counter(other.address for other in self._strangers)
+                self.drop(max(self._strangers, key=lambda other: (crowds[other.address], not other.channel.greeted)))
 
     def _read(self, connection: _Connection) -> None:
         messages = connection.receive()
@@ -247,7 +277,11 @@ class Rendezvous:
                 messages = None
                 break
         if messages is None:
-            self.door.report(connection)
+            address = connection.address
+            if connection.channel.refused and address not in self._reported and len(self._reported) < MOST_REPORTED:
+                self._reported.add(address)
+                sentence = "A process at %s was turned away: its secret is not that of this run (%s, %s)."
+                log.warning(sentence, address, SECRET, SECRET_FILE)
             self.drop(connection)
 
     def may_come(self, info: ProcessInfo) -> bool:
@@ -281,7 +315,7 @@ class Rendezvous:
                 return False
             raise ConfigError(sentence)
         connection.info, self.infos[info.rank], self.connections[info.rank] = info, info, connection
-        self.door.forget(connection)
+        self._strangers.pop(connection, None)
         connection.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
         return True
 
@@ -291,7 +325,7 @@ class Rendezvous:
             return
         if connection.info is not None and self.connections.get(connection.info.rank) is connection:
             del self.connections[connection.info.rank]
-        self.door.forget(connection)
+        self._strangers.pop(connection, None)
         self.selector.unregister(connection.socket)
         connection.socket.close()
 
