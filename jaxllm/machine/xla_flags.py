@@ -116,7 +116,7 @@ GPU_FLAGS_OF = {
 }
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
-MORE_AT_ONCE: dict[str, int | str] = {
+MORE_AT_ONCE = {
     # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
     # with a layer loop, nor would the reduction of the head's gradient.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
@@ -153,18 +153,8 @@ NO_REMAT_GPU_OPTIONS = {
     # for a limit that recomputation cannot reach: 280 instructions of 8B's step that offloads 46 GiB (JAX 0.10.2).
     "xla_gpu_memory_limit_slop_factor": 2000,
 }
-GATHERED, REDUCED, SUMMED = "gathered", "reduced", "summed"
-"""Placeholders for bytes of one layer on a rank: of its weights in the compute dtype, of the float32 shards of its reduced
-gradients, of its full float32 gradients."""
-LAYER_COMBINED: dict[str, int | str] = {
-    # Combines collectives up to so many bytes of their results. By default a large model's matrices travel one by one, with a
-    # start-up time each; and the gradients of unrolled layers, whose shards over many ranks are small, all at once after the
-    # backward pass. With one layer's bytes there is one transfer per layer.
-    "xla_gpu_all_gather_combine_threshold_bytes": GATHERED,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": REDUCED,
-    "xla_gpu_all_reduce_combine_threshold_bytes": SUMMED,
-}
-OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
+LAYER_COMBINED = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int]] = {
     # Moves starts up and dones down past compute. From Hopper on XLA schedules this way by itself, by the speeds of the target
     # GPU; on an A100 the starts stay late without it.
     "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
@@ -178,7 +168,8 @@ OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
     },
     # Unrolls loops by two, so that values passed from one iteration to the next need no copy.
     "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
-    "layer_combined": LAYER_COMBINED,
+    # With the bytes of a layer, layer_combined(config), in their place.
+    "layer_combined": dict.fromkeys(LAYER_COMBINED, 0),
     "more_at_once": MORE_AT_ONCE,
 }
 RENAMED_GPU_OPTIONS = {
@@ -188,24 +179,19 @@ RENAMED_GPU_OPTIONS = {
 """Option of JAX 0.10 -> (option of JAX 0.11 and 0.12, its value where the old one is True)."""
 
 
-def optional_gpu_options(config: Config) -> dict[str, int]:
-    """Compiler options that run.xla_options names."""
-    options: dict[str, int] = {}
-    for name in config.run.xla_options:
-        for option, value in OPTIONAL_GPU_OPTIONS[name].items():
-            # A switch is a bool: XLA does not accept a number.
-            options[option] = _layer_bytes(config)[value] if isinstance(value, str) else value
-    return options
-
-
-def _layer_bytes(config: Config) -> dict[str, int]:
-    itemsize = ITEMSIZE[config.model.compute_dtype]
+def layer_combined(config: Config) -> dict[str, int]:
+    """Combines collectives up to one layer's bytes on a rank: of its weights in the compute dtype, of the float32 shards of its
+    reduced gradients, of its full float32 gradients. By default a large model's matrices travel one by one, with a start-up
+    time each; and the gradients of unrolled layers, whose shards over many ranks are small, all at once after the backward
+    pass. With this there is one transfer per layer.
+    """
     ranks = int(config.parallel.data) * config.parallel.context
     layer = layer_parameters(config.model, config.parallel).values()
     # What is sharded arrives with the zeros that ZeRO pads.
     gathered = sum(ranks * e.master if e.master < e.compute else e.compute for e in layer)
     reduced, summed = sum(e.master for e in layer), sum(e.compute for e in layer)
-    return {GATHERED: itemsize * gathered, REDUCED: 4 * reduced, SUMMED: 4 * summed}
+    sizes = ITEMSIZE[config.model.compute_dtype] * gathered, 4 * reduced, 4 * summed
+    return dict(zip(LAYER_COMBINED, sizes, strict=True))
 
 
 def compile_options(config: Config, device: jax.Device, fits: bool = True) -> dict[str, Any]:
@@ -234,7 +220,9 @@ def compile_options(config: Config, device: jax.Device, fits: bool = True) -> di
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
-    asked = optional_gpu_options(config)
+    asked: dict[str, Any] = {}
+    for name in config.run.xla_options:
+        asked |= layer_combined(config) if name == "layer_combined" else OPTIONAL_GPU_OPTIONS[name]
     options = options | asked
     given = set(flag_names())
     accepted, lacking = {}, []
@@ -262,7 +250,7 @@ def _collective_options(config: Config, capability: Capability) -> dict[str, Any
     # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of
     # 8B's and 70B's steps and hides little more.
     at_once = MORE_AT_ONCE if once and parallel.tensor > 1 else {}
-    return at_once | {name: _layer_bytes(config)[str(what)] for name, what in LAYER_COMBINED.items()}
+    return at_once | layer_combined(config)
 
 
 def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
