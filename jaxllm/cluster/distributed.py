@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from jaxllm.cluster.launchers import Launch, LaunchInfo
 from jaxllm.cluster.peer_monitor import Member, PeerMonitor
 from jaxllm.cluster.rendezvous import WaitingRoom
 from jaxllm.cluster.rendezvous_checks import too_few_gpus
-from jaxllm.cluster.socket_messages import SECRET, Connection
+from jaxllm.cluster.socket_messages import SECRET
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.machine import program_cache, xla_flags
@@ -75,7 +75,7 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
       ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; XLA_FLAGS or the variables of the
         launcher or JAXLLM_* are not valid; the processes do not fit together, or not all of them come in time.
     """
-    global _meeting
+    global _meeting, _monitor
     # A caller that started JAX's processes itself, as Ray's JaxTrainer does, needs no launcher.
     by_caller = _meeting is None and jax.distributed.is_initialized()
     launch = None if by_caller else _meeting.launch if _meeting is not None else launchers.find(os.environ)
@@ -115,7 +115,10 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
             *(launch, launch_info(), os.environ), cpu=on_cpu, flags=flags, peer_timeout_s=limit_s, elastic=elastic
         )
         launch, answer = _meeting.launch, _meeting.answer
-        _start_monitor(launch, answer.connections, limit_s)
+        # It watches the others from now until this process ends. The launch gives the rank: JAX would start its devices to find
+        # it, which waits for all others, and these must be watched by then.
+        _monitor = PeerMonitor(launch.process_id, members(), answer.connections, limit_s)
+        atexit.register(_close_monitor, _monitor)
     _start_program_cache(run.compilation_cache, launch, on_cpu=on_cpu or no_gpu)
 
 
@@ -386,15 +389,6 @@ def leave_at_once(reason: str, code: int) -> NoReturn:
         _monitor.leave(code)
     flush()
     os._exit(code)
-
-
-def _start_monitor(launch: Launch, connections: Mapping[int, Connection], silence_s: float) -> None:
-    """Watches the other processes (cluster/peer_monitor.py) from now until this process ends."""
-    global _monitor
-    # The launch gives the rank: JAX would start its devices to find it, which waits for all others, and these must be watched
-    # by then.
-    _monitor = PeerMonitor(launch.process_id, members(), connections, silence_s)
-    atexit.register(_close_monitor, _monitor)
 
 
 def _close_monitor(monitor: PeerMonitor) -> None:

@@ -30,8 +30,6 @@ from jaxllm.config.types import Switch
 from jaxllm.stderr import flush, print_sentence
 from jaxllm.untrusted import checked
 
-# ------------------------------------------------------------------------------------------------ what monitors exchange
-
 MOST_NAMED = 16
 FIRST_BEAT_S = 20.0
 """Time beyond the allowed silence that a process has for its first message, since not all start JAX in the same time."""
@@ -130,8 +128,6 @@ def listed(words: Iterable[str]) -> str:
     words = list(words)
     return ", ".join(words[:MOST_NAMED]) + (f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else "")
 
-
-# ----------------------------------------------------------------------------------------------------------- the monitor
 
 BEAT_S = 1.0
 TOGETHER_S = 0.2

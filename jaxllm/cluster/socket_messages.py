@@ -36,8 +36,6 @@ from pydantic import AfterValidator, Field
 from jaxllm.config.errors import ConfigError
 from jaxllm.untrusted import INT32, RefusedInput, opened, parse_json, reason_of, shown
 
-# -------------------------------------------------------------------------------------------------------- a run's secret
-
 SECRET, SECRET_FILE = "JAXLLM_SECRET", "JAXLLM_SECRET_FILE"
 LEAST_BYTES, MOST_BYTES = 16, 4096
 """Limits for a secret. Launchers make 32 random bytes, as 64 hexadecimal digits."""
@@ -190,8 +188,6 @@ def _long_enough(given: bytes, name: str) -> bytes:
         )
     return secret
 
-
-# ----------------------------------------------------------------------------------------------------------- connections
 
 MOST_PROCESSES = 2**17
 """Limit for one run."""

@@ -41,8 +41,6 @@ from jaxllm.cost_model.step_parts import OUTER_STEP
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.mesh.axes import REPLICA
 
-# ---------------------------------------------------------------------------------------------------------------- kernels
-
 NO_KERNELS = (*hlo.PASSING, "add-dependency", "after-all", "partition-id", "replica-id", "domain")
 """Operations that launch nothing. The done of an asynchronous one launches nothing either."""
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
@@ -195,8 +193,6 @@ def _used_shares(fused: Sequence[Instruction]) -> dict[str, float]:
             used[name] += share
     return used
 
-
-# ---------------------------------------------------------------------------------------------------------- their account
 
 PARTS = {
     "matmuls": "the layers' matmuls, forward and backward",
