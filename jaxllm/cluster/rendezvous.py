@@ -35,7 +35,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -180,6 +180,8 @@ class Rendezvous:
         self.infos: dict[int, ProcessInfo] = {own.rank: own}
         """By rank, disconnected processes included."""
         self.choice = HostChoice(own, launch, elastic, self.infos)
+        self.present: Collection[int] = ()
+        """Ranks that train already: such a process is not taken."""
         self.connections: dict[int, _Connection] = {}
         """By rank, connected processes without this one."""
         self.until_s = time.monotonic() + launch.start_timeout_s
@@ -233,9 +235,6 @@ class Rendezvous:
         for connection in self.connections.values():
             connection.send(message)
 
-    def refuse(self, sentence: str, missing: bool) -> None:
-        self.tell_all(_refusal(sentence, missing))
-
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):
             if key.data is not None:
@@ -284,17 +283,13 @@ class Rendezvous:
                 log.warning(sentence, address, SECRET, SECRET_FILE)
             self.drop(connection)
 
-    def may_come(self, info: ProcessInfo) -> bool:
-        """Whether to look at a process at all."""
-        return True
-
     def _admit(self, connection: _Connection, info: ProcessInfo) -> bool:
         """Registers a process. False if it has to be dropped.
 
         Raises:
           ConfigError: it does not fit, and is required.
         """
-        if not self.may_come(info):
+        if info.rank in self.present:
             return False
         if None not in (info.launch_id, self.own.launch_id) and info.launch_id != self.own.launch_id:
             connection.send(json.dumps({"other": f"process 0 of another launch, {self.own.launch_id}, is there"}))
@@ -353,9 +348,13 @@ class _Leader(Rendezvous):
             if not keeps_port:
                 # Only now: a process that tries JAX's port too early waits a second for its next try.
                 self.listener.close()
-            answer.connections.update(self._start(ranks))
+            for number, rank in enumerate(ranks[1:], start=1):
+                # `close` leaves it open.
+                answer.connections[number] = kept = self.connections.pop(rank)
+                kept.send(START)
+                self.selector.unregister(kept.socket)
         except ConfigError as error:
-            self.refuse(str(error), isinstance(error, RendezvousError))
+            self.tell_all(_refusal(str(error), isinstance(error, RendezvousError)))
             raise
         finally:
             self.close()
@@ -402,14 +401,6 @@ class _Leader(Rendezvous):
         with suppress(OSError, ConfigError, Unproven):
             raise _GivesWay(Visit(place, self.own, time.monotonic() + client.PROBE_S, client.PROBE_S))
 
-    def _start(self, ranks: Sequence[int]) -> dict[int, Connection]:
-        """Lets those that train go. Returns the connections to them, by new rank; `close` leaves these open."""
-        kept = {number: self.connections.pop(rank) for number, rank in enumerate(ranks) if number > 0}
-        for connection in kept.values():
-            connection.send(START)
-            self.selector.unregister(connection.socket)
-        return dict(kept)
-
 
 class WaitingRoom(Rendezvous):
     """Where processes wait that the run trains without. A thread serves them from the release on, until `leave`.
@@ -436,7 +427,7 @@ class WaitingRoom(Rendezvous):
         self.until_s = time.monotonic() + DOOR_S
         self.grow: Callable[[str], None] | None = None
         self.ended = False
-        self._present, self._left = set(present), threading.Event()
+        self.present, self._left = set(present), threading.Event()
         self._grow_at_s = time.monotonic() + elastic.wait_s
         self._thread = threading.Thread(target=self._serve, name="waiting-room", daemon=True)
         self._thread.start()
@@ -450,9 +441,6 @@ class WaitingRoom(Rendezvous):
         self.close()
         self.listener.close()
 
-    def may_come(self, info: ProcessInfo) -> bool:
-        return info.rank not in self._present
-
     def _serve(self) -> None:
         looked_at: frozenset[int] = frozenset()
         while not self._left.is_set():
@@ -462,7 +450,7 @@ class WaitingRoom(Rendezvous):
                 if self.grow is None or time.monotonic() < self._grow_at_s or waiting == looked_at:
                     continue
                 looked_at = waiting
-                if hosts := self.choice.to_grow_by(self._present, waiting):
+                if hosts := self.choice.to_grow_by(self.present, waiting):
                     self.grow(", ".join(hosts))
             except Exception:
                 # The run itself is not concerned.

@@ -1,7 +1,7 @@
 """A config on a mesh: every parameter, its two layouts, its bytes on one device, and where the mesh wastes work.
 
     report = inspect_config(config, gpus=16)
-    Console().print(render(report))                 # inspect_text.py
+    Console().print(render_inspect(report))         # text.py
 
 Everything follows from the config and the parameter table. No device of the mesh is started, so this works for any mesh on any
 machine. Weights, gradients and moments are counted; activations are not.

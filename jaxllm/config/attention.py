@@ -13,10 +13,6 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.config.model_config import ModelConfig
 
 # ------------------------------------------------------------------------------------------------------------- capability
-# The estimates and the runs both ask here:
-#
-# require_runs(config.model, gpu.chip.compute_capability, gpu.name)      ConfigError for bfloat16 on a V100
-# why_not_cudnn(config.model, (8, 9), "l40s-48gb")                       None: it can
 
 Capability = tuple[int, int] | None
 """CUDA compute capability; None: not a GPU, or unknown."""

@@ -319,12 +319,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_window(found: Mapping[str, Any], defaults: Mapping[str, Any], windows: Windows, where: str) -> dict[str, Any]:
-    """WINDOWS of the `model` section. A window that is as long as the context is none.
-
-    Args:
-      found: the content of a config.json.
-      defaults: transformers' values of missing keys.
-      windows: what the class can say.
+    """WINDOWS of the `model` section, by a config.json and transformers' values of missing keys. A window that is as long as
+    the context is none.
 
     Raises:
       ConfigError: a layer is of another kind than attention, or the kinds are in an order that WINDOWS cannot say.

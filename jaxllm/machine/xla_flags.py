@@ -230,7 +230,7 @@ def compile_options(config: Config, device: jax.Device, fits: bool = True) -> di
         ways = (name, value), RENAMED_GPU_OPTIONS.get(name, (name, value))
         if given & {way[0] for way in ways}:
             continue
-        if (way := accepted_way(ways)) is not None:
+        if (way := next((way for way in ways if is_accepted(*way)), None)) is not None:
             accepted[way[0]] = way[1]
         elif name in asked:
             lacking.append(name)
@@ -399,11 +399,6 @@ def is_known(flag: str) -> bool:
             if content.find(flag.encode() + b"\0") != -1:
                 return True
     return False
-
-
-def accepted_way(ways: Iterable[tuple[str, Any]]) -> tuple[str, Any] | None:
-    """The first option and value that the installed compiler takes."""
-    return next((way for way in ways if is_accepted(*way)), None)
 
 
 @functools.cache
