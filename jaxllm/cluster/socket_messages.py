@@ -103,7 +103,9 @@ class Channel:
         """
         try:
             if self._secret is None:
-                return self._plain(line)
+                if _HELLO.fullmatch(line):
+                    raise Unproven
+                return line
             if not self.greeted:
                 return self._greet(line)
             mac, _, message = line.partition(b" ")
@@ -115,11 +117,6 @@ class Channel:
             raise
         self._received += 1
         return message
-
-    def _plain(self, line: bytes) -> bytes:
-        if _HELLO.fullmatch(line):
-            raise Unproven
-        return line
 
     def _greet(self, line: bytes) -> None:
         hello = _HELLO.fullmatch(line)

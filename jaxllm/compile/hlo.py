@@ -115,10 +115,6 @@ def _closing(text: str) -> int:
     raise ValueError(f"unbalanced parentheses in {text[:80]}")
 
 
-def reads(instruction: Instruction, name: str, op: str) -> bool:
-    return instruction.op == op and re.search(rf"%{re.escape(name)}\b(?![.\-\w])", instruction.text) is not None
-
-
 def shape_of(dims: str) -> tuple[int, ...]:
     return tuple(int(size) for size in dims.split(",") if size)
 
@@ -180,7 +176,7 @@ class _Occurrence:
     def until(self, op: str) -> tuple[list[Instruction], Instruction]:
         """(instructions between, the done), for a start."""
         name, later = self.instruction.name, range(self.position + 1, len(self.among))
-        done = next(i for i in later if reads(self.among[i], name, op))
+        done = next(i for i in later if self.among[i].op == op and name in operands(self.among[i]))
         return self.among[self.position + 1 : done], self.among[done]
 
     def inputs(self) -> list[Instruction]:

@@ -70,10 +70,8 @@ class ConfigWarning:
 def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[ConfigWarning]:
     together = sizes[CONTEXT] * sizes[TENSOR]
     if per_host % together and per_host < gpus:
-        message = (
-            f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
-        )
-        yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
+        text = f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
+        yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, text)
 
 
 def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...], gpu: Gpu | None = None) -> Iterator[ConfigWarning]:

@@ -17,11 +17,10 @@ transfers that span that loop; and two transfers over different axes may share o
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, trip_count
+from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, operands, trip_count
 from jaxllm.config import ParallelConfig
 from jaxllm.config.attention import HOPPER
 from jaxllm.cost_model.hardware import Gpu
@@ -252,4 +251,4 @@ def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | N
     """The start in `under_way` that this instruction completes; None if it completes none."""
     if not instruction.op.endswith("-done"):
         return None
-    return next((name for name in re.findall(r"%([\w.\-]+)", instruction.text.split("(", 1)[1]) if name in under_way), None)
+    return next((name for name in operands(instruction) if name in under_way), None)

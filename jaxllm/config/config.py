@@ -348,9 +348,7 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     values = with_overrides(values, overrides)
     # First, because other refusals show values.
     checks.check_passwords(values)
-    model = values.get("model")
-    if isinstance(model, dict) and model.get("name") is not None:
-        take_named(values)
+    take_named(values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:

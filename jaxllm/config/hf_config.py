@@ -350,10 +350,8 @@ def read_window(found: Mapping[str, Any], defaults: Mapping[str, Any], windows: 
 
 
 def window_keys(model: Mapping[str, Any], windows: Windows, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a config.json for the windows of a `model` section.
-
-    Args:
-      config: the other keys; those of a network without windows are changed only if they would give it some.
+    """Keys of a config.json for the windows of a `model` section. Those of `config`, the other keys, are changed only if they
+    would give a network without windows some.
     """
     window = model.get("sliding_window")
     every, first = model.get("full_attention_every"), model.get("full_attention_first") or 0
