@@ -52,9 +52,6 @@ LONGEST_WAIT_S = 10**6
 """Limit for one wait on a socket: Python takes no more than 2**31 milliseconds."""
 
 
-Port = Annotated[int, Field(strict=True, gt=0, lt=2**16)]
-
-
 class RendezvousError(ConfigError):
     """The processes did not meet in time. A restart may help without any other change."""
 
@@ -73,7 +70,7 @@ class Run:
 
     members: list[tuple[Name, Pid]]
     """(host, process ID of the system) by rank."""
-    port: Port
+    port: Annotated[int, Field(strict=True, gt=0, lt=2**16)]
     """JAX's, on the leader's host."""
     attempt: Whole = 0
     """The highest of its processes."""

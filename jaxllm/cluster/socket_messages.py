@@ -39,8 +39,7 @@ from jaxllm.untrusted import INT32, RefusedInput, opened, parse_json, reason_of,
 SECRET, SECRET_FILE = "JAXLLM_SECRET", "JAXLLM_SECRET_FILE"
 LEAST_BYTES, MOST_BYTES = 16, 4096
 """Limits for a secret. Launchers make 32 random bytes, as 64 hexadecimal digits."""
-NONCE_BYTES = 32
-MAC_DIGITS = 64
+NONCE_BYTES, MAC_DIGITS = 32, 64
 _HELLO = re.compile(rb"hello ([0-9a-f]{64})")
 LONGEST_HELLO = 256
 """Limit for process 0's answer to a hello."""

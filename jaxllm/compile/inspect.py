@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -49,9 +49,6 @@ from jaxllm.plan.advice import better_shape, better_shape_line
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Output tile of cuBLAS's fastest bfloat16 kernels on Hopper."""
-MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
-"""The default GPU's. Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves
-some idle."""
 IDLE_PERCENT = 5
 """A shard that wastes no more than this gets no warning."""
 
@@ -79,7 +76,8 @@ def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...], gpu: G
 
     The sharded dim of a weight is checked even if the forward pass contracts it: in the backward pass it is an output dim.
     """
-    available, of = (gpu.chip.multiprocessors, gpu.name) if gpu else (MULTIPROCESSORS, MULTIPROCESSORS_OF)
+    # Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves some idle.
+    available, of = (gpu or GPUS[REFERENCE_GPU]).chip.multiprocessors, gpu.name if gpu else "an H100"
     sizes, matrices = axis_sizes(config.parallel), {spec.path for spec in model_parameters(config.model) if spec.is_matrix}
     for row in parameters:
         # An embedding that is not also the head is looked up, not multiplied.
@@ -142,9 +140,6 @@ class Bytes:
     @property
     def total(self) -> int:
         return self.master + self.moments + self.compute_copy + self.gradients
-
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -305,7 +300,7 @@ def inspect_config(
     table = jax.tree.leaves(tree)
     rows = tuple(describe(parameter, config) for parameter in table)
     padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
-    held = sum((row.bytes_per_device for row in rows), Bytes(0, 0, 0, 0))
+    held = Bytes(*map(sum, zip(*(astuple(row.bytes_per_device) for row in rows), strict=True)))
     return Report(
         mesh=sizes,
         gpus=gpus,

@@ -60,10 +60,8 @@ def render_inspect(report: Report) -> Group:
         Padding(terminal_table(precision, ("", "inputs", "sums", "result")), (0, 0, 0, 2)),
         *(Text(f"\nNote: {note}") for note in report.notes),
     ]
-    if report.warnings:
-        parts.append(Text("\nWarnings"))
-        parts += [Padding(line, (0, 0, 0, 2)) for line in warning_lines(report)]
-    return Group(*parts)
+    lines = [Padding(line, (0, 0, 0, 2)) for line in warning_lines(report)]
+    return Group(*parts, *([Text("\nWarnings"), *lines] if lines else []))
 
 
 def in_columns(rendered: Group) -> str:
@@ -221,8 +219,7 @@ def render(report: CompileReport) -> Group:
             Text(f"\nCollectives of one step, on one device ({legend})"),
             Padding(collectives_table(report), (0, 0, 0, 2)),
         ]
-        left = len(report.collectives) - ROWS
-        if left > 0:
+        if (left := len(report.collectives) - ROWS) > 0:
             parts.append(Text(f"  and {left} kinds that send less; --json has all"))
     if report.overlap:
         parts += [Text("\nExposed communication, by kind"), Padding(overlap_table(report), (0, 0, 0, 2))]
@@ -231,10 +228,8 @@ def render(report: CompileReport) -> Group:
             parts.append(Text(f"  over replica: in one of {every:,} steps"))
     if report.largest_results:
         parts += [Text("\nLargest results of instructions (some share memory, at different times)"), results_table(report)]
-    if report.warnings:
-        parts.append(Text("\nWarnings"))
-        parts += [Padding(Text(line), (0, 0, 0, 2)) for line in report.warnings]
-    return Group(*parts)
+    lines = [Padding(Text(line), (0, 0, 0, 2)) for line in report.warnings]
+    return Group(*parts, *([Text("\nWarnings"), *lines] if lines else []))
 
 
 def heading(report: CompileReport) -> list[Text]:
