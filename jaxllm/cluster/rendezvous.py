@@ -88,18 +88,13 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic) -> tuple[Answer, Wa
             return _meet_once(own, launch, elastic, may_lead)
         except _Over as over:
             # Once it has given way it does not lead again: when the next of its network does too, only that one says so.
-            may_lead = may_lead and not over.others_lead
+            may_lead = may_lead and not over.args
 
 
 class _Over(Exception):
-    """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again.
-
-    Args:
-      others_lead: more hosts can train without this one.
+    """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again. It has an
+    argument if others lead, because more hosts can train without this one.
     """
-
-    def __init__(self, others_lead: bool = False):
-        self.others_lead = others_lead
 
 
 def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: bool) -> tuple[Answer, WaitingRoom | None]:
@@ -125,7 +120,7 @@ def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: boo
                 gathered_s = time.monotonic() + (GATHER_S if own.rank else 0.0)
                 return leader.lead(max(began_s + elastic.wait_s, gathered_s))
             except _GivesWay as gives_way:
-                return _answer(gives_way.visit, until_s), None
+                return _answer(gives_way.args[0], until_s), None
         if time.monotonic() + pause_s >= until_s:
             raise _not_found(own, launch, elastic, why)
         time.sleep(pause_s)
@@ -156,14 +151,7 @@ def _not_found(own: ProcessInfo, launch: Launch, elastic: Elastic, why: str) -> 
 
 
 class _GivesWay(Exception):
-    """Another process leads.
-
-    Args:
-      visit: to that process, which takes this one.
-    """
-
-    def __init__(self, visit: Visit):
-        self.visit = visit
+    """Another process leads. The argument is the Visit to it, which takes this one."""
 
 
 class Rendezvous:
@@ -380,7 +368,7 @@ class _Leader(Rendezvous):
                     looked_at = there
                     chosen = self.choice.choose(there)
                     if self.choice.are_more_without_this_host(hosts, len(chosen[0]) if chosen else 0):
-                        raise _Over(others_lead=True)
+                        raise _Over("others lead")
                     if chosen is not None:
                         return chosen
                     if sentence := self.choice.why_none(hosts):
