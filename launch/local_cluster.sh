@@ -41,7 +41,7 @@ export JAXLLM_LAUNCH_ID
 
 # Runs until its process has written everything, whatever signal comes.
 mark() {
-  trap '' INT TERM HUP
+  trap '' INT TERM HUP USR1 USR2
   local line
   while IFS= read -r line || [[ -n "$line" ]]; do printf '[%s] %s\n' "$1" "$line"; done
 }
@@ -49,7 +49,7 @@ mark() {
 # A signal that comes before all have started is sent to them afterwards.
 pending_signal=""
 trap 'pending_signal=INT' INT
-trap 'pending_signal=TERM' TERM HUP
+trap 'pending_signal=TERM' TERM HUP USR1 USR2
 
 # Each process has its own group: a signal reaches its children too, and Ctrl-C reaches them only through this script.
 set -m
@@ -65,7 +65,7 @@ send() {
   for pid in "${pids[@]}"; do kill -s "$1" -- "-$pid" 2>/dev/null || true; done
 }
 trap 'send INT' INT
-trap 'send TERM' TERM HUP
+trap 'send TERM' TERM HUP USR1 USR2
 [[ -z "$pending_signal" ]] || send "$pending_signal"
 
 # Polls rather than waits: "wait -n" is not in every bash, and does not tell which process ended.

@@ -64,7 +64,7 @@ for name in $(forwarded_variables); do options+=(-x "$name"); done
 
 # Turns mpirun's "[1,0]<stdout>: line" into "[0] line". Runs until mpirun has written everything, whatever signal comes.
 mark() {
-  trap '' INT TERM HUP
+  trap '' INT TERM HUP USR1 USR2
   local line
   while IFS= read -r line || [[ -n "$line" ]]; do
     if [[ "$line" =~ ^\[[0-9]+,([0-9]+)\]\<std(out|err)\>:\ ?(.*)$ ]]; then
@@ -82,7 +82,7 @@ pid=$!
 set +m
 
 # On SIGTERM mpirun would kill all processes a second later; it forwards SIGUSR1, which supervisors turn into a SIGTERM.
-trap 'kill -s USR1 "$pid" 2>/dev/null || true' INT TERM HUP
+trap 'kill -s USR1 "$pid" 2>/dev/null || true' INT TERM HUP USR1 USR2
 # A signal to the whole group ends the sleep, which is not a failure.
 while kill -0 "$pid" 2>/dev/null; do sleep 0.2 || true; done
 code=0

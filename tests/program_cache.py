@@ -28,6 +28,8 @@ def switch_on(environ: MutableMapping[str, str]) -> None:
     """Sets the variables that JAX and jaxllm read. Values that the caller set stay."""
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(home / "jaxllm-tests"))
+    # Some tests give a process another home.
+    environ.setdefault("JAXLLM_PROGRAMS_KEY", str(home / "jaxllm-tests.key"))
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 

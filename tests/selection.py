@@ -28,18 +28,14 @@ QUICK: dict[str, tuple[str, ...]] = {
     # ------------------------------------------------- any mesh has the loss and the gradients of one device
     "parallel/test_mesh_parity.py": (
         "test_loss_and_gradients_equal_one_device[zero2-data2-tensor4-gqa-untied]",
-        "test_loss_and_gradients_equal_one_device[zero0-data2-tensor2-mqa-tied]",
         "test_loss_and_gradients_equal_one_device[zero3-data2-tensor4-gqa-untied]",
-        "test_evaluation_equals_one_device",
     ),
     "parallel/test_pipeline_parity.py": (
         "test_the_cover_holds_every_pair",
         "test_loss_and_gradients_equal_one_device[1f1b-2-context2-zero2-mapping-gqa-tied]",
-        "test_loss_and_gradients_equal_one_device[interleaved-2x2-data2-zero3-offload-gqa-untied-packed]",
     ),
     "parallel/test_context_parity.py": (
         "test_loss_and_gradients_equal_one_device[context2-tensor2-data2-ring-packed-gqa-zero1]",
-        "test_loss_and_gradients_equal_one_device[context4-tensor1-data1-all_gather-packed-gqa-zero1]",
         "test_auto_gathers_short_sequences_and_rings_long_ones",
     ),
     "parallel/test_hybrid.py": (
@@ -49,15 +45,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_a_batch_that_does_not_divide_over_islands_is_refused",
     ),
     "parallel/test_networks.py": ("test_loss_and_gradients_equal_one_device[(2, 1, 4, 1)-3-2-gqa-width-parallel.remat=full]",),
-    "parallel/test_sending_once.py": ("test_several_microbatches_equal_one_device[2-(2, 1, 2)-untied",),
-    "parallel/test_own_loss.py": (
-        "test_loss_and_gradients_equal_one_device[data-tensor-once]",
-        "test_it_is_the_mean_of_its_definition",
-    ),
-    "parallel/test_lora_meshes.py": ("test_loss_and_gradients_equal_one_device[lora-3-axes1",),
+    "parallel/test_sending_once.py": (),
+    "parallel/test_own_loss.py": ("test_it_is_the_mean_of_its_definition",),
+    "parallel/test_lora_meshes.py": (),
     "parallel/test_any_ranks.py": ("test_the_first_dim_with_few_zeros_is_padded_else_the_one_with_fewest",),
     "parallel/test_remat.py": (
-        "test_same_loss_and_gradients[",
+        "test_same_loss_and_gradients[scanned",
         "test_residuals_are_known_by_name",
         "test_what_cannot_be_offloaded_is_an_error",
         "test_names_in_the_config_are_the_models",
@@ -164,8 +157,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "train/test_diloco.py": (
         "test_the_outer_step_is_nesterovs",
         "test_replicas_that_went_the_same_way_have_cosine_one",
-        "test_inner_sgd_equals_data_parallel",
-        "test_going_back_to_plain_steps_is_refused",
         "test_what_cannot_be_is_refused",
     ),
     "train/test_outer_codes.py": (
@@ -175,10 +166,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_a_residual_that_is_not_finite_is_not_sent",
         "test_arrays_that_travel_together_are_as_each_alone",
     ),
-    "train/test_fragments.py": (
-        "test_arrays_with_fewer_rows_than_fragments",
-        "test_what_cannot_be_is_refused",
-    ),
+    "train/test_fragments.py": ("test_what_cannot_be_is_refused",),
     "train/test_overlap_of_fragments.py": (
         "test_which_steps_exchange",
         "test_what_a_checkpoint_has_done_is_not_done_again_and_all_else_is",
@@ -234,6 +222,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/test_lora_folders.py": ("test_a_run_equals_peft", "test_resuming_equals_never_stopping_bit_for_bit"),
     "checkpoint/test_store.py": (
+        "test_a_new_machine_continues_bit_for_bit",
         "test_a_kill_inside_a_copy_leaves_the_checkpoint_before",
         "test_a_damaged_checkpoint_is_named_and_passed_over[missing]",
         "test_a_checkpoint_that_orbax_cannot_read_is_damaged",
@@ -254,6 +243,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_a_restore_that_fails_leaves_nothing_half_and_passes_over_nothing[gs-",
     ),
     "inference/test_smollm2_inference.py": (
+        "test_a_window_scores_what_pytorch_says",
         "test_greedy_continuations_of_a_batch_are_those_of_pytorch",
         "test_the_command_answers_a_question_by_the_chat_template",
     ),
@@ -288,6 +278,17 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_best_is_compiled",
     ),
     "cost_model/test_lora_estimates.py": ("test_the_estimate_is_what_xla_allocates",),
+    "cost_model/test_step_time.py": ("test_predictions_of_a_group_left_out_are_those_of_a_fit_to_the_others",),
+    "data/test_cached.py": ("test_a_run_resumes_from_the_same_folder_in_a_store",),
+    "data/test_prepare.py": ("test_the_benchmarks_figures_agree",),
+    "weights/test_read_weights.py": ("test_a_run_goes_on_and_out_when_the_folder_it_names_has_gone",),
+    "weights/test_hub.py": ("test_the_shape_needs_no_weights_and_a_run_keeps_its_commit",),
+    "model/test_packed_documents.py": ("test_documents_of_all_lengths_fill_their_calls",),
+    "compile/test_pretend.py": ("test_the_step_that_runs_is_the_runs_own",),
+    "run/test_hooks.py": (
+        "test_after_the_last_step_a_hook_stops_nothing",
+        "test_a_hook_stops_the_run_which_saves_and_resumes[when]",
+    ),
     "machine/test_program_cache.py": ("test_a_killed_run_goes_on_without_compiling",),
     "benchmarks/test_gpu_grouped.py": ("test_numbers_agree_with_float32",),
     "benchmarks/test_gpu_pretend.py": ("test_runs_on_cpu_devices",),
@@ -301,6 +302,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_both_sides_agree_with_themselves_and_each_other",
         "test_the_trace_says_where_the_time_goes",
         "test_attention_alone_agrees_with_float32",
+        "test_parts_and_ceilings",
     ),
     # ------------------------------------------------- processes and waits
     "cluster/test_multiprocess.py": (

@@ -40,6 +40,11 @@ DOORS = {
     "untrusted.py": "bounded, no key twice, typed",
     "data/template_program.py": "reads what its own parent sends, without jaxllm on its path",
 }
+LOADED_CODE = {
+    "run/programs.py": "compiled programs that this user's key signed",
+    "run/tracker_kinds.py": "trackers' packages by fixed names, and what log.sinks names beside the recipe",
+    "data/template_program.py": "Jinja, in a process that may do nothing",
+}
 PRIVATE_JAX = "private_jax.py"
 AXIS_CALLS = r"(^P|PartitionSpec|psum\w*|pmax|pmean|all_gather|all_to_all|ppermute|axis_index|axis_size|shard_map)$"
 AXES = {"pipe", "data", "context", "tensor", "replica"}
@@ -180,6 +185,14 @@ def test_what_comes_from_outside_is_read_at_one_door():
     pattern = re.compile(r"\bjson\.loads?\(|\byaml\.\w*load|\bnp\.load\w*\(|\b(pickle|marshal)\.loads?\(")
     uses = {name(file) for file in FILES if pattern.search(file.read_text(encoding="utf-8"))}
     assert uses == set(DOORS)
+
+
+def test_code_is_loaded_at_few_places():
+    """Each is a row of SECURITY.md's table, or names modules of jaxllm's own."""
+    imports = r"import_module\((?!f?[\"'](jaxllm|mlflow)\.)|\b__import__\("
+    pattern = re.compile(rf"{imports}|deserialize_and_load|\b(exec|eval)\(|\brunpy\b")
+    uses = {name(file) for file in FILES if pattern.search(file.read_text(encoding="utf-8"))}
+    assert uses == set(LOADED_CODE)
 
 
 def test_every_room_is_described():

@@ -58,6 +58,13 @@ def test_files_and_tests_that_are_named_are_there():
     assert all((durations.FILE.parent / file).exists() for file in selection.IN_EACH_RUN)
 
 
+def test_what_security_says_is_held_by_tests_that_are_there():
+    named = NAMED.findall((CHECKOUT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(named) >= 8
+    tests = CHECKOUT / "tests"
+    assert [name for file, name in named if f"def {name}(" not in (tests / file).read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.parametrize("law", laws())
 def test_a_case_of_each_law_is_quick(law):
     quick = quick_tests()

@@ -173,6 +173,7 @@ def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -
         jax.config.update("jax_platforms", "cpu")
     kinds = () if gpu is None else (gpu.device_kind or gpu.name,)
     xla_flags.apply(RunConfig(cpu_devices=1, deterministic=deterministic), kinds)
+    program_cache.use_key(os.environ)
     if program_cache.FOLDER_VARIABLE in os.environ:
         # JAX's own cache would store programs for absent devices, which it cannot load, and warn of each.
         _start_program_cache("auto", None, on_cpu=True)

@@ -7,9 +7,9 @@ restarted, and wait for each other as at the first start.
 
 COMMAND runs in its own process group, without standard input. It inherits a pipe, JAXLLM_BEAT_FD, into which jaxllm writes a
 byte a second. Only a heartbeat that stops counts: a command that never sends one never counts as frozen, but a shell that
-continues after its training has ended does. SIGTERM and SIGINT are forwarded to the group, SIGHUP and SIGUSR1 as SIGTERM
-(mpirun forwards SIGUSR1, but ends all processes a second after a SIGTERM). After such a signal there is no restart. COMMAND
-does not outlive its supervisor (Linux).
+continues after its training has ended does. SIGTERM and SIGINT are forwarded to the group, SIGHUP, SIGUSR1 and SIGUSR2 as
+SIGTERM (mpirun forwards SIGUSR1, but ends all processes a second after a SIGTERM). After such a signal there is no restart.
+COMMAND does not outlive its supervisor (Linux).
 
 Standard library only, and no JAX: this process must stay small, and alive when the other does not.
 """
@@ -123,6 +123,7 @@ PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGTERM,
+    signal.SIGUSR2: signal.SIGTERM,
 }
 ORDERS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "KILL": signal.SIGKILL}
 PR_SET_PDEATHSIG = 1

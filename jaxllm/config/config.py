@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from jaxllm.config import checks
 from jaxllm.config.batch_schedule import Phase, batches_of, doublings, phase_at, phases_of, sequences_before
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
-from jaxllm.config.load import find_recipe, read_recipe, take_named, with_overrides
+from jaxllm.config.load import find_recipe, read_recipe, refuse_code, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.run_sections import CheckpointConfig, LaunchConfig, LogConfig, RunConfig
 from jaxllm.config.sections import CONVERSATIONS, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -343,7 +343,11 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     Raises:
       ConfigError: one sentence that names the key and what to change.
     """
-    values = read_recipe(find_recipe(Path(path))) if isinstance(path, str | Path) else {k: v for k, v in path.items()}
+    if isinstance(path, str | Path):
+        values = read_recipe(find_recipe(Path(path)))
+        refuse_code(path, values, overrides)
+    else:
+        values = {k: v for k, v in path.items()}
     # A section whose keys are all commented out is None in YAML.
     values = with_overrides(values, overrides)
     # First, because other refusals show values.

@@ -62,6 +62,16 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
+def refuse_code(path: str | Path, values: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Raises ConfigError if the recipe itself names classes to import: only who runs it may ask for that."""
+    sinks = log.get("sinks") if isinstance(log := values.get("log"), Mapping) else None
+    if sinks and not any(override.partition("=")[0].strip() == "log.sinks" for override in overrides):
+        raise ConfigError(
+            f"{path} asks for code of its own, log.sinks={shown(sinks)}, which would run as you, and a file cannot: remove the "
+            f"key, or give it beside the recipe, log.sinks='[module:Class]'."
+        )
+
+
 def _apply(override: str, values: dict[str, Any]) -> None:
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")

@@ -10,9 +10,11 @@ below is ours, because JAX's own writes an entry in place, so that a killed proc
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
 import os
 import platform
+import re
 import secrets
 import stat
 import time
@@ -21,14 +23,15 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.machine.host import installed
+from jaxllm.machine.signing_key import KEY_VARIABLE, key_file, name_of, signing_key
 from jaxllm.private_jax import keep_programs_in
-from jaxllm.untrusted import RefusedInput, read_bytes
+from jaxllm.untrusted import RefusedInput, opened, read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,11 @@ LIMIT_BYTES = 8 * 2**30
 """The least recently used entries beyond it are deleted at the start of a process. A large model's step takes 10 to 100 MB."""
 SUFFIX = "-program"
 """JAX's own entries end in -cache."""
-MAGIC = b"jaxllm 1"
+SIGNED = re.compile(rf"-[0-9a-f]{{8}}{SUFFIX}$")
+TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
+MAGIC = b"jaxllm 2"
+ENTRY_BYTES = 2**30
+"""The largest program that is read: ten times the step of a large model."""
 LEAST_S = 0.02
 """Programs that compile faster are compiled in every process."""
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -65,6 +72,9 @@ class ProgramStore:
     """A folder of compiled programs: JAX's CacheInterface. It never raises: what cannot be read is compiled, what cannot be
     written is compiled again by the next process, and one warning says so.
 
+    A program runs as the user who loads it, and some are pickles. So each has a signature by this user's key over its name and
+    content, and what has none is not loaded (signing_key.py).
+
     Args:
       is_writer: whether this process writes. Another one may write the same entries.
       known: the only entries that may be found, as `entries` names them; None: all that are in the folder.
@@ -75,16 +85,18 @@ class ProgramStore:
         self._path = self.folder = folder
         self._is_writer, self._known, self._given = is_writer, known, set()
         self._warned = False
+        self._secret = signing_key(_key_file) if _key_file else None
+        # Of several users of a folder each sees his own entries.
+        self._suffix = f"-{name_of(self._secret)}{SUFFIX}" if self._secret else "/"
         self.found = self.compiled = 0
 
     def get(self, key: str) -> bytes | None:
-        """The stored program; None if there is none, or if the entry is damaged."""
-        if self._known is not None and key[-HEX:] not in self._known:
+        """The stored program; None if there is none, or if the entry is damaged or not of this user's key."""
+        if self._secret is None or (self._known is not None and key[-HEX:] not in self._known):
             return None
         file, value = self._file(key), None
         try:
-            content = read_bytes(file, LIMIT_BYTES)
-            value = content[HEADER_BYTES:] if content.startswith(_header(content[HEADER_BYTES:])) else None
+            value = self._verified(key)
             with suppress(OSError):
                 if value is None:
                     # So that it is written again.
@@ -109,21 +121,49 @@ class ProgramStore:
 
     def put(self, key: str, value: bytes) -> None:
         """Stores a program."""
+        if self._secret is None:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file(key), _header(value) + value)
+            write_whole(self._file(key), self._header(key, value) + value)
         except OSError as error:
             self._warn("written", error)
 
     def entries(self) -> list[str]:
         """The end of each key whose entry is complete."""
-        return sorted(file.name.removesuffix(SUFFIX)[-HEX:] for file in self.folder.glob(f"*{SUFFIX}") if _is_whole(file))
+        if self._secret is None:
+            return []
+        mine = self.folder.glob(f"*{self._suffix}")
+        return sorted(file.name.removesuffix(self._suffix)[-HEX:] for file in mine if _is_whole(file))
+
+    def has_unsigned(self, key: str) -> bool:
+        """Whether there is an entry of this key, and none that this user's key signed."""
+        return not self._file(key).exists() and any(self.folder.glob(f"{key}*{SUFFIX}"))
+
+    def holds_only_foreign(self) -> bool:
+        """Whether other keys signed entries, and this user's key none."""
+        names = [file.name for file in self.folder.glob(f"*{SUFFIX}")]
+        return any(map(SIGNED.search, names)) and not any(name.endswith(self._suffix) for name in names)
 
     def clear(self) -> None:
         """CacheInterface has it; nothing here is kept in memory."""
 
     def _file(self, key: str) -> Path:
-        return self.folder / f"{key}{SUFFIX}"
+        return self.folder / f"{key}{self._suffix}"
+
+    def _header(self, key: str, value: bytes) -> bytes:
+        """The length and a MAC over name and content, so that no entry passes as another."""
+        assert self._secret is not None, "get and put ask first"
+        return _head(len(value)) + hmac.digest(self._secret, key.encode() + b"\0" + value, "sha256")
+
+    def _verified(self, key: str) -> bytes | None:
+        """The content of an entry whose signature is right. One of a wrong size is not read."""
+        with opened(self._file(key)) as entry:
+            if not _has_its_size(entry):
+                return None
+        content = read_bytes(self._file(key), ENTRY_BYTES + HEADER_BYTES)
+        value = content[HEADER_BYTES:]
+        return value if hmac.compare_digest(content[:HEADER_BYTES], self._header(key, value)) else None
 
     def _warn(self, what: str, error: Exception) -> None:
         if not self._warned:
@@ -153,18 +193,19 @@ def _head(length: int) -> bytes:
     return MAGIC + length.to_bytes(8, "big")
 
 
-def _header(value: bytes) -> bytes:
-    return _head(len(value)) + hashlib.sha256(value).digest()
-
-
-HEADER_BYTES = len(_header(b""))
+HEADER_BYTES = len(_head(0)) + hashlib.sha256().digest_size
 
 
 def _is_whole(file: Path) -> bool:
     """Whether the file is there and as long as it says: its content is not read."""
-    with suppress(OSError), file.open("rb") as entry:
-        return entry.read(len(_head(0))) == _head(max(0, os.fstat(entry.fileno()).st_size - HEADER_BYTES))
+    with suppress(OSError, RefusedInput), opened(file) as entry:
+        return _has_its_size(entry)
     return False
+
+
+def _has_its_size(entry: BinaryIO) -> bool:
+    length = os.fstat(entry.fileno()).st_size - HEADER_BYTES
+    return 0 <= length <= ENTRY_BYTES and entry.read(len(_head(0))) == _head(length)
 
 
 # ------------------------------------------------------------------------------------------------------------ for a process
@@ -172,6 +213,13 @@ def _is_whole(file: Path) -> bool:
 _store: ProgramStore | None = None
 _known: frozenset[str] | None = None
 _has_asked = False
+_key_file: Path | None = None
+
+
+def use_key(environ: Mapping[str, str]) -> None:
+    """Programs are signed by the key that the environment names, by default the one in the home folder."""
+    global _key_file
+    _key_file = key_file(environ)
 
 
 def start(
@@ -195,6 +243,7 @@ def start(
       ConfigError: `wanted` is no folder.
     """
     global _store, _known, _has_asked
+    use_key(environ)
     base = _base(wanted, default, environ)
     folder = None if base is None else _usable(base / identity())
     is_other = folder is None or _store is None or _store.folder != folder
@@ -213,6 +262,13 @@ def start(
         return
     if is_other:
         _store = None if folder is None else ProgramStore(folder, is_writer, _known)
+        if _store is not None and _store.holds_only_foreign():
+            log.warning(
+                "The compilation cache %s holds programs, and none that your key signed: this start compiles its own. Where a "
+                "home folder does not last, as in a pod, set %s to a file that does.",
+                folder,
+                KEY_VARIABLE,
+            )
         jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
         for name, value in OPTIONS.items():
             if name.upper() not in environ:
@@ -269,13 +325,15 @@ def prune(base: Path, limit_bytes: int = LIMIT_BYTES, unused_s: float = 86_400) 
       unused_s: seconds since the last use below which nothing is deleted: a run may need it yet.
     """
     entries, newest_s = [], time.time() - unused_s
-    for path in base.glob("jax-*/*"):
+    # A link may lead to a folder of something else.
+    folders = [folder for folder in base.glob("jax-*") if not folder.is_symlink()]
+    for path in (path for folder in folders for path in folder.glob("*")):
         # Another process may delete entries too.
         with suppress(OSError):
-            found = path.stat()
+            found = path.stat(follow_symlinks=False)
             if path.name.endswith(SUFFIX):
                 entries.append((found.st_mtime, found.st_size, path))
-            elif path.suffix == ".tmp" and found.st_mtime < newest_s:
+            elif TEMPORARY.fullmatch(path.name) and found.st_mtime < newest_s:
                 path.unlink()
     excess = sum(size for _, size, _ in entries) - limit_bytes
     for used_s, size, path in sorted(entries):

@@ -426,7 +426,8 @@ class SavedPrograms:
         if key not in self._manifest.programs:
             problem = f"{self._folder} holds no {name} of this config{self._difference()}"
         elif (stored := store_of(self._folder).get(key)) is None:
-            problem = f"The {name} in {self._folder} is damaged"
+            unsigned = "is not signed by your key, and a program of somebody else would run as you"
+            problem = f"The {name} in {self._folder} {unsigned if store_of(self._folder).has_unsigned(key) else 'is damaged'}"
         else:
             devices = list(self._mesh.devices.flat)
             trees = jax.tree.structure(lowered.args_info), lowered.out_tree

@@ -8,6 +8,10 @@ the signals that they receive, schedulers send it again at the time limit, and b
 notebook or at Python's prompt the process is the user's whole session: there a second SIGINT raises KeyboardInterrupt, and the
 run keeps its last save.
 
+SIGUSR1, SIGUSR2 and SIGHUP ask for the same stop and never exit at once: schedulers send them as a warning before the time
+limit, a lost terminal the last. A SIGTERM after them counts as the first. What ignores or handles them already stays: nohup, or
+submitit.
+
 Before the first step there is nothing to save. If a supervisor restarts the run, a process that receives a signal before then
 exits at once and ends the others too (`leave_early`): a compilation may take longer than a scheduler waits. `begin` ends that
 period: all processes meet there, and none continues if one has received a signal. A process that has reached `begin` no longer
@@ -39,7 +43,8 @@ import jax
 from jaxllm.cluster import distributed
 from jaxllm.stderr import print_sentence
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 STEPS_AHEAD = 3
 """Steps of a plan after the next one that all wait for."""
 SAME_SIGNAL_S = 0.5
@@ -180,17 +185,20 @@ class SignalHandler:
                 self._plans[name] = int(at), by
 
     def _listen(self) -> None:
+        self._handled = [n for n in SIGNALS if n not in WARNINGS or signal.getsignal(n) == signal.SIG_DFL]
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in self._handled:
             # Python's own would end the process, or raise KeyboardInterrupt in the middle of an operation.
             self._previous[number] = signal.signal(number, self._in_main_thread)
 
     def _in_main_thread(self, number: int, _: Any) -> None:
         now = time.monotonic()
+        if number in WARNINGS:
+            return
         if self._handled_s is None:
             self._handled_s = now
         elif number == signal.SIGINT and interactive() and now - self._handled_s > SAME_SIGNAL_S:
@@ -200,15 +208,12 @@ class SignalHandler:
         first_s = None
         while received := self._reader.recv(16):
             for number in received:
-                if number not in SIGNALS:
+                if number not in self._handled:
                     continue
                 now = time.monotonic()
-                if first_s is None:
-                    first_s = now
-                    with self._lock:
-                        early, self._signal = not self._begun, signal.Signals(number).name
-                    if early and self._leave_early is not None:
-                        self._leave_early(self._signal)
+                if number in WARNINGS or first_s is None:
+                    first_s = first_s if number in WARNINGS else now
+                    self.ask(signal.Signals(number).name)
                 elif number == signal.SIGINT and interactive():
                     # The main thread handles it.
                     continue

@@ -188,6 +188,7 @@ def test_llama_cpp_computes_the_same_logits(exported):
 
 
 def test_llama3s_angles_are_divided_by_the_factors(tmp_path):
+    pytest.importorskip("torch"), pytest.importorskip("transformers")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

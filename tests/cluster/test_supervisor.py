@@ -222,7 +222,9 @@ STOPS = 'for name in TERM INT; do trap "echo $name; exit 75" $name; done; echo r
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(("sent", "received"), [("TERM", "TERM"), ("INT", "INT"), ("HUP", "TERM"), ("USR1", "TERM")])
+@pytest.mark.parametrize(
+    ("sent", "received"), [("TERM", "TERM"), ("INT", "INT"), ("HUP", "TERM"), ("USR1", "TERM"), ("USR2", "TERM")]
+)
 def test_signals_are_passed_on_and_end_it(start, sent, received):
     process = start(STOPS)
     assert process.stdout.readline() == "ready\n"

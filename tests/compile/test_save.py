@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,31 @@ def test_a_damaged_program_is_refused(saved, mesh, caplog, tmp_path):
     (entry,) = (tmp_path / "saved" / "saved").iterdir()
     os.truncate(entry, 20)
     assert refusal(saved, mesh, caplog) == f"The train step in {tmp_path}/saved is damaged{ADVICE}"
+
+
+class Payload:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_program_of_somebody_else_is_not_run(saved, mesh, caplog, tmp_path, monkeypatch):
+    """XLA's executables travel as pickles. Neither another key's signature nor a copied one makes one taken."""
+    store, mark = store_of(tmp_path / "saved"), tmp_path / "executed"
+    (mine,) = store.folder.iterdir()
+    monkeypatch.setattr(program_cache, "_key_file", tmp_path / "their.key")
+    store_of(tmp_path / "saved").put(fingerprint("text", {}), pickle.dumps(Payload(mark)))
+    monkeypatch.undo()
+    (theirs,) = set(store.folder.iterdir()) - {mine}
+    mine.write_bytes(theirs.read_bytes())
+    assert refusal(saved, mesh, caplog) == (
+        f"The train step in {tmp_path}/saved is not signed by your key, and a program of somebody else would run as you{ADVICE}"
+    )
+    assert not mark.exists()
 
 
 def test_a_program_that_does_not_load_is_refused(saved, mesh, caplog, tmp_path):

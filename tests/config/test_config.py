@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny import TINY
 
 from jaxllm.config import ConfigError, config_folder, json_schema, load_config, published_models
 
@@ -258,6 +259,22 @@ def test_every_recipe_loads(tmp_path, monkeypatch):
         (tmp_path / name).touch()
     for path in recipes:
         assert load_config(path).train.steps > 0
+
+
+def test_a_recipe_cannot_ask_for_code(tmp_path):
+    """A class that log.sinks names is imported, and runs as the user. Beside the file it may be given, also the same one."""
+    recipe = tmp_path / "recipe.yaml"
+    values = TINY | {"data": {"source": "files", "paths": [str(recipe)]}, "log": {"sinks": ["theirs:Sink"]}}
+    recipe.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe, ["log.every_steps=1", "log.sinks_=[a:B]"])
+    assert str(error.value) == (
+        f'{recipe} asks for code of its own, log.sinks=["theirs:Sink"], which would run as you, and a file cannot: remove the '
+        f"key, or give it beside the recipe, log.sinks='[module:Class]'."
+    )
+    assert load_config(recipe, ["log.sinks=[mine:Sink]"]).log.sinks == ("mine:Sink",)
+    assert load_config(recipe, ["log.sinks=[]"]).log.sinks == ()
+    assert load_config(values).log.sinks == ("theirs:Sink",)
 
 
 def test_configs_are_frozen():

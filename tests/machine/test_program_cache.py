@@ -18,10 +18,16 @@ from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError
 from jaxllm.machine import program_cache
 from jaxllm.machine.program_cache import SUFFIX, ProgramStore
+from jaxllm.machine.signing_key import KEY_VARIABLE, name_of, signing_key
 from jaxllm.private_jax import keep_programs_in
 
 KEY = "jit_step-" + 64 * "a"
 OTHER = "jit_step-" + 64 * "b"
+
+
+def entry_of(key: str) -> str:
+    """The file's name, for the key that signs in this process."""
+    return f"{key}-{name_of(signing_key(program_cache._key_file))}{SUFFIX}"
 
 
 def texts(caplog) -> list[str]:
@@ -50,7 +56,7 @@ def test_a_program_is_found_as_it_was_stored(tmp_path):
     store.put(KEY, b"program")
     assert ProgramStore(tmp_path / "new").get(KEY) == store.get(KEY) == b"program"
     assert store.found == 1
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [KEY + SUFFIX]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [entry_of(KEY)]
     assert store.entries() == [16 * "a"]
 
 
@@ -129,21 +135,155 @@ def test_the_entries_unused_for_longest_are_deleted_first(tmp_path):
     keys = [f"jit_f-{number}" for number in range(4)]
     for number, key in enumerate(keys):
         stores[number % 2].put(key, bytes(10))
-        os.utime(stores[number % 2].folder / (key + SUFFIX), (number, number))
+        os.utime(stores[number % 2].folder / entry_of(key), (number, number))
     # Reading it makes it the newest.
     stores[0].get(keys[0])
-    size = (stores[0].folder / (keys[0] + SUFFIX)).stat().st_size
-    for name in ("no_entry", "now.tmp", "killed.tmp"):
+    size = (stores[0].folder / entry_of(keys[0])).stat().st_size
+    now, killed = (f"{number}-{16 * 'a'}.tmp" for number in (1, 2))
+    for name in ("no_entry", "another.tmp", now, killed):
         (stores[0].folder / name).write_bytes(bytes(1000))
-    os.utime(stores[0].folder / "killed.tmp", (0, 0))
+    for name in ("another.tmp", killed):
+        os.utime(stores[0].folder / name, (0, 0))
     program_cache.prune(tmp_path, limit_bytes=3 * size - 1)
-    left = sorted(path.name for path in tmp_path.glob("*/*"))
-    assert left == [keys[0] + SUFFIX, keys[3] + SUFFIX, "no_entry", "now.tmp"]
+    left = {path.name for path in tmp_path.glob("*/*")}
+    assert left == {entry_of(keys[0]), entry_of(keys[3]), "no_entry", "another.tmp", now}
     program_cache.prune(tmp_path, limit_bytes=0)
-    assert [path.name for path in tmp_path.glob(f"*/*{SUFFIX}")] == [keys[0] + SUFFIX]
+    assert [path.name for path in tmp_path.glob(f"*/*{SUFFIX}")] == [entry_of(keys[0])]
     program_cache.prune(tmp_path, limit_bytes=0, unused_s=0)
     assert not list(tmp_path.glob(f"*/*{SUFFIX}"))
     program_cache.prune(tmp_path / "none")
+
+
+def test_pruning_follows_no_link(tmp_path):
+    """A recipe may name the cache, and a checkout hold the link."""
+    theirs = ProgramStore(tmp_path / "theirs")
+    theirs.put(KEY, b"program")
+    (theirs.folder / f"1-{16 * 'a'}.tmp").touch()
+    for file in theirs.folder.iterdir():
+        os.utime(file, (0, 0))
+    cache = tmp_path / "cache"
+    mine = ProgramStore(cache / "jax-1")
+    mine.put(OTHER, b"program")
+    (cache / "jax-2").symlink_to(theirs.folder)
+    (mine.folder / entry_of(KEY)).symlink_to(theirs.folder / entry_of(KEY))
+    program_cache.prune(cache, limit_bytes=0, unused_s=0)
+    assert not list(mine.folder.iterdir())
+    assert len(list(theirs.folder.iterdir())) == 2
+
+
+# ----------------------------------------------------------------------------------------- whose programs are loaded
+
+
+@pytest.fixture
+def stores(tmp_path, monkeypatch):
+    """stores("mine") -> a store of one folder, in a process whose user has this key."""
+
+    def make(user: str) -> ProgramStore:
+        monkeypatch.setattr(program_cache, "_key_file", tmp_path / user)
+        return ProgramStore(tmp_path / "folder")
+
+    return make
+
+
+def test_only_what_the_users_own_key_signed_is_loaded(stores):
+    """Each user of a folder sees his own entries, and displaces no other's."""
+    stores("theirs").put(KEY, b"theirs")
+    mine = stores("mine")
+    assert mine.get(KEY) is None
+    assert mine.has_unsigned(KEY)
+    assert not mine.has_unsigned(OTHER)
+    assert mine.entries() == []
+    mine.put(KEY, b"mine")
+    assert (mine.get(KEY), stores("theirs").get(KEY)) == (b"mine", b"theirs")
+    assert not mine.has_unsigned(KEY)
+
+
+def test_a_cache_of_another_key_is_said(process_cache, tmp_path, monkeypatch, caplog):
+    """A home folder that does not last makes a new key at each start."""
+    said = (
+        f"The compilation cache {tmp_path}/{program_cache.identity()} holds programs, and none that your key signed: this "
+        f"start compiles its own. Where a home folder does not last, as in a pod, set {KEY_VARIABLE} to a file that does."
+    )
+    for user, warnings in (("first", []), ("second", [said]), ("first", [])):
+        monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / user))
+        process_cache("off", tmp_path)
+        process_cache(str(tmp_path), tmp_path)
+        assert texts(caplog) == warnings
+        caplog.clear()
+        if not warnings:
+            program_cache._store.put(KEY, b"program")
+
+
+def test_an_entry_is_not_taken_for_another(stores, tmp_path):
+    """Nor is one with another length, nor a whole one that a key of the same name would not have signed."""
+    mine, theirs = stores("mine"), stores("theirs")
+    mine.put(KEY, b"program")
+    (entry,) = mine.folder.iterdir()
+    moved = entry.with_name(entry.name.replace(KEY, OTHER))
+    moved.write_bytes(entry.read_bytes())
+    assert mine.get(OTHER) is None
+    theirs.put(OTHER, b"payload")
+    (foreign,) = theirs.folder.glob(f"{OTHER}*")
+    foreign.rename(moved)
+    assert mine.entries() == [16 * "a", 16 * "b"], "its size is right"
+    assert mine.get(OTHER) is None
+    assert mine.get(KEY) == b"program"
+
+
+def test_an_entry_too_large_for_a_program_is_not_read(stores, monkeypatch):
+    """A sparse file takes no disk."""
+    mine = stores("mine")
+    mine.put(KEY, b"program")
+    (entry,) = mine.folder.iterdir()
+    length = 8 * 2**30
+    with entry.open("wb") as file:
+        file.write(program_cache._head(length))
+        file.truncate(length + program_cache.HEADER_BYTES)
+    monkeypatch.setattr(program_cache, "read_bytes", None)
+    assert mine.get(KEY) is None
+    assert not entry.exists()
+
+
+def test_a_key_is_made_once_and_for_its_user_alone(tmp_path):
+    program = f"""
+import sys
+from pathlib import Path
+from jaxllm.machine.signing_key import signing_key
+sys.stdin.read(1)
+print(signing_key(Path({str(tmp_path / "new" / "key")!r})).decode())
+"""
+    command = [sys.executable, "-c", program]
+    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in started:
+        process.stdin.write("x")
+        process.stdin.flush()
+    keys = {process.communicate()[0].strip() for process in started}
+    assert {len(key) for key in keys} == {64}
+    assert keys == {(tmp_path / "new" / "key").read_text()}
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "new").iterdir()] == [0o600]
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why"),
+    [
+        (64 * "0", 0o640, "other users may open it: make a new one of mode 600, not 640"),
+        ("", 0o600, "it does not hold 64 digits: delete it"),
+        (66 * "0", 0o600, "it does not hold 64 digits: delete it"),
+    ],
+)
+def test_a_key_that_proves_nothing_is_refused(stores, content, mode, why, tmp_path, caplog):
+    """No program is kept then, nor loaded, and nothing is stored without a signature."""
+    key = tmp_path / "mine"
+    key.write_text(content)
+    key.chmod(mode)
+    store = stores("mine")
+    store.put(KEY, b"program")
+    assert store.get(KEY) is None
+    assert not store.folder.exists()
+    assert texts(caplog) == [
+        f"Compiled programs are not kept: their key {key} cannot be used ({why}). Correct that, or set {KEY_VARIABLE} to "
+        "another file."
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- the process

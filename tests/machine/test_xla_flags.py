@@ -139,15 +139,15 @@ def test_a_run_on_cpu_devices_has_none(driver):
     assert "NCCL_DEBUG" not in os.environ
 
 
-def test_cpu_devices_leave_a_thread_to_spare(driver, monkeypatch):
-    """A pipeline's loss was wrong without (xla_flags.CPU_THREADS)."""
+def test_each_cpu_device_has_threads_to_wait_in(driver, monkeypatch):
+    """A ring hung for ever without, and a pipeline's loss was wrong (xla_flags.CPU_THREADS)."""
     xla_flags.apply(RunConfig(cpu_devices=16))
-    assert int(os.environ[xla_flags.CPU_THREADS]) > 16
-    for given, devices in (("3", 2), ("3", 3), ("", 3)):
+    assert int(os.environ[xla_flags.CPU_THREADS]) >= 128
+    for given, devices in (("4", 2), ("5", 3), ("", 3)):
         monkeypatch.setenv(xla_flags.CPU_THREADS, given)
         xla_flags.apply(RunConfig(cpu_devices=devices))
-        assert (os.environ[xla_flags.CPU_THREADS] == "3") is (devices == 2)
-        assert int(os.environ[xla_flags.CPU_THREADS]) > devices
+        assert (os.environ[xla_flags.CPU_THREADS] == "4") is (devices == 2)
+        assert int(os.environ[xla_flags.CPU_THREADS]) >= 2 * devices
 
 
 def gathered_in_a_loop_and_behind(x):

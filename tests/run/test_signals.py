@@ -95,7 +95,9 @@ def stopped_step(out: str, name: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))]
+)
 def test_a_signal_stops_saved_and_the_run_resumes_alike(number, recipe, tmp_path):
     folder = tmp_path / "run"
     process = start(recipe, folder)
@@ -387,6 +389,41 @@ def test_a_process_ready_for_the_first_step_leaves_early_no_more(restarts):
         assert handler.begin() == "SIGTERM"
         assert handler.actions_after(1) == module.StepActions(save=True, stopped_by="SIGTERM")
     assert left == []
+
+
+@pytest.mark.parametrize("warning", module.WARNINGS)
+def test_a_warning_asks_to_stop_and_never_exits_at_once(warning, monkeypatch):
+    """However often it comes. The SIGTERM at the time limit is then the first, and would exit only if it came again."""
+    monkeypatch.setattr(module, "SAME_SIGNAL_S", 0.0)
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    with SignalHandler() as handler:
+        os.kill(os.getpid(), warning)
+        wait_for_signal(handler)
+        for number in (warning, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert handler.begin() == warning.name
+        assert exits == []
+        os.kill(os.getpid(), signal.SIGTERM)
+    # On leaving, the thread has read all that came.
+    assert exits == [128 + signal.SIGTERM]
+
+
+def test_a_warning_that_somebody_handles_is_theirs():
+    """nohup ignores SIGHUP; submitit requeues its job on SIGUSR2."""
+    came: list[int] = []
+    theirs = {signal.SIGHUP: signal.SIG_IGN, signal.SIGUSR2: lambda number, _: came.append(number)}
+    before = {number: signal.signal(number, handler) for number, handler in theirs.items()}
+    try:
+        with SignalHandler() as handler:
+            for number in theirs:
+                os.kill(os.getpid(), number)
+        assert came == [signal.SIGUSR2]
+        assert handler._signal is None
+        assert {number: signal.getsignal(number) for number in theirs} == theirs
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_handlers_are_put_back():
