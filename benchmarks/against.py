@@ -27,7 +27,7 @@ import jaxllm
 from jaxllm.compile.compare import compare, figures, render_comparison
 from jaxllm.compile.report import CompileReport, report_from_json
 from jaxllm.config import ConfigError
-from jaxllm.machine import flag_names
+from jaxllm.machine import xla_flags
 from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, reason_of, shown
 
 FLAGS = "XLA_FLAGS="
@@ -57,7 +57,7 @@ def report_of(other: str, arguments: Sequence[str]) -> CompileReport:
         return read_report(Path(other))
     if other.startswith(FLAGS):
         flags = other.removeprefix(FLAGS)
-        flag_names.require_known(flags)
+        xla_flags.require_known(flags)
         return compiled_by(Path(sys.executable), arguments, flags)
     python = Path(other).absolute() / "bin" / "python"
     if not python.is_file():

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.machine.cpus import available_cpus
+from jaxllm.machine.host import available_cpus
 
 MODEL = {
     **{"num_layers": 4, "hidden_size": 448, "intermediate_size": 1536, "num_heads": 7, "num_kv_heads": 7, "vocab_size": 256},
@@ -144,7 +144,7 @@ def begun(config: Config, saves: int, kinds: Sequence[str]) -> tuple[Any, dict[s
     import jax
 
     import jaxllm
-    from jaxllm.machine.versions import versions
+    from jaxllm.machine.host import versions
 
     trainer = jaxllm.Trainer(config)
     for _ in trainer.steps(3):

@@ -44,7 +44,7 @@ from gpu_cases import BASE, Figures, Tell, capacity_of, covered, kind_of, op_nam
 from trace_parts import gpu_planes, kernels_of, trace_parts
 
 from jaxllm.compile.hlo import Collective, Module
-from jaxllm.compile.kernel_account import kernel_account
+from jaxllm.compile.kernels import kernel_account
 from jaxllm.compile.overlap import by_kind, done_of, simulate_overlap, total
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import GPUS, Gpu, find_gpu, gpu_from_device_kind

@@ -37,7 +37,8 @@ from typing import Any
 import numpy as np
 from megatron_stages import megatron_memory_by_stage
 
-from jaxllm.config import BLOCK_TENSORS, Config, ConfigError, load_config
+from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.config.types import BLOCK_TENSORS
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory

@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError, ModelConfig, load_config
 from jaxllm.cost_model.flops import mfu, parameter_count
-from jaxllm.machine.cpus import available_cpus
+from jaxllm.machine.host import available_cpus
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 # transformers' side sees one text per row, so ours does too.

@@ -1,4 +1,4 @@
-"""Sorts the kernels of a profile of a GPU into the parts of the kernel account (jaxllm/compile/kernel_account.py).
+"""Sorts the kernels of a profile of a GPU into the parts of the kernel account (jaxllm/compile/kernels.py).
 
     python benchmarks/trace_parts.py NAME... [--gpu h100-80gb] [--model llama-3.2-1b] [--steps 2]
 
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.compile.hlo import RUNNING, Module, trip_count
-from jaxllm.compile.kernel_account import kernel_seconds, part_of
-from jaxllm.compile.kernels import Kernel, kernels
+from jaxllm.compile.kernels import Kernel, kernel_seconds, kernels, part_of
 from jaxllm.cost_model.kernel_rates import KernelRates
 
 FORWARD, BACKWARD, MATMUL, MEMSET, HELPER = "attention forward", "attention backward", "matmul", "memset", "attention's helper"

@@ -65,14 +65,13 @@ def plan_html(plan: Any) -> str:
 
 def inspect_html(report: Any) -> str:
     """The output of `jaxllm inspect`."""
-    from jaxllm.compile.inspect_text import in_columns, render
+    from jaxllm.compile.text import in_columns, render_inspect
 
-    return preformatted(in_columns(render(report)))
+    return preformatted(in_columns(render_inspect(report)))
 
 
 def compile_html(report: Any) -> str:
     """The output of `jaxllm compile`."""
-    from jaxllm.compile.inspect_text import in_columns
-    from jaxllm.compile.text import render
+    from jaxllm.compile.text import in_columns, render
 
     return preformatted(in_columns(render(report)))

@@ -78,7 +78,7 @@ def keep_programs_in(store: Any) -> bool:
     process 0, whose entries the others cannot find: on CPU the key contains the process, and a disk may be a host's own.
 
     Args:
-      store: a runtime.program_cache.ProgramStore; None: JAX's own files again, where its options ask for a cache.
+      store: a machine.program_cache.ProgramStore; None: JAX's own files again, where its options ask for a cache.
 
     Returns:
       Whether this JAX takes the store; with another one its own files stay.

@@ -4,9 +4,8 @@ import dataclasses
 
 from tiny import TINY
 
-from jaxllm.compile.kernel_account import KernelAccount, KernelPart
-from jaxllm.compile.overlap import Overlap
-from jaxllm.compile.program import CollectiveRow
+from jaxllm.compile.kernels import KernelAccount, KernelPart
+from jaxllm.compile.overlap import CollectiveRow, Overlap
 from jaxllm.compile.report import CompileReport
 from jaxllm.config import load_config
 from jaxllm.cost_model.hardware import GPUS

@@ -21,8 +21,8 @@ import jaxllm
 from jaxllm import api, config, notebook
 from jaxllm.commands.plan import plan
 from jaxllm.compile.inspect import Report, inspect_config
-from jaxllm.compile.inspect_text import in_columns
 from jaxllm.compile.report import CompileReport
+from jaxllm.compile.text import in_columns
 from jaxllm.config import load_config
 from jaxllm.display import table
 from jaxllm.model.llama import Llama

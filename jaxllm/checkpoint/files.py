@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from jaxllm.cluster.error_causes import causes
+from jaxllm.cluster.exit_codes import causes
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.types import PositiveInt, Switch, Tokens
-from jaxllm.machine.versions import versions
+from jaxllm.machine.host import versions
 from jaxllm.untrusted import INT32, RefusedInput, Text, Whole, checked, checked_map, parse_json, read_bytes, read_json, shown
 
 FORMAT = 2

@@ -48,8 +48,8 @@ from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.cluster import distributed, exit_codes, progress
-from jaxllm.cluster.distributed import raise_together
-from jaxllm.cluster.error_causes import causes, is_of_jax
+from jaxllm.cluster.distributed import is_of_jax, raise_together
+from jaxllm.cluster.exit_codes import causes
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.untrusted import parse_json
 

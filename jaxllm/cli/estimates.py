@@ -49,14 +49,14 @@ def inspect(
     """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
     loaded = load(recipe)
     from jaxllm.compile.inspect import inspect_config
-    from jaxllm.compile.inspect_text import render
+    from jaxllm.compile.text import render_inspect
 
     report = inspect_config(loaded, gpus, gpus_per_host, gpu)
     if picture is not None:
         from jaxllm.plots.zigzag import picture as draw
 
         draw(loaded.parallel.context, picture)
-    print_report(report, as_json, render)
+    print_report(report, as_json, render_inspect)
 
 
 def estimate(

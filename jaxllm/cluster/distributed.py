@@ -11,11 +11,12 @@ import itertools
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,40 +25,29 @@ from typing import Any, NoReturn
 import jax
 
 from jaxllm.cluster import exit_codes, launchers
-from jaxllm.cluster.error_causes import as_sentence, causes, is_of_jax
+from jaxllm.cluster.exit_codes import causes
 from jaxllm.cluster.host_choice import ALL_REQUIRED, Elastic
 from jaxllm.cluster.initialize import Meeting, initialize
 from jaxllm.cluster.launchers import Launch, LaunchInfo
-from jaxllm.cluster.peer_link import Member
-from jaxllm.cluster.peer_monitor import PeerMonitor
+from jaxllm.cluster.peer_monitor import Member, PeerMonitor
 from jaxllm.cluster.rendezvous import WaitingRoom
 from jaxllm.cluster.rendezvous_checks import too_few_gpus
-from jaxllm.cluster.socket_messages import Connection
+from jaxllm.cluster.socket_messages import SECRET
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.machine import program_cache, xla_flags
-from jaxllm.machine.cpus import require_threads_and_files
-from jaxllm.machine.cuda_driver import visible_gpus
+from jaxllm.machine.host import require_threads_and_files, visible_gpus
 from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.stderr import flush, print_sentence
 from jaxllm.untrusted import parse_json
 
-# -------------------------------------------------------------------------------------------------- errors of one process
-# The error of one process, raised on all of them.
-
-
-def raise_together(error: ConfigError | None, kind: type[ConfigError] = ConfigError) -> None:
-    """Raises the error of the first process that has one, as `kind` with its sentence and exit code; every process calls it."""
-    if text := first_nonempty("" if error is None else json.dumps([str(error), error.exit_code])):
-        sentence, code = parse_json(text)
-        found = kind(sentence)
-        found.exit_code = code
-        raise found
-
-
-# ----------------------------------------------------------------------------------------------------- start and exchange
-
 log = logging.getLogger(__name__)
+
+STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
+"""Prefixes of variables that change the behaviour of a run."""
+
+GPU_NODES = "/dev/nvidiactl", "/dev/dxg"
+"""A GPU's device node: NVIDIA's own, or that of Windows' Linux subsystem."""
 
 ERROR_BARRIER_MS = 10_000
 """Time that a failed process waits for the others to fail too, so that all can print their reason."""
@@ -85,12 +75,12 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
       ConfigError: JAX runs already, with other devices than run.cpu_devices asks for; XLA_FLAGS or the variables of the
         launcher or JAXLLM_* are not valid; the processes do not fit together, or not all of them come in time.
     """
-    global _meeting
+    global _meeting, _monitor
     # A caller that started JAX's processes itself, as Ray's JaxTrainer does, needs no launcher.
     by_caller = _meeting is None and jax.distributed.is_initialized()
     launch = None if by_caller else _meeting.launch if _meeting is not None else launchers.find(os.environ)
     if not has_backends():
-        xla_flags.require_known()
+        xla_flags.require_known(xla_flags.given_flags())
     late_flags = xla_flags.apply(run)
     if has_backends():
         if run.cpu_devices is not None and (jax.default_backend() != "cpu" or jax.local_device_count() != run.cpu_devices):
@@ -114,7 +104,7 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
     if launch is None and not by_caller:
         _check_single_process(on_cpu)
     # If the CUDA plugin is installed only to compile for GPUs elsewhere, initializing it here fails with a page of errors.
-    no_gpu = not os.environ.get("JAX_PLATFORMS") and not _has_gpu_driver()
+    no_gpu = not os.environ.get("JAX_PLATFORMS") and not any(map(os.path.exists, GPU_NODES))
     if run.cpu_devices is not None or no_gpu:
         jax.config.update("jax_platforms", "cpu")
     if run.cpu_devices is not None:
@@ -125,7 +115,10 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
             *(launch, launch_info(), os.environ), cpu=on_cpu, flags=flags, peer_timeout_s=limit_s, elastic=elastic
         )
         launch, answer = _meeting.launch, _meeting.answer
-        _start_monitor(launch, answer.connections, limit_s)
+        # It watches the others from now until this process ends. The launch gives the rank: JAX would start its devices to find
+        # it, which waits for all others, and these must be watched by then.
+        _monitor = PeerMonitor(launch.process_id, members(), answer.connections, limit_s)
+        atexit.register(_close_monitor, _monitor)
     _start_program_cache(run.compilation_cache, launch, on_cpu=on_cpu or no_gpu)
 
 
@@ -151,6 +144,11 @@ def _seen_by_all(entries: Iterable[str]) -> frozenset[str]:
     return frozenset(exchange(" ".join(entries), common).split())
 
 
+def environment() -> dict[str, str]:
+    """The variables of this process that control jaxllm, JAX, XLA, CUDA and NCCL. Not the secret: they are sent and printed."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING) and name != SECRET}
+
+
 def is_one_of_several() -> bool:
     """Whether this process is one of several of a run; it works before `start` too."""
     return jax.distributed.is_initialized() or (not has_backends() and launchers.find(os.environ) is not None)
@@ -170,7 +168,7 @@ def start_without_devices(gpu: Gpu | None = None, deterministic: bool = False) -
     """
     global _without_devices
     if not has_backends():
-        xla_flags.require_known()
+        xla_flags.require_known(xla_flags.given_flags())
         _without_devices = True
         jax.config.update("jax_platforms", "cpu")
     kinds = () if gpu is None else (gpu.device_kind or gpu.name,)
@@ -204,11 +202,6 @@ def launch_info() -> LaunchInfo:
     info = launchers.launch_info(os.environ)
     # A host that returns counts its own attempts from 0.
     return replace(info, attempt=_meeting.answer.attempt) if _meeting else info
-
-
-def launch() -> Launch | None:
-    """Rank, coordinator and secret of this process as it met the others in `start`; None in a run of one process."""
-    return _meeting.launch if _meeting else None
 
 
 def absent_hosts() -> list[str]:
@@ -266,7 +259,7 @@ def require_same(text: str, otherwise: str) -> None:
     Raises:
       ConfigError: on all processes, if one differs: "Process 1 and process 0 " and `otherwise`.
     """
-    _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}." if different else "")
+    _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}.")
 
 
 def broadcast(text: str) -> str:
@@ -277,6 +270,15 @@ def broadcast(text: str) -> str:
 def first_nonempty(text: str) -> str:
     """The first nonempty text by rank, the same on all processes; every process must call it."""
     return exchange(text, lambda texts: next(filter(None, texts), ""))
+
+
+def raise_together(error: ConfigError | None, kind: type[ConfigError] = ConfigError) -> None:
+    """Raises the error of the first process that has one, as `kind` with its sentence and exit code; every process calls it."""
+    if text := first_nonempty("" if error is None else json.dumps([str(error), error.exit_code])):
+        sentence, code = parse_json(text)
+        found = kind(sentence)
+        found.exit_code = code
+        raise found
 
 
 def gathered(value: Any) -> list[Any]:
@@ -321,21 +323,39 @@ class Board:
 
 
 def _compare(here: str, verdict_on: Callable[[str, dict[int, str]], str]) -> None:
-    """Raises ConfigError on all processes unless verdict_on(text of process 0, differing texts by process) is empty."""
-    verdict = exchange(here, lambda each: verdict_on(each[0], {who: text for who, text in enumerate(each) if text != each[0]}))
-    if verdict:
+    """Raises ConfigError(verdict_on(text of process 0, differing texts by process)) on all processes if texts differ."""
+
+    def combine(each: list[str]) -> str:
+        different = {who: text for who, text in enumerate(each) if text != each[0]}
+        return verdict_on(each[0], different) if different else ""
+
+    if verdict := exchange(here, combine):
         raise ConfigError(verdict)
 
 
 def _verdict(here: str, different: dict[int, str]) -> str:
-    if not different:
-        return ""
     mine, theirs = (parse_json(text, finite=False) for text in (here, next(iter(different.values()))))
     keys = [f"{section}.{key}" for section in mine for key in mine[section] if mine[section][key] != theirs[section].get(key)]
     return (
         f"The processes were given different configs: {' and '.join(keys)} of process{'es' if len(different) > 1 else ''} "
         f"{', '.join(map(str, different))} is not that of process 0; start all of them with the same config and overrides."
     )
+
+
+def is_of_jax(error: BaseException) -> bool:
+    """Whether a device, a collective or a barrier may have raised this error. Such an error does not tell which peer was lost.
+    In a step it is a JaxRuntimeError; where a step's result is copied to the host, as in a save, it is a ValueError.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and re.search(r"\b(Gloo|NCCL)\b", str(error)) is not None
+    )
+
+
+def as_sentence(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 
 
 @contextmanager
@@ -370,15 +390,6 @@ def leave_at_once(reason: str, code: int) -> NoReturn:
         _monitor.leave(code)
     flush()
     os._exit(code)
-
-
-def _start_monitor(launch: Launch, connections: Mapping[int, Connection], silence_s: float) -> None:
-    """Watches the other processes (cluster/peer_monitor.py) from now until this process ends."""
-    global _monitor
-    # The launch gives the rank: JAX would start its devices to find it, which waits for all others, and these must be watched
-    # by then.
-    _monitor = PeerMonitor(launch.process_id, members(), connections, silence_s)
-    atexit.register(_close_monitor, _monitor)
 
 
 def _close_monitor(monitor: PeerMonitor) -> None:
@@ -416,8 +427,3 @@ def _check_single_process(on_cpu: bool) -> None:
     seen = visible_gpus() if asked else None
     if seen is not None and (sentence := too_few_gpus(socket.gethostname(), seen, asked)):
         raise ConfigError(sentence)
-
-
-def _has_gpu_driver() -> bool:
-    """Whether a GPU's device node exists: NVIDIA's own, or that of Windows' Linux subsystem."""
-    return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg"))

@@ -40,3 +40,17 @@ def exit_code_for(error: BaseException) -> int:
     if is_lasting or isinstance(error, MemoryError) or NO_THREAD in str(error):
         return BAD_INPUT
     return getattr(error, "exit_code", 1)
+
+
+def causes(error: BaseException | None, *, suppressed: bool = False) -> list[BaseException]:
+    """An error and the errors that it was raised from, in that order: a save wraps errors in one of its own.
+
+    Args:
+      suppressed: follow causes hidden by `from None` too.
+    """
+    links: list[BaseException] = []
+    # An error may be raised from itself. A StopIteration is how json says to itself that a text ends too early.
+    while error is not None and error not in links and not isinstance(error, StopIteration):
+        links.append(error)
+        error = error.__cause__ or (error.__context__ if suppressed or not error.__suppress_context__ else None)
+    return links

@@ -88,7 +88,9 @@ class HostChoice:
         if home is None:
             return []
         fit = [ranks for ranks in hosts if ranks != home and not why_incompatible(self.numbered([*home, *ranks]))]
-        return [home, *sorted(fit, key=lambda ranks: self._order(ranks[0], [home, *fit]))]
+        # This one's site first, and then whole ones.
+        here, all_fit = self.site(self._own.rank), [home, *fit]
+        return [home, *sorted(fit, key=lambda at: (self.site(at[0]) != here, not self._is_whole(at[0], all_fit), at[0]))]
 
     def numbered(self, ranks: Sequence[int]) -> list[ProcessInfo]:
         """These processes with new ranks, in this order."""
@@ -155,10 +157,6 @@ class HostChoice:
 
     def site(self, rank: int) -> int:
         return site_of(rank, self._own.count, self._elastic.sites)
-
-    def _order(self, rank: int, hosts: Sequence[Sequence[int]]) -> tuple[bool, bool, int]:
-        """Sort key of a process: this one's site first, and then whole ones."""
-        return self.site(rank) != self.site(self._own.rank), not self._is_whole(rank, hosts), rank
 
     def _is_whole(self, rank: int, hosts: Sequence[Sequence[int]]) -> bool:
         """Whether all processes of a rank's site are among these hosts."""

@@ -25,30 +25,11 @@ from jaxllm.cluster.launchers import HOSTS, START_TIMEOUT_S, Launch, LaunchInfo,
 from jaxllm.cluster.rendezvous import WaitingRoom, meet
 from jaxllm.cluster.rendezvous_checks import ProcessInfo, listening_address
 from jaxllm.cluster.rendezvous_client import TRY_S, Answer, RendezvousError
-from jaxllm.cluster.socket_messages import connect
+from jaxllm.cluster.socket_messages import SECRET, SECRET_FILE, connect
 from jaxllm.config import ConfigError
-from jaxllm.machine.cuda_driver import visible_gpus
-from jaxllm.machine.variables import SECRET, SECRET_FILE
+from jaxllm.machine.host import visible_gpus
 from jaxllm.stderr import print_sentence
 from jaxllm.untrusted import RefusedInput, whole_number
-
-# ------------------------------------------------------------------------------------------------------------- time limit
-# Time limit for a call into C++ that nothing but the end of the process can interrupt.
-
-
-@contextmanager
-def time_limit(limit_s: float, give_up: Callable[..., Any], *arguments: Any) -> Iterator[None]:
-    """If the block takes longer than the limit, a thread calls give_up(*arguments), which ends the process."""
-    timer = threading.Timer(limit_s, give_up, arguments)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-# ------------------------------------------------------------------------------------------------------------------ start
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +162,19 @@ def _start_jax(
             heartbeat_timeout_seconds=max(round(3 * peer_timeout_s), 2),
             shutdown_timeout_seconds=max(round(2 * peer_timeout_s), LEAST_SHUTDOWN_S),
         )
+
+
+@contextmanager
+def time_limit(limit_s: float, give_up: Callable[..., Any], *arguments: Any) -> Iterator[None]:
+    """If the block takes longer than the limit, a thread calls give_up(*arguments), which ends the process: nothing else
+    interrupts a call into C++."""
+    timer = threading.Timer(limit_s, give_up, arguments)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _exit_unstarted(launch: Launch, answer: Answer, limit_s: float, exit_code: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm.untrusted import LONGEST_TEXT, MIB, RefusedInput, parse_json, read_lines, whole_number
+from jaxllm.untrusted import INT32, LONGEST_TEXT, MIB, RefusedInput, parse_json, read_lines, whole_number
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = REQUIRED = ("JAXLLM_COORDINATOR", "JAXLLM_NUM_PROCESSES", "JAXLLM_PROCESS_ID")
 
@@ -214,8 +214,8 @@ def first_sign(environ: Mapping[str, str], nearest: str) -> tuple[str, str] | No
     counts = {one.count_name(environ): one.name for one in farthest_first} | COUNTS
     ranks = {one.rank: one.name for one in farthest_first} | RANKS
     signs = [
-        *((name, by) for name, by in counts.items() if _number(environ.get(name)) > 1),
-        *((name, by) for name, by in ranks.items() if _number(environ.get(name)) > 0),
+        *((name, by) for name, by in counts.items() if (number_or_none(environ, name) or 0) > 1),
+        *((name, by) for name, by in ranks.items() if number_or_none(environ, name)),
         *((name, by) for name, by, count in _lists(environ) if count > 1),
     ]
     if not nearest and environ.get(LAUNCHERS["jax"].address):
@@ -232,7 +232,7 @@ def _lists(environ: Mapping[str, str]) -> list[tuple[str, str, int]]:
     cluster = cluster.get("cluster") if isinstance(cluster, dict) else None
     members = cluster.values() if isinstance(cluster, dict) else ()
     return [
-        *((name, "Volcano", sum(_number(environ.get(one)) for one in tasks)) for name in tasks),
+        *((name, "Volcano", sum(number_or_none(environ, one) or 0 for one in tasks)) for name in tasks),
         ("TF_CONFIG", "TensorFlow", sum(len(some) for some in members if isinstance(some, list))),
         ("SM_HOSTS", "SageMaker", len(hosts) if isinstance(hosts, list) else 0),
     ]
@@ -245,12 +245,12 @@ def _json(text: str | None) -> object:
         return None
 
 
-def _number(text: str | None) -> int:
-    """A number; 0 for any other text, which is no sign."""
+def number_or_none(environ: Mapping[str, str], name: str, at_most: int = INT32) -> int | None:
+    """A number that a launcher gives for information: without it there is less to say."""
     try:
-        return whole_number(text or "")
+        return whole_number(environ.get(name, ""), 0, at_most)
     except RefusedInput:
-        return 0
+        return None
 
 
 def host_in_files(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

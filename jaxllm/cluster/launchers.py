@@ -7,7 +7,7 @@ jaxllm's own variables work with any launcher, and take precedence over the laun
     JAXLLM_PROCESS_ID       rank of this process, from 0
     JAXLLM_HOSTS            optional: host of each process by rank, divided by commas, for launch.least_hosts
     JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
-    JAXLLM_SECRET           optional: the same on all processes; those that lack it are turned away (cluster/authentication.py)
+    JAXLLM_SECRET           optional: the same on all processes; those that lack it are turned away (cluster/socket_messages.py)
     JAXLLM_SECRET_FILE      instead: a file of mode 600 with it
     JAXLLM_BIND             optional: the address or name of its host at which process 0 listens; 0.0.0.0: all addresses
 
@@ -31,15 +31,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from jaxllm.cluster.authentication import read_secret
+from jaxllm.cluster import launcher_table
 from jaxllm.cluster.exit_codes import MOST_ATTEMPTS, NESTED
-from jaxllm.cluster.launcher_table import COORDINATOR, LAUNCHERS, NUM_PROCESSES, PROCESS_ID, REQUIRED, first_sign, host_in_files
-from jaxllm.cluster.socket_messages import MOST_PROCESSES
+from jaxllm.cluster.launcher_table import COORDINATOR, LAUNCHERS, NUM_PROCESSES, PROCESS_ID, REQUIRED, number_or_none
+from jaxllm.cluster.socket_messages import MOST_PROCESSES, read_secret
 from jaxllm.config.errors import ConfigError
 from jaxllm.untrusted import INT32, INT64, LONGEST_TEXT, RefusedInput, shown, whole_number
 
 # -------------------------------------------------------------------------------------------------- SLURM's list of hosts
-# Reads SLURM's short form of a list of hosts. No JAX, no network.
 
 MOST_BRACKETS = 8
 """Limit for one name in a node list; SLURM's own limit is five dims."""
@@ -212,7 +211,7 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     key = _nearest(environ)
     given = any(environ.get(name) for name in REQUIRED)
     attempt = _whole_number(environ, ATTEMPT, 0, MOST_ATTEMPTS) if environ.get(ATTEMPT) else 0
-    attempt += (_number_or_none(environ, "SLURM_RESTART_COUNT") or 0) * (NESTED if environ.get(ATTEMPT) else 1)
+    attempt += (number_or_none(environ, "SLURM_RESTART_COUNT") or 0) * (NESTED if environ.get(ATTEMPT) else 1)
     restarts = environ.get(RESTARTS) or "no"
     if restarts not in ("yes", "no"):
         raise ConfigError(
@@ -232,14 +231,14 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
 
 def gpus_asked(environ: Mapping[str, str]) -> int | None:
     """Number of GPUs that the launcher gave to this step on this host; None where it does not tell."""
-    return _number_or_none(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_STEP_ID") else None
+    return number_or_none(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_STEP_ID") else None
 
 
 def idle_hosts(environ: Mapping[str, str]) -> int:
     """Number of hosts of a SLURM job that stay idle because srun did not start this run: it is one process, on this host."""
     if environ.get("SLURM_STEP_ID") or not environ.get("SLURM_JOB_ID") or launch_info(environ).launcher != "alone":
         return 0
-    hosts = _number_or_none(environ, "SLURM_JOB_NUM_NODES" if environ.get("SLURM_JOB_NUM_NODES") else "SLURM_NNODES")
+    hosts = number_or_none(environ, "SLURM_JOB_NUM_NODES" if environ.get("SLURM_JOB_NUM_NODES") else "SLURM_NNODES")
     return 0 if hosts is None else hosts - 1
 
 
@@ -267,7 +266,7 @@ def _nearest(environ: Mapping[str, str]) -> str:
 def _alone(environ: Mapping[str, str], key: str) -> None:
     """Raises ConfigError if a variable says that this process is one of several, and the user does not say that it is alone."""
     launcher = LAUNCHERS.get(key)
-    sign = None if environ.get(NUM_PROCESSES) else first_sign(environ, key if launcher else "")
+    sign = None if environ.get(NUM_PROCESSES) else launcher_table.first_sign(environ, key if launcher else "")
     if sign is None:
         return
     name, by = sign
@@ -312,13 +311,13 @@ def _own_coordinator(environ: Mapping[str, str], key: str) -> _Coordinator | Non
     # Most texts of a job are no numbers, and a port that is taken (MASTER_PORT) must not be met again.
     text = environ.get(launcher.job, "")
     number = (
-        (_number_or_none(environ, launcher.job) or zlib.crc32(text.encode(errors="surrogateescape"))) + PORTS_APART
+        (number_or_none(environ, launcher.job) or zlib.crc32(text.encode(errors="surrogateescape"))) + PORTS_APART
         if text
         else None
     )
     port_from = f"{launcher.job}, from which it is derived,"
     if key == "slurm":
-        job, step = _number_or_none(environ, "SLURM_JOB_ID", INT64), _number_or_none(environ, "SLURM_STEP_ID", INT64)
+        job, step = number_or_none(environ, "SLURM_JOB_ID", INT64), number_or_none(environ, "SLURM_STEP_ID", INT64)
         # Steps without a number, such as srun --pty's, have no small integer.
         number, port_from = None if job is None else job + (step or 0) * PORTS_APART, "the SLURM job's number"
     hosts = _hosts(environ, key)
@@ -338,7 +337,7 @@ def _hosts(environ: Mapping[str, str], key: str) -> tuple[str, ...]:
         return ()
     names = environ.get(launcher.hosts) or environ.get(launcher.hosts_else) or ""
     if key != "slurm":
-        first = host_in_files(environ, launcher.host_files)
+        first = launcher_table.host_in_files(environ, launcher.host_files)
         return tuple(names.replace(",", " ").split()) or ((first,) if first else ())
     try:
         return tuple(expand_node_list(names)) if names else ()
@@ -418,11 +417,3 @@ def _whole_number(environ: Mapping[str, str], name: str, at_least: int, at_most:
         return whole_number(environ[name], at_least, at_most)
     except RefusedInput as reason:
         raise ConfigError(f"{name}={shown(environ[name])} is not valid: {reason}.") from None
-
-
-def _number_or_none(environ: Mapping[str, str], name: str, at_most: int = INT32) -> int | None:
-    """A number that a launcher gives for information: without it there is less to say."""
-    try:
-        return whole_number(environ.get(name, ""), 0, at_most)
-    except RefusedInput:
-        return None

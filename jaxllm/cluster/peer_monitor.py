@@ -13,18 +13,121 @@ than the allowed silence looks like a frozen process.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, NamedTuple
 
-from jaxllm.cluster import exit_codes, peer_link, progress
-from jaxllm.cluster.peer_link import GRACE_S, Bye, Link, Member, PeerStatus, Slowest, StopNotice, listed
-from jaxllm.cluster.socket_messages import Connection
+from pydantic import Field
+
+from jaxllm.cluster import exit_codes, progress
+from jaxllm.cluster.socket_messages import Connection, Elapsed, Name, Rank, Sentence
+from jaxllm.config.types import Switch
 from jaxllm.stderr import flush, print_sentence
+from jaxllm.untrusted import checked
+
+MOST_NAMED = 16
+FIRST_BEAT_S = 20.0
+"""Time beyond the allowed silence that a process has for its first message, since not all start JAX in the same time."""
+GRACE_S = 2.0
+"""Wait before a process reports. One whose error may come from a lost peer waits for the notice of that loss; one that hears of
+another's error waits for its own, since most bad input is found by all."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of a run."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class PeerStatus(NamedTuple):
+    """Phase of a process, as far as process 0 knows."""
+
+    rank: Rank
+    host: Name
+    seen: progress.Snapshot
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """PeerMonitor.slowest and idle_s of process 0."""
+
+    slowest: PeerStatus | None
+    idle_s: Elapsed | None = None
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The sender is done: its closed connection is no loss."""
+
+
+@dataclass(frozen=True)
+class StopNotice:
+    """Reason why all processes have to exit."""
+
+    sentence: Sentence
+    code: Annotated[int, Field(strict=True, ge=1, le=255)]
+    own_error: Switch = False
+    """A process reported its own error: others may be about to find the same."""
+    stuck: Switch = False
+    """All processes should print their stacks."""
+
+    @property
+    def wait_s(self) -> float:
+        return GRACE_S if self.own_error else 0.0
+
+
+Message = progress.Snapshot | Slowest | Bye | StopNotice
+
+
+def parse(message: dict[str, Any]) -> Message | None:
+    """A message by its first key; None if its kind is not known.
+
+    Raises:
+      RefusedInput: its kind is known, but it holds something else.
+    """
+    kinds: dict[str, type[Message]] = {"phase": progress.Snapshot, "slowest": Slowest, "bye": Bye, "notice": StopNotice}
+    key = next((key for key in kinds if key in message), None)
+    return None if key is None else checked(message[key] if key == "notice" else message, kinds[key])
+
+
+class Link:
+    """A connection, and the state of the other end.
+
+    Args:
+      rank: of the other end.
+    """
+
+    def __init__(self, rank: int, connection: Connection):
+        self.rank, self.connection = rank, connection
+        self.heard_s = time.monotonic() + FIRST_BEAT_S
+        self.excused = False
+        """The other end said goodbye or announced its failure: its silence is no loss."""
+        self._sending = threading.Lock()
+        connection.socket.setblocking(False)
+
+    def send_now(self, **message: Any) -> None:
+        """Sends a message if that does not block."""
+        # Two threads send, and lines are numbered.
+        with self._sending:
+            try:
+                self.connection.socket.send(self.connection.channel.line(json.dumps(message)))
+            except OSError:
+                # Closed, or so full that the other end has not read for minutes: the receiving side detects both.
+                self.connection.channel.withdraw()
+
+
+def listed(words: Iterable[str]) -> str:
+    words = list(words)
+    return ", ".join(words[:MOST_NAMED]) + (f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else "")
+
 
 BEAT_S = 1.0
 TOGETHER_S = 0.2
@@ -76,7 +179,8 @@ class PeerMonitor:
         self._all_left = threading.Event()
         """Set on process 0 when the last peer has closed its connection."""
         self._failing = self._closed_by_us = False
-        self._slowest: PeerStatus | None = None
+        self.slowest: PeerStatus | None = None
+        """The process that has been in a phase other than "step" for longest, as process 0 knew a second or two ago."""
         self.idle_s: float | None = None
         """Seconds for which no process has begun a step or another phase, as process 0 knew a second or two ago."""
         self._lost: dict[int, tuple[str, float]] = {}
@@ -137,10 +241,6 @@ class PeerMonitor:
             self._all_left.wait(LEAVE_S)
         flush()
         self._end(code)
-
-    def slowest(self) -> PeerStatus | None:
-        """The process that has been in a phase other than "step" for longest, as process 0 knew a second or two ago."""
-        return self._slowest
 
     def close(self) -> None:
         """Closes the connections without a goodbye, for tests."""
@@ -221,7 +321,7 @@ class PeerMonitor:
         statuses = self._statuses()
         self.idle_s = round(min(one.seen.seconds for one in statuses), 1)
         others = [one for one in statuses if one.seen.phase != "step"]
-        self._slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
+        self.slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
         status = None if slowest is None else [slowest.rank, slowest.host, asdict(slowest.seen)]
         for link in list(self._links):
             link.send_now(slowest=status, idle_s=self.idle_s)
@@ -238,16 +338,16 @@ class PeerMonitor:
         link.heard_s = time.monotonic()
         try:
             for message in messages:
-                self._handle(link, peer_link.parse(message))
+                self._handle(link, parse(message))
         except ValueError:
             self._closed(link)
 
-    def _handle(self, link: Link, message: peer_link.Message | None) -> None:
+    def _handle(self, link: Link, message: Message | None) -> None:
         if isinstance(message, progress.Snapshot):
             with self._lock:
                 self._seen[link.rank] = message
         elif isinstance(message, Slowest):
-            self._slowest, self.idle_s = message.slowest, message.idle_s
+            self.slowest, self.idle_s = message.slowest, message.idle_s
         elif isinstance(message, Bye):
             link.excused = True
             self._seen.pop(link.rank, None)

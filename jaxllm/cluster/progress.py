@@ -82,12 +82,24 @@ def phase(name: Phase) -> Iterator[None]:
     """
     if name not in PHASES:
         raise ValueError(f"{name!r} is not one of the phases {', '.join(PHASES)}")
-    depth = _enter(name)
+    global _phase
+    thread = threading.get_ident()
+    with _lock:
+        counts = not _outer or _outer[-1][0] == thread
+        depth = len(_outer)
+        if counts:
+            _pass()
+            _outer.append((thread, _phase))
+            _phase = name
     try:
         yield
     finally:
-        if depth is not None:
-            _leave(depth)
+        if counts:
+            with _lock:
+                _pass()
+                _phase = _outer[depth][1]
+                # And any inside that Ctrl-C came before the end of.
+                del _outer[depth:]
 
 
 @contextmanager
@@ -149,28 +161,6 @@ def show_stacks() -> None:
     """Prints the stacks of all Python threads to the process's own standard error: notebooks and tests replace sys.stderr."""
     if sys.__stderr__ is not None:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-
-
-def _enter(name: Phase) -> int | None:
-    """Enters a phase, and returns how many are outside of it; None and nothing if another thread is inside one."""
-    global _phase
-    thread = threading.get_ident()
-    with _lock:
-        if _outer and _outer[-1][0] != thread:
-            return None
-        _pass()
-        _outer.append((thread, _phase))
-        _phase = name
-        return len(_outer) - 1
-
-
-def _leave(depth: int) -> None:
-    """Leaves the phase with so many outside, and any inside that Ctrl-C came before the end of."""
-    global _phase
-    with _lock:
-        _pass()
-        _phase = _outer[depth][1]
-        del _outer[depth:]
 
 
 def _pass() -> None:

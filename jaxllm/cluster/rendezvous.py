@@ -22,7 +22,7 @@ grow, the leader has the run saved and started again. A launcher may also start 
 get a layout in the same way, and hosts that no layout uses wait as spares.
 
 A message is one line: MAGIC and a JSON object, typed by ProcessInfo on the way to the leader and by Reply on the way back
-(rendezvous_client.py), and signed if the run has a secret (cluster/authentication.py). These modules use no JAX.
+(rendezvous_client.py), and signed if the run has a secret (cluster/socket_messages.py). These modules use no JAX.
 """
 
 from __future__ import annotations
@@ -34,35 +34,18 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
-from jaxllm.cluster.authentication import Channel, Unproven
+from jaxllm.cluster import rendezvous_checks as checks
+from jaxllm.cluster import rendezvous_client as client
 from jaxllm.cluster.host_choice import Elastic, HostChoice
 from jaxllm.cluster.launchers import COORDINATOR, START_TIMEOUT_S, Launch, is_loopback
-from jaxllm.cluster.rendezvous_checks import (
-    ProcessInfo,
-    assign_gpus,
-    missing,
-    parse_process_info,
-    why_incompatible,
-    why_rejected,
-)
-from jaxllm.cluster.rendezvous_client import (
-    GRACE_S,
-    MAGIC,
-    MAX_INFO_BYTES,
-    PROBE_S,
-    TRY_S,
-    Answer,
-    RendezvousError,
-    Run,
-    Visit,
-    open_port,
-    other_secret,
-)
-from jaxllm.cluster.socket_messages import Connection, Door, keep_alive, listen
+from jaxllm.cluster.rendezvous_checks import ProcessInfo, assign_gpus, why_incompatible, why_rejected
+from jaxllm.cluster.rendezvous_client import GRACE_S, MAGIC, Answer, RendezvousError, Run, Visit, open_port, other_secret
+from jaxllm.cluster.socket_messages import SECRET, SECRET_FILE, Channel, Connection, Unproven, keep_alive, listen
 from jaxllm.config.errors import ConfigError
 
 PORT_WAIT_S = 30.0
@@ -76,6 +59,15 @@ GATHER_S = 10.0
 DOOR_S = 1e6
 """How long a process may wait at the door."""
 
+STRANGERS = 64
+"""Connections that a port holds beside those of the run's processes: beyond them, one that has not said who it is makes room.
+Otherwise strangers could use up the descriptors that the run needs for its files."""
+INTRODUCTION_S = 5.0
+"""Time in which a connection must say who it is."""
+ACCEPTED_AT_ONCE = 32
+"""Between two looks at the other connections. Half of STRANGERS, so that each new one is read before it makes room."""
+MOST_REPORTED = 16
+"""Addresses in warnings: an attacker may have millions."""
 START, ENDED = '{"start": true}', '{"ended": true}'
 """Replies (rendezvous_client.Reply)."""
 
@@ -96,18 +88,13 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic) -> tuple[Answer, Wa
             return _meet_once(own, launch, elastic, may_lead)
         except _Over as over:
             # Once it has given way it does not lead again: when the next of its network does too, only that one says so.
-            may_lead = may_lead and not over.others_lead
+            may_lead = may_lead and not over.args
 
 
 class _Over(Exception):
-    """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again.
-
-    Args:
-      others_lead: more hosts can train without this one.
+    """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again. It has an
+    argument if others lead, because more hosts can train without this one.
     """
-
-    def __init__(self, others_lead: bool = False):
-        self.others_lead = others_lead
 
 
 def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: bool) -> tuple[Answer, WaitingRoom | None]:
@@ -118,7 +105,7 @@ def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: boo
     while True:
         for place in others:
             try:
-                visit = Visit(place, own, until_s, PROBE_S if elastic.shrinks else TRY_S)
+                visit = Visit(place, own, until_s, client.PROBE_S if elastic.shrinks else client.TRY_S)
                 return _answer(visit, until_s) if elastic.shrinks else visit.answer(until_s), None
             except OSError as error:
                 why = error.strerror or str(error)
@@ -133,7 +120,7 @@ def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: boo
                 gathered_s = time.monotonic() + (GATHER_S if own.rank else 0.0)
                 return leader.lead(max(began_s + elastic.wait_s, gathered_s))
             except _GivesWay as gives_way:
-                return _answer(gives_way.visit, until_s), None
+                return _answer(gives_way.args[0], until_s), None
         if time.monotonic() + pause_s >= until_s:
             raise _not_found(own, launch, elastic, why)
         time.sleep(pause_s)
@@ -164,14 +151,7 @@ def _not_found(own: ProcessInfo, launch: Launch, elastic: Elastic, why: str) -> 
 
 
 class _GivesWay(Exception):
-    """Another process leads.
-
-    Args:
-      visit: to that process, which takes this one.
-    """
-
-    def __init__(self, visit: Visit):
-        self.visit = visit
+    """Another process leads. The argument is the Visit to it, which takes this one."""
 
 
 class Rendezvous:
@@ -188,11 +168,17 @@ class Rendezvous:
         self.infos: dict[int, ProcessInfo] = {own.rank: own}
         """By rank, disconnected processes included."""
         self.choice = HostChoice(own, launch, elastic, self.infos)
+        self.present: Collection[int] = ()
+        """Ranks that train already: such a process is not taken."""
         self.connections: dict[int, _Connection] = {}
         """By rank, connected processes without this one."""
         self.until_s = time.monotonic() + launch.start_timeout_s
         self.selector = selectors.DefaultSelector()
-        self.door = Door(listener, self.selector, own.count, self._stranger, self.drop)
+        self._strangers: dict[_Connection, None] = {}
+        """Connections that have not said who they are, the oldest first."""
+        self._reported: set[str] = set()
+        listener.setblocking(False)
+        self.selector.register(listener, selectors.EVENT_READ, None)
 
     def release(self, ranks: Sequence[int], layout: str) -> Answer:
         """Tells these processes, own rank first, that they are a run, and waits for their confirmation.
@@ -237,9 +223,6 @@ class Rendezvous:
         for connection in self.connections.values():
             connection.send(message)
 
-    def refuse(self, sentence: str, missing: bool) -> None:
-        self.tell_all(_refusal(sentence, missing))
-
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):
             if key.data is not None:
@@ -249,28 +232,44 @@ class Rendezvous:
     def look(self, limit_s: float) -> None:
         # Known ones are heard before strangers take time.
         for key, _ in sorted(self.selector.select(limit_s), key=lambda one: one[0].data is None):
-            self.door.open() if key.data is None else self._read(key.data)
-        self.door.tidy()
+            self.take_strangers() if key.data is None else self._read(key.data)
+        before_s = time.monotonic() - INTRODUCTION_S
+        for stranger in list(itertools.takewhile(lambda one: one.since_s < before_s, self._strangers)):
+            self.drop(stranger)
 
-    def _stranger(self, connection: socket.socket, address: str) -> _Connection:
-        keep_alive(connection)
-        return _Connection(connection, Channel(self.launch.secret, MAGIC, is_server=True), MAX_INFO_BYTES, address)
+    def take_strangers(self) -> None:
+        """Takes some of the connections that wait."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self.listener.accept()
+            except OSError:
+                return
+            keep_alive(connection)
+            channel = Channel(self.launch.secret, MAGIC, is_server=True)
+            stranger = _Connection(connection, channel, client.MAX_INFO_BYTES, address[0].removeprefix("::ffff:"))
+            self.selector.register(connection, selectors.EVENT_READ, stranger)
+            self._strangers[stranger] = None
+            if len(self.selector.get_map()) > self.own.count + STRANGERS:
+                # Of the address with most strangers, one that has not answered, the oldest: nobody crowds out what comes from
+                # elsewhere.
+                crowds = Counter(other.address for other in self._strangers)
+                self.drop(max(self._strangers, key=lambda other: (crowds[other.address], not other.channel.greeted)))
 
     def _read(self, connection: _Connection) -> None:
         messages = connection.receive()
         for message in messages or ():
             if connection.info is not None:
                 connection.ready = True
-            elif (info := parse_process_info(message, self.own.versions)) is None or not self._admit(connection, info):
+            elif (info := checks.parse_process_info(message, self.own.versions)) is None or not self._admit(connection, info):
                 messages = None
                 break
         if messages is None:
-            self.door.report(connection)
+            address = connection.address
+            if connection.channel.refused and address not in self._reported and len(self._reported) < MOST_REPORTED:
+                self._reported.add(address)
+                sentence = "A process at %s was turned away: its secret is not that of this run (%s, %s)."
+                log.warning(sentence, address, SECRET, SECRET_FILE)
             self.drop(connection)
-
-    def may_come(self, info: ProcessInfo) -> bool:
-        """Whether to look at a process at all."""
-        return True
 
     def _admit(self, connection: _Connection, info: ProcessInfo) -> bool:
         """Registers a process. False if it has to be dropped.
@@ -278,7 +277,7 @@ class Rendezvous:
         Raises:
           ConfigError: it does not fit, and is required.
         """
-        if not self.may_come(info):
+        if info.rank in self.present:
             return False
         if None not in (info.launch_id, self.own.launch_id) and info.launch_id != self.own.launch_id:
             connection.send(json.dumps({"other": f"process 0 of another launch, {self.own.launch_id}, is there"}))
@@ -299,7 +298,7 @@ class Rendezvous:
                 return False
             raise ConfigError(sentence)
         connection.info, self.infos[info.rank], self.connections[info.rank] = info, info, connection
-        self.door.forget(connection)
+        self._strangers.pop(connection, None)
         connection.send(json.dumps({"wait_s": max(self.until_s - time.monotonic(), 0.0)}))
         return True
 
@@ -309,7 +308,7 @@ class Rendezvous:
             return
         if connection.info is not None and self.connections.get(connection.info.rank) is connection:
             del self.connections[connection.info.rank]
-        self.door.forget(connection)
+        self._strangers.pop(connection, None)
         self.selector.unregister(connection.socket)
         connection.socket.close()
 
@@ -337,9 +336,13 @@ class _Leader(Rendezvous):
             if not keeps_port:
                 # Only now: a process that tries JAX's port too early waits a second for its next try.
                 self.listener.close()
-            answer.connections.update(self._start(ranks))
+            for number, rank in enumerate(ranks[1:], start=1):
+                # `close` leaves it open.
+                answer.connections[number] = kept = self.connections.pop(rank)
+                kept.send(START)
+                self.selector.unregister(kept.socket)
         except ConfigError as error:
-            self.refuse(str(error), isinstance(error, RendezvousError))
+            self.tell_all(_refusal(str(error), isinstance(error, RendezvousError)))
             raise
         finally:
             self.close()
@@ -365,7 +368,7 @@ class _Leader(Rendezvous):
                     looked_at = there
                     chosen = self.choice.choose(there)
                     if self.choice.are_more_without_this_host(hosts, len(chosen[0]) if chosen else 0):
-                        raise _Over(others_lead=True)
+                        raise _Over("others lead")
                     if chosen is not None:
                         return chosen
                     if sentence := self.choice.why_none(hosts):
@@ -374,7 +377,7 @@ class _Leader(Rendezvous):
                         log.warning("%s: waiting for more.", sentence)
             if now_s >= self.until_s:
                 raise RendezvousError(
-                    missing(self.launch.led_by(self.own.rank), self.infos, {self.own.rank, *self.connections})
+                    checks.missing(self.launch.led_by(self.own.rank), self.infos, {self.own.rank, *self.connections})
                 )
             self._look_for_a_rival(next(rivals, None))
             self.look(LOOK_S)
@@ -384,15 +387,7 @@ class _Leader(Rendezvous):
             return
         place = self.launch.led_by(rank)
         with suppress(OSError, ConfigError, Unproven):
-            raise _GivesWay(Visit(place, self.own, time.monotonic() + PROBE_S, PROBE_S))
-
-    def _start(self, ranks: Sequence[int]) -> dict[int, Connection]:
-        """Lets those that train go. Returns the connections to them, by new rank; `close` leaves these open."""
-        kept = {number: self.connections.pop(rank) for number, rank in enumerate(ranks) if number > 0}
-        for connection in kept.values():
-            connection.send(START)
-            self.selector.unregister(connection.socket)
-        return dict(kept)
+            raise _GivesWay(Visit(place, self.own, time.monotonic() + client.PROBE_S, client.PROBE_S))
 
 
 class WaitingRoom(Rendezvous):
@@ -420,7 +415,7 @@ class WaitingRoom(Rendezvous):
         self.until_s = time.monotonic() + DOOR_S
         self.grow: Callable[[str], None] | None = None
         self.ended = False
-        self._present, self._left = set(present), threading.Event()
+        self.present, self._left = set(present), threading.Event()
         self._grow_at_s = time.monotonic() + elastic.wait_s
         self._thread = threading.Thread(target=self._serve, name="waiting-room", daemon=True)
         self._thread.start()
@@ -434,9 +429,6 @@ class WaitingRoom(Rendezvous):
         self.close()
         self.listener.close()
 
-    def may_come(self, info: ProcessInfo) -> bool:
-        return info.rank not in self._present
-
     def _serve(self) -> None:
         looked_at: frozenset[int] = frozenset()
         while not self._left.is_set():
@@ -446,7 +438,7 @@ class WaitingRoom(Rendezvous):
                 if self.grow is None or time.monotonic() < self._grow_at_s or waiting == looked_at:
                     continue
                 looked_at = waiting
-                if hosts := self.choice.to_grow_by(self._present, waiting):
+                if hosts := self.choice.to_grow_by(self.present, waiting):
                     self.grow(", ".join(hosts))
             except Exception:
                 # The run itself is not concerned.

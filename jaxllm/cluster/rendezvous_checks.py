@@ -1,10 +1,5 @@
-"""Checks of the rendezvous: whether processes fit together. Each check returns one sentence for all of them, empty if all is
-well.
-
-why_rejected(info, first, ...)  on arrival of one process: another version, a duplicate rank, other flags
-why_incompatible(infos)         once all have arrived: missing or doubly claimed GPUs, an unreachable host
-missing(launch, infos, ...)     at the time limit
-assign_gpus(infos)              GPUs for each process
+"""Checks of the rendezvous: whether processes fit together. Each returns one sentence for all of them, empty if all is well:
+on arrival of one process `why_rejected`, once all have arrived `why_incompatible`, at the time limit `missing`.
 """
 
 from __future__ import annotations
@@ -28,9 +23,6 @@ MOST_NAMED = 8
 """Maximum number of hosts or rank ranges in one sentence."""
 
 
-Flag = Annotated[str, Field(strict=True)]
-
-
 @dataclass(frozen=True)
 class _Introduction:
     """What a process of any version says of itself."""
@@ -51,7 +43,7 @@ class ProcessInfo(_Introduction):
     versions: dict[Name, Name]
     machine: Text
     """Identity of the host. Different hosts may share a name."""
-    flags: list[Flag]
+    flags: list[Annotated[str, Field(strict=True)]]
     """XLA flags that change the compiled program."""
     launch_id: Text | None = None
     attempt: Whole = 0

@@ -14,13 +14,26 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxllm.cluster.authentication import Channel, Unproven, greet
 from jaxllm.cluster.launchers import COORDINATOR, Launch
 from jaxllm.cluster.rendezvous_checks import ProcessInfo, is_local, listening_address
-from jaxllm.cluster.socket_messages import Connection, Elapsed, Name, Pid, Rank, Sentence, connect, keep_alive, listen
+from jaxllm.cluster.socket_messages import (
+    SECRET,
+    SECRET_FILE,
+    Channel,
+    Connection,
+    Elapsed,
+    Name,
+    Pid,
+    Rank,
+    Sentence,
+    Unproven,
+    connect,
+    greet,
+    keep_alive,
+    listen,
+)
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.types import Switch
-from jaxllm.machine.variables import SECRET, SECRET_FILE
 from jaxllm.untrusted import Text, Whole, checked
 
 MAGIC = "jaxllm roll call "
@@ -37,9 +50,6 @@ FIRST_REPLY_S = 15.0
 and send nothing."""
 LONGEST_WAIT_S = 10**6
 """Limit for one wait on a socket: Python takes no more than 2**31 milliseconds."""
-
-
-Port = Annotated[int, Field(strict=True, gt=0, lt=2**16)]
 
 
 class RendezvousError(ConfigError):
@@ -60,7 +70,7 @@ class Run:
 
     members: list[tuple[Name, Pid]]
     """(host, process ID of the system) by rank."""
-    port: Port
+    port: Annotated[int, Field(strict=True, gt=0, lt=2**16)]
     """JAX's, on the leader's host."""
     attempt: Whole = 0
     """The highest of its processes."""
@@ -91,7 +101,7 @@ class Reply:
     wait_s: Elapsed | None = None
     """Time until its own limit."""
     unproven: Switch = False
-    """authentication.REFUSAL."""
+    """socket_messages.REFUSAL."""
     other: Sentence | None = None
     """It belongs to another launch."""
     refused: Sentence | None = None

@@ -1,28 +1,189 @@
-"""TCP connections between processes, and the messages on them: JSON objects, one per line, bounded and typed (untrusted.py),
-and signed if the run has a secret (cluster/authentication.py).
+"""TCP connections between processes, and the messages on them: JSON objects, one per line, bounded and typed (untrusted.py).
+
+Only processes of the same run are taken: a secret that the launcher gives to all of them signs what they send each other.
+
+    client                                        server (process 0)
+    hello NONCE                             ->
+                                            <-    hello NONCE
+    MAC MESSAGE                             ->    verified: the client has the secret
+                                            <-    MAC MESSAGE, verified: so has the server
+
+The key of a connection is derived from the secret, the protocol and both nonces, which are fresh. A MAC (HMAC-SHA256, RFC 2104)
+covers the direction, the number of the message in its direction, and the message. So a message that is changed, replayed from
+another connection or this one, reordered, left out before another or sent back to its sender is refused, and with it the
+connection. Nothing is encrypted: messages are host names, versions and numbers of steps.
+
+Without a secret, lines are the messages alone.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
-import logging
+import hmac
 import os
-import selectors
+import re
+import secrets
 import socket
+import stat
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Generic, TypeVar
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from jaxllm.cluster.authentication import MAC_DIGITS, Channel
-from jaxllm.machine.variables import SECRET, SECRET_FILE
-from jaxllm.untrusted import INT32, parse_json, shown
+from jaxllm.config.errors import ConfigError
+from jaxllm.untrusted import INT32, RefusedInput, opened, parse_json, reason_of, shown
 
-log = logging.getLogger(__name__)
+SECRET, SECRET_FILE = "JAXLLM_SECRET", "JAXLLM_SECRET_FILE"
+LEAST_BYTES, MOST_BYTES = 16, 4096
+"""Limits for a secret. Launchers make 32 random bytes, as 64 hexadecimal digits."""
+NONCE_BYTES, MAC_DIGITS = 32, 64
+_HELLO = re.compile(rb"hello ([0-9a-f]{64})")
+LONGEST_HELLO = 256
+"""Limit for process 0's answer to a hello."""
+REFUSAL = '{"unproven": true}'
+"""What process 0 sends, unsigned, to a client that has another secret or none. The latter reads it as a reply."""
+
+
+class Unproven(ValueError):
+    """The other end has another secret, or none."""
+
+
+class Channel:
+    """One end of a connection: signs the lines that it sends, in this order, and verifies those that come. Without a secret a
+    line is its message. Not for several threads at once.
+
+    Args:
+      prefix: of each line, so that other programs on the port are told apart. The key depends on it too.
+      is_server: this end is process 0's.
+    """
+
+    def __init__(self, secret: bytes | None, prefix: str = "", *, is_server: bool):
+        self.prefix, self._secret, self._is_server = prefix.encode(), secret, is_server
+        self._nonce = b"" if secret is None else secrets.token_hex(NONCE_BYTES).encode()
+        self._key = b""
+        self._sent = self._received = 0
+        self.refused = False
+        """The other end has not proven that it has the secret, and tried."""
+        self.reply = b""
+        """What a server has to send at once, unsigned: its own hello, or REFUSAL."""
+
+    @property
+    def is_guarded(self) -> bool:
+        return self._secret is not None
+
+    @property
+    def greeted(self) -> bool:
+        return bool(self._key)
+
+    def hello(self) -> bytes:
+        return self.prefix + b"hello " + self._nonce + b"\n"
+
+    def line(self, text: str) -> bytes:
+        """The line that carries the next message."""
+        message = text.encode()
+        if self.is_guarded:
+            message = self._mac(self._is_server, self._sent, message) + b" " + message
+            self._sent += 1
+        return self.prefix + message + b"\n"
+
+    def withdraw(self) -> None:
+        """The last line was not sent."""
+        self._sent = max(self._sent - 1, 0)
+
+    def open(self, line: bytes) -> bytes | None:
+        """The message of a line, given without prefix; None if it is the other end's hello.
+
+        Raises:
+          Unproven: the first line shows that the other end has another secret, or none.
+          ValueError: it is no line of this connection in this order.
+        """
+        try:
+            if self._secret is None:
+                if _HELLO.fullmatch(line):
+                    raise Unproven
+                return line
+            if not self.greeted:
+                return self._greet(line)
+            mac, _, message = line.partition(b" ")
+            if not hmac.compare_digest(mac, self._mac(not self._is_server, self._received, message)):
+                raise ValueError("not the next message of this connection") if self._received else Unproven
+        except Unproven:
+            self.refused = True
+            self.reply = self.prefix + REFUSAL.encode() + b"\n" if self._is_server else b""
+            raise
+        self._received += 1
+        return message
+
+    def _greet(self, line: bytes) -> None:
+        hello = _HELLO.fullmatch(line)
+        if hello is None:
+            raise Unproven if line.startswith(b"{") else ValueError("not a message")
+        nonces = (hello[1], self._nonce) if self._is_server else (self._nonce, hello[1])
+        self._key = hmac.digest(self._secret or b"", b"\n".join((b"jaxllm connection 1", self.prefix, *nonces)), "sha256")
+        self.reply = self.hello() if self._is_server else b""
+
+    def _mac(self, by_server: bool, number: int, message: bytes) -> bytes:
+        return hmac.digest(self._key, b"%d %d " % (by_server, number) + message, "sha256").hex().encode()
+
+
+def greet(connection: socket.socket, channel: Channel, limit_s: float) -> None:
+    """The client's part before its first message; nothing is sent without a secret.
+
+    Raises:
+      Unproven: process 0 has no secret.
+      OSError: there is no answer in time, or the connection breaks.
+      ValueError: something else answers.
+    """
+    if not channel.is_guarded:
+        return
+    connection.sendall(channel.hello())
+    until_s, answer = time.monotonic() + limit_s, b""
+    while not answer.endswith(b"\n"):
+        connection.settimeout(max(until_s - time.monotonic(), 0.001))
+        received = connection.recv(LONGEST_HELLO - len(answer))
+        if not received and len(answer) < LONGEST_HELLO:
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        if not received or not answer.startswith(channel.prefix[: len(answer)]):
+            raise ValueError("not a message")
+        answer += received
+    channel.open(answer.removeprefix(channel.prefix).removesuffix(b"\n"))
+
+
+def read_secret(environ: Mapping[str, str]) -> bytes | None:
+    """The secret of this run; None where none is given.
+
+    Raises:
+      ConfigError: it is given twice, is too short or too long, or its file cannot be read, or can be read by others.
+    """
+    path = environ.get(SECRET_FILE)
+    if path is None:
+        secret = environ.get(SECRET)
+        return None if secret is None else _long_enough(os.fsencode(secret), SECRET)
+    if SECRET in environ:
+        raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set: unset one of them.")
+    name = f"{SECRET_FILE}={shown(path)}"
+    try:
+        with opened(Path(path)) as file:
+            mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MOST_BYTES + 1)
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"{name} cannot be read ({reason_of(error)}): name a file with the secret, or unset it.") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{name} is open to other users (mode {mode:o}): make a new secret in a file of mode 600.")
+    return _long_enough(content, name)
+
+
+def _long_enough(given: bytes, name: str) -> bytes:
+    secret = given.strip()
+    if len(secret) < LEAST_BYTES or len(given) > MOST_BYTES:
+        raise ConfigError(
+            f"The secret in {name} has {'too many' if len(given) > MOST_BYTES else len(secret)} bytes: give {LEAST_BYTES} to "
+            f"{MOST_BYTES:,}, such as what `openssl rand -hex 32` prints."
+        )
+    return secret
+
 
 MOST_PROCESSES = 2**17
 """Limit for one run."""
@@ -36,51 +197,7 @@ Rank = Annotated[int, Field(strict=True, ge=0, lt=MOST_PROCESSES)]
 Pid = Annotated[int, Field(strict=True, ge=0, le=INT32)]
 Elapsed = Annotated[float, Field(strict=True, ge=0, le=INT32, allow_inf_nan=False)]
 
-STRANGERS = 64
-"""Connections that a port holds beside those of the run's processes: beyond them, one that has not said who it is makes room.
-Otherwise strangers could use up the descriptors that the run needs for its files."""
-INTRODUCTION_S = 5.0
-"""Time in which a connection must say who it is."""
 SEND_S = 10.0
-ACCEPTED_AT_ONCE = 32
-"""Between two looks at the other connections. Half of STRANGERS, so that each new one is read before it makes room."""
-MOST_REPORTED = 16
-"""Addresses in warnings: an attacker may have millions."""
-
-
-class Reader:
-    """Puts together the messages that come over one connection.
-
-    Args:
-      longest_bytes: of a message.
-    """
-
-    def __init__(self, longest_bytes: int, channel: Channel):
-        self._longest_bytes, self._channel, self._buffer = longest_bytes, channel, b""
-
-    def read(self, received: bytes) -> list[dict[str, Any]]:
-        """Messages that are complete with these bytes.
-
-        Raises:
-          Unproven: the other end has another secret, or none.
-          ValueError: they are not a message.
-        """
-        *lines, self._buffer = (self._buffer + received).split(b"\n")
-        prefix, longest = self._channel.prefix, self._longest_bytes + MAC_DIGITS + 1
-        if len(self._buffer) > longest or not self._buffer.startswith(prefix[: len(self._buffer)]):
-            raise ValueError("not a message")
-        return [message for line in lines if (message := self._parsed(line)) is not None]
-
-    def _parsed(self, line: bytes) -> dict[str, Any] | None:
-        if not line.startswith(self._channel.prefix):
-            raise ValueError("not a message")
-        text = self._channel.open(line.removeprefix(self._channel.prefix))
-        if text is None:
-            return None
-        message = parse_json(text, self._longest_bytes)
-        if not isinstance(message, dict):
-            raise ValueError("not a message")
-        return message
 
 
 class Connection:
@@ -95,7 +212,7 @@ class Connection:
         self.since_s = time.monotonic()
         self.unread: list[dict[str, Any]] = []
         """Messages that came with others and are not looked at yet. `receive` gives them first."""
-        self._reader = Reader(longest_bytes, channel)
+        self._longest_bytes, self._buffer = longest_bytes, b""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -124,7 +241,31 @@ class Connection:
         received = self.socket.recv(65536)
         if not received:
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-        self.unread += self._reader.read(received)
+        self.take(received)
+
+    def take(self, received: bytes) -> None:
+        """Adds the messages that are complete with these bytes to `unread`.
+
+        Raises:
+          Unproven: the other end has another secret, or none.
+          ValueError: they are not a message.
+        """
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        prefix, longest = self.channel.prefix, self._longest_bytes + MAC_DIGITS + 1
+        if len(self._buffer) > longest or not self._buffer.startswith(prefix[: len(self._buffer)]):
+            raise ValueError("not a message")
+        self.unread += [message for line in lines if (message := self._parsed(line)) is not None]
+
+    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+        if not line.startswith(self.channel.prefix):
+            raise ValueError("not a message")
+        text = self.channel.open(line.removeprefix(self.channel.prefix))
+        if text is None:
+            return None
+        message = parse_json(text, self._longest_bytes)
+        if not isinstance(message, dict):
+            raise ValueError("not a message")
+        return message
 
     def send(self, text: str) -> None:
         """Sends a message, and waits up to SEND_S for the other end to take it."""
@@ -141,73 +282,6 @@ class Connection:
             return False
         except OSError:
             return True
-
-
-C = TypeVar("C", bound=Connection)
-
-
-class Door(Generic[C]):
-    """Process 0's port: takes connections, and turns away those that do not say in time who they are.
-
-    Args:
-      listener: a socket of `listen`. It does not block from now on.
-      selector: looks at the listener and, with themselves as data, at all connections.
-      places: connections of the run's processes.
-      make: a stranger from a socket and the other end's address.
-      drop: closes a stranger. It calls `forget`.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        selector: selectors.BaseSelector,
-        places: int,
-        make: Callable[[socket.socket, str], C],
-        drop: Callable[[C], object],
-    ):
-        self._listener, self._selector, self._places, self._make, self._drop = listener, selector, places, make, drop
-        self._strangers: dict[C, None] = {}
-        """Those that have not said who they are, the oldest first."""
-        self._reported: set[str] = set()
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, None)
-
-    def open(self) -> None:
-        """Takes some of the connections that wait."""
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
-            stranger = self._make(connection, address[0].removeprefix("::ffff:"))
-            self._selector.register(connection, selectors.EVENT_READ, stranger)
-            self._strangers[stranger] = None
-            if len(self._selector.get_map()) > self._places + STRANGERS:
-                # Of the address with most strangers, one that has not answered, the oldest: nobody crowds out what comes from
-                # elsewhere.
-                crowds = Counter(other.address for other in self._strangers)
-                self._drop(max(self._strangers, key=lambda other: (crowds[other.address], not other.channel.greeted)))
-
-    def tidy(self) -> None:
-        """Drops strangers that had their time."""
-        before_s = time.monotonic() - INTRODUCTION_S
-        for stranger in list(itertools.takewhile(lambda one: one.since_s < before_s, self._strangers)):
-            self._drop(stranger)
-
-    def forget(self, connection: C) -> None:
-        """It is closed, or no stranger any more."""
-        self._strangers.pop(connection, None)
-
-    def report(self, connection: Connection) -> None:
-        """Warns, once per address, if a connection was refused because of its secret."""
-        if connection.channel.refused and connection.address not in self._reported and len(self._reported) < MOST_REPORTED:
-            self._reported.add(connection.address)
-            log.warning(
-                "A process at %s was turned away: its secret is not that of this run (%s, %s).",
-                connection.address,
-                SECRET,
-                SECRET_FILE,
-            )
 
 
 def listen(port: int, address: str = "") -> socket.socket:

@@ -30,13 +30,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import IO, Literal, NoReturn
 
 from jaxllm.cluster import exit_codes
 from jaxllm.cluster.exit_codes import MOST_ATTEMPTS, NESTED
 
 # ----------------------------------------------------------------------------------------------------------------- output
-# Forwards what a supervised process prints. Standard library only.
 
 KEPT_BYTES = 2**20
 """Buffer for COMMAND's output while its reader does not read."""
@@ -49,13 +48,13 @@ class Relay:
 
     def __init__(self, selector: selectors.BaseSelector, sink: int):
         self._selector, self._sink = selector, sink
-        self._source: int | None = None
+        self._source: IO[bytes] | None = None
         self._kept = bytearray()
-        self._waits = self._closed = False
+        self._waits = False
         os.set_blocking(sink, False)
 
-    def take_from(self, source: int) -> None:
-        os.set_blocking(source, False)
+    def take_from(self, source: IO[bytes]) -> None:
+        os.set_blocking(source.fileno(), False)
         self._source = source
         self._selector.register(source, selectors.EVENT_READ, self._read)
 
@@ -80,7 +79,7 @@ class Relay:
         if self._source is None:
             return False
         try:
-            data = os.read(self._source, 2**16)
+            data = os.read(self._source.fileno(), 2**16)
         except BlockingIOError:
             return False
         if not data:
@@ -92,7 +91,7 @@ class Relay:
     def _drop_source(self) -> None:
         if self._source is not None:
             self._selector.unregister(self._source)
-            os.close(self._source)
+            self._source.close()
             self._source = None
 
     def _write(self) -> None:
@@ -270,20 +269,15 @@ class Supervisor:
             beats, beat_fd = os.pipe()
             stack.callback(os.close, beats)
             os.set_blocking(beats, False)
-            outputs: list[int | None] = [None, None]
-            if self._relays:
-                pipes = [os.pipe() for _ in self._relays]
-                outputs = [writer for _, writer in pipes]
-                for relay, (reader, _) in zip(self._relays, pipes, strict=True):
-                    relay.take_from(reader)
-                    stack.callback(relay.finish)
+            output = subprocess.PIPE if self._relays else None
             try:
                 process = self._process = subprocess.Popen(
                     self._command,
                     env=self._environment | {"JAXLLM_BEAT_FD": str(beat_fd)},
                     stdin=subprocess.DEVNULL,
-                    stdout=outputs[0],
-                    stderr=outputs[1],
+                    stdout=output,
+                    stderr=output,
+                    bufsize=0,
                     pass_fds=[beat_fd],
                     process_group=0,
                     preexec_fn=partial(die_with_parent, os.getpid()) if _prctl else None,
@@ -292,9 +286,10 @@ class Supervisor:
                 self._print(f"{self._command[0]} cannot be started ({error.strerror}): correct the command")
                 return 1 if error.errno in (errno.EAGAIN, errno.ENOMEM) else exit_codes.BAD_INPUT
             finally:
-                for fd in (beat_fd, *outputs):
-                    if fd is not None:
-                        os.close(fd)
+                os.close(beat_fd)
+            for relay, source in zip(self._relays, filter(None, (process.stdout, process.stderr)), strict=True):
+                relay.take_from(source)
+                stack.callback(relay.finish)
             self._selector.register(beats, selectors.EVENT_READ, lambda: self._take_beats(beats))
             stack.callback(self._ignore, beats)
             try:

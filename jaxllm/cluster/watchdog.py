@@ -103,7 +103,7 @@ class Watchdog:
             return run.phase_timeout_s, patience
         # The monitor's status is a second or two old: a peer that was in another phase for less may be in the same step by now.
         monitor = self._monitor()
-        if (slowest := monitor and monitor.slowest()) and slowest.seen.seconds > STATUS_AGE_S:
+        if (slowest := monitor and monitor.slowest) and slowest.seen.seconds > STATUS_AGE_S:
             peer = f"process {slowest.rank} on {slowest.host}"
             return run.phase_timeout_s, f"waiting for {peer}, {slowest.seen.seconds:.0f} s in {slowest.seen}; {patience}"
         times = [took.step_s for took in progress.last_steps()]

@@ -22,7 +22,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.rounds import exchanges_beside_steps
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.memory import may_fit
-from jaxllm.machine import program_cache
+from jaxllm.machine.host import installed
 from jaxllm.machine.xla_flags import compile_options
 from jaxllm.mesh.placement import mesh_on_hosts
 from jaxllm.run.programs import batch_layout
@@ -40,12 +40,15 @@ OLDEST = (7, 5)
 # programming guide).
 _TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {chip.threads_per_multiprocessor}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {block_shared} shared_memory_per_core: {core_shared}
-  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
-  memory_bandwidth: {bandwidth} device_memory_size: {memory} cuda_compute_capability {{ major: {major} minor: {minor} }}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {chip.shared_memory_per_block}
+  shared_memory_per_core: {chip.shared_memory_per_multiprocessor}
+  core_count: {chip.multiprocessors} fpus_per_core: {chip.fpus_per_multiprocessor}
+  clock_rate_ghz: {chip.clock_ghz} l2_cache_size: {chip.l2_cache_bytes}
+  memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {chip.compute_capability[0]} minor: {chip.compute_capability[1]} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
@@ -56,21 +59,8 @@ device_description_str: "{name}"
 
 def target_text(gpu: Gpu, memory_bytes: int = DEMAND_BYTES) -> str:
     """XLA's text description of this GPU."""
-    chip = gpu.chip
-    return _TARGET.format(
-        block_shared=chip.shared_memory_per_block,
-        core_shared=chip.shared_memory_per_multiprocessor,
-        cores=chip.multiprocessors,
-        threads=chip.threads_per_multiprocessor,
-        fpus=chip.fpus_per_multiprocessor,
-        clock=chip.clock_ghz,
-        l2=chip.l2_cache_bytes,
-        bandwidth=round(gpu.memory_bandwidth_bytes_per_s),
-        memory=memory_bytes,
-        major=chip.compute_capability[0],
-        minor=chip.compute_capability[1],
-        name=gpu.device_kind or gpu.name,
-    )
+    bandwidth, name = round(gpu.memory_bandwidth_bytes_per_s), gpu.device_kind or gpu.name
+    return _TARGET.format(chip=gpu.chip, bandwidth=bandwidth, memory=memory_bytes, name=name)
 
 
 def can_compile_for_gpus() -> bool:
@@ -83,7 +73,7 @@ def can_compile_for_gpus() -> bool:
 
 def versions() -> list[str]:
     """Versions of the installed packages that compile: the CUDA plugin, cuDNN and the assembler."""
-    return program_cache.versions("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
+    return installed("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc")
 
 
 def require_compiler(gpu: Gpu) -> None:

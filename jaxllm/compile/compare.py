@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from jaxllm.compile.inspect import axes_line
-from jaxllm.compile.program import CollectiveRow
+from jaxllm.compile.overlap import CollectiveRow
 from jaxllm.compile.report import CompileReport
 from jaxllm.compile.text import teraflops
 from jaxllm.config import ConfigError
@@ -165,8 +165,6 @@ def _over(kind: str, axes: Iterable[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- as text
-# Two compile reports side by side as terminal text. `jaxllm compile --against` prints it.
-
 
 ROWS = 20
 """Rows of a table; the JSON has all."""

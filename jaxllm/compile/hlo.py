@@ -16,7 +16,6 @@ from jaxllm.config.attention import SHORTER_DOCUMENTS
 from jaxllm.cost_model.flops import causal_pairs
 
 # -------------------------------------------------------------------------------------------------------- one instruction
-# Parses one line of XLA's HLO text: an instruction, its shapes, its FLOPs and its device groups.
 
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})")
 BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -116,10 +115,6 @@ def _closing(text: str) -> int:
     raise ValueError(f"unbalanced parentheses in {text[:80]}")
 
 
-def reads(instruction: Instruction, name: str, op: str) -> bool:
-    return instruction.op == op and re.search(rf"%{re.escape(name)}\b(?![.\-\w])", instruction.text) is not None
-
-
 def shape_of(dims: str) -> tuple[int, ...]:
     return tuple(int(size) for size in dims.split(",") if size)
 
@@ -181,7 +176,7 @@ class _Occurrence:
     def until(self, op: str) -> tuple[list[Instruction], Instruction]:
         """(instructions between, the done), for a start."""
         name, later = self.instruction.name, range(self.position + 1, len(self.among))
-        done = next(i for i in later if reads(self.among[i], name, op))
+        done = next(i for i in later if self.among[i].op == op and name in operands(self.among[i]))
         return self.among[self.position + 1 : done], self.among[done]
 
     def inputs(self) -> list[Instruction]:
@@ -271,12 +266,10 @@ class Module:
     def loops_without_trip_count(self) -> int:
         """Number of loops with collectives for which XLA gives no trip count; everything in them counts once. Our own loops
         have one. The loop that XLA's collective pipeliner makes of the loop over microbatches has none (JAX 0.10.2)."""
-        loops = (occurrence.instruction for occurrence in self.walk() if occurrence.instruction.op == "while")
-        return sum(not TRIPS.search(loop.text) and self._has_collective(loop) for loop in loops)
-
-    def _has_collective(self, loop: Instruction) -> bool:
-        inside = (occurrence.instruction.op.removesuffix("-start") for name in loop.called for occurrence in self.walk(name))
-        return any(op in COLLECTIVES for op in inside)
+        loops = [at.instruction for at in self.walk() if at.instruction.op == "while"]
+        unknown = [loop.called for loop in loops if not TRIPS.search(loop.text)]
+        inside = [{at.instruction.op.removesuffix("-start") for name in names for at in self.walk(name)} for names in unknown]
+        return sum(not ops.isdisjoint(COLLECTIVES) for ops in inside)
 
     def running(self) -> list[str]:
         """Names of the computations whose instructions run one by one: the entry and those of loops and calls, each after all
@@ -400,3 +393,46 @@ class Module:
             coordinates = np.unravel_index(np.array(group, int), sizes)
             varying |= {name for name, places in zip(names, coordinates, strict=True) if len(set(places.tolist())) > 1}
         return tuple(name for name in names if name in varying)
+
+
+# -------------------------------------------------------------------------------------------------------- largest results
+
+LARGEST = 8
+"""Number of results listed."""
+
+
+@dataclass(frozen=True)
+class LargeResult:
+    """The largest results of instructions, grouped by shape and origin."""
+
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    origin: str
+    """The argument it comes from, else the operation as traced."""
+    instructions: int
+    in_loops: bool
+
+
+def largest_results(module: Module) -> tuple[LargeResult, ...]:
+    """The largest results of instructions. XLA's public interface has no buffer assignment for GPUs; some of these results
+    share memory at different times.
+    """
+    groups: dict[tuple, list[bool]] = {}
+    for result in module.results():
+        key = (result.size_bytes, result.dtype, result.shape, origin(result.argument, result.op_name))
+        groups.setdefault(key, []).append(result.in_loop)
+    largest = sorted(groups, key=lambda key: -key[0])[:LARGEST]
+    return tuple(LargeResult(*key, len(groups[key]), all(groups[key])) for key in largest)  # type: ignore[call-arg]
+
+
+def origin(argument: str, op_name: str) -> str:
+    """'layers.mlp.up' for state.params['layers']['mlp']['up'], else the last informative words of an operation's path."""
+    if argument:
+        path = argument.removeprefix("state.").removeprefix("params")
+        return ".".join(re.findall(r"\w+", path)) or argument
+    dull = r"jit\(\w+\)|shard_map|while|body|closed_call|checkpoint|cond|branch_\d+_fun|custom_vjp_call|remat2?"
+    words = [word for word in op_name.split("/") if word and not re.fullmatch(dull, word)]
+    backward = "backward: " if any("transpose(" in word for word in words) else ""
+    informative = [word for word in words if not re.fullmatch(r"(transpose|jvp|rematted_computation)\b.*", word)]
+    return backward + "/".join(informative[-2:] or words[-1:]) if words else op_name.rsplit("/", 1)[-1]

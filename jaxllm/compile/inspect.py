@@ -1,7 +1,7 @@
 """A config on a mesh: every parameter, its two layouts, its bytes on one device, and where the mesh wastes work.
 
     report = inspect_config(config, gpus=16)
-    Console().print(render(report))                 # inspect_text.py
+    Console().print(render_inspect(report))         # text.py
 
 Everything follows from the config and the parameter table. No device of the mesh is started, so this works for any mesh on any
 machine. Weights, gradients and moments are counted; activations are not.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -46,13 +46,9 @@ from jaxllm.parallel.vjp_residuals import extract
 from jaxllm.plan.advice import better_shape, better_shape_line
 
 # ------------------------------------------------------------------------------------------------------------------ waste
-# Waste on a mesh: matmuls of unsuitable or small shapes, and layers that wait for the network.
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Output tile of cuBLAS's fastest bfloat16 kernels on Hopper."""
-MULTIPROCESSORS, MULTIPROCESSORS_OF = 132, "an H100"
-"""The default GPU's. Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves
-some idle."""
 IDLE_PERCENT = 5
 """A shard that wastes no more than this gets no warning."""
 
@@ -71,10 +67,8 @@ class ConfigWarning:
 def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[ConfigWarning]:
     together = sizes[CONTEXT] * sizes[TENSOR]
     if per_host % together and per_host < gpus:
-        message = (
-            f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
-        )
-        yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, message)
+        text = f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
+        yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, text)
 
 
 def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...], gpu: Gpu | None = None) -> Iterator[ConfigWarning]:
@@ -82,7 +76,8 @@ def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...], gpu: G
 
     The sharded dim of a weight is checked even if the forward pass contracts it: in the backward pass it is an output dim.
     """
-    available, of = (gpu.chip.multiprocessors, gpu.name) if gpu else (MULTIPROCESSORS, MULTIPROCESSORS_OF)
+    # Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves some idle.
+    available, of = (gpu or GPUS[REFERENCE_GPU]).chip.multiprocessors, gpu.name if gpu else "an H100"
     sizes, matrices = axis_sizes(config.parallel), {spec.path for spec in model_parameters(config.model) if spec.is_matrix}
     for row in parameters:
         # An embedding that is not also the head is looked up, not multiplied.
@@ -127,7 +122,6 @@ def head_rows(config: Config) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------- parameter table
-# The parameter table of a config on a mesh: each parameter's two layouts, and its bytes on one device.
 
 
 @dataclass(frozen=True)
@@ -146,9 +140,6 @@ class Bytes:
     @property
     def total(self) -> int:
         return self.master + self.moments + self.compute_copy + self.gradients
-
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -294,7 +285,10 @@ def inspect_config(
     Raises:
       ConfigError: the mesh has another size, a parameter cannot be sharded, hosts do not divide, or the GPU does not exist.
     """
-    gpus = count_devices(config, gpus)
+    if (wanted := named_devices(config, gpus)) is None:
+        # Only for parallel.data=auto without a given number.
+        distributed.start(config.run)
+    gpus = jax.device_count() if wanted is None else wanted
     config = config.resolve(gpus).at_largest_batch
     named = find_gpu(gpu) if isinstance(gpu, str) else gpu
     largest = named.gpus_per_host if named else HOST_GPUS
@@ -306,7 +300,7 @@ def inspect_config(
     table = jax.tree.leaves(tree)
     rows = tuple(describe(parameter, config) for parameter in table)
     padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
-    held = sum((row.bytes_per_device for row in rows), Bytes(0, 0, 0, 0))
+    held = Bytes(*map(sum, zip(*(astuple(row.bytes_per_device) for row in rows), strict=True)))
     return Report(
         mesh=sizes,
         gpus=gpus,
@@ -329,18 +323,6 @@ def inspect_config(
         notes=tuple(notes(config, rows, padding)),
         warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, rows, named)),
     )
-
-
-def count_devices(config: Config, gpus: int | None) -> int:
-    """Number of devices to inspect for. Only parallel.data=auto without a given number asks JAX for the present ones."""
-    named = named_devices(config, gpus)
-    if named is None:
-        distributed.start(config.run)
-        return jax.device_count()
-    return named
-
-
-# ------------------------------------------------------------------------------------------------------------ parameters
 
 
 def notes(config: Config, rows: tuple[ParameterRow, ...], padding: int) -> Iterator[str]:

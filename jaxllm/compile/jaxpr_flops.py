@@ -17,9 +17,13 @@ too, with that rank's heads. Both ways the sum is that of all devices.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from jaxllm.config.attention import SHORTER_DOCUMENTS
+from jaxllm.cost_model.flops import causal_pairs
 
 Axes = frozenset[str]
 
@@ -83,6 +87,27 @@ def dot_flops(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+
+
+def kernel_flops(jaxpr: Any, branch_shares: Sequence[float] = ()) -> int:
+    """FLOPs of cuDNN's attention in one step of all devices, by its shapes (q [B, S, N, H], k [B, T, K, H]): 4 B S T N H
+    forward and 10 backward, which recomputes the scores; half of that under a causal mask, and less in a window. Documents by
+    halves divide it into rectangles, which count in full; packed ones count as one a sequence, as in hlo.attention_flops.
+
+    Args:
+      branch_shares: as matmul_flops has them; of another conditional all branches count.
+    """
+    total = 0
+    for visit in walk(jaxpr):
+        match = re.match(r"dot_product_attention_(fwd|bwd)", visit.equation.primitive.name)
+        if match and SHORTER_DOCUMENTS not in str(visit.equation.source_info.name_stack):
+            (B, S, N, H), (_, T, *_) = (x.aval.shape for x in visit.equation.invars[:2])
+            parameters = visit.equation.params
+            is_causal = "CAUSAL" in str(parameters.get("mask_type", "")).upper()
+            pairs = causal_pairs(S, parameters["sliding_window_length"]) * T / S if is_causal else S * T
+            share = math.prod(branch_shares[b] if count == len(branch_shares) else 1 for b, count in visit.branches)
+            total += round((4 if match[1] == "fwd" else 10) * B * N * H * pairs * share) * visit.executed * visit.ranks
+    return total
 
 
 def _walk(jaxpr: Any, at: Visit, manual: Axes) -> Iterator[Visit]:

@@ -17,11 +17,10 @@ transfers that span that loop; and two transfers over different axes may share o
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, trip_count
+from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, operands, trip_count
 from jaxllm.config import ParallelConfig
 from jaxllm.config.attention import HOPPER
 from jaxllm.cost_model.hardware import Gpu
@@ -69,6 +68,27 @@ class Overlap:
         return self.exposed_bytes / self.sent_bytes if self.sent_bytes else 0.0
 
 
+@dataclass(frozen=True)
+class CollectiveRow:
+    """All collectives of one step with the same properties, on one device."""
+
+    kind: str
+    axes: tuple[str, ...]
+    """Mesh axes that they run over; none for a group of one."""
+    dtype: str
+    asynchronous: bool
+    in_loops: bool
+    behind_matmuls: bool
+    """Whether there is a matmul or fused attention between start and done."""
+    instructions: int
+    count: int
+    """Executions in one step."""
+    bytes: int
+    """Bytes of their results, in one step."""
+    sent_bytes: int
+    """Bytes that a device sends for them, as the function sent_bytes has it."""
+
+
 def simulate_overlap(
     module: Module, gpu: Gpu, gpus_per_host: int, *, fp8: bool = False, parallel: ParallelConfig | None = None
 ) -> list[Transfer]:
@@ -99,6 +119,21 @@ def total(rows: Sequence[Overlap]) -> Overlap:
     """Sums all rows into one."""
     sums = {name: sum(getattr(row, name) for row in rows) for name in _SUMMED}
     return Overlap("all", (), **sums)
+
+
+def grouped(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> tuple[CollectiveRow, ...]:
+    """Groups collectives by kind, axes, dtype, and how they run; those that send most first."""
+    groups: dict[tuple, list[Collective]] = {}
+    for c in collectives:
+        dtype = " ".join(sorted({dtype for dtype, _ in c.buffers}))
+        groups.setdefault((c.kind, c.axes, dtype, c.asynchronous, bool(c.loops), c.spans_matmul), []).append(c)
+    rows = []
+    for key, members in groups.items():
+        size = sum(c.executed * sum(byte_size(*buffer) for buffer in c.buffers) for c in members)
+        n = math.prod(sizes[axis] for axis in key[1])
+        sent = round(sent_bytes(key[0], size, n))
+        rows.append(CollectiveRow(*key, len(members), sum(c.executed for c in members), size, sent))  # type: ignore[call-arg]
+    return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
 
 
 def sent_bytes(kind: str, size_bytes: float, ranks: int) -> float:
@@ -216,4 +251,4 @@ def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | N
     """The start in `under_way` that this instruction completes; None if it completes none."""
     if not instruction.op.endswith("-done"):
         return None
-    return next((name for name in re.findall(r"%([\w.\-]+)", instruction.text.split("(", 1)[1]) if name in under_way), None)
+    return next((name for name in operands(instruction) if name in under_way), None)

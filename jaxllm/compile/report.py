@@ -27,12 +27,11 @@ from jaxllm import __version__
 from jaxllm.cluster import distributed
 from jaxllm.cluster.initialize import code_hash
 from jaxllm.compile import aot
-from jaxllm.compile.hlo import Module
+from jaxllm.compile.hlo import LargeResult, Module, largest_results
 from jaxllm.compile.inspect import ParameterRow, describe
-from jaxllm.compile.jaxpr_flops import matmul_flops
-from jaxllm.compile.kernel_account import KernelAccount, kernel_account
-from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
-from jaxllm.compile.program import CollectiveRow, LargeResult, grouped, kernel_flops, largest_results
+from jaxllm.compile.jaxpr_flops import kernel_flops, matmul_flops
+from jaxllm.compile.kernels import KernelAccount, kernel_account
+from jaxllm.compile.overlap import CollectiveRow, Overlap, by_kind, grouped, simulate_overlap, total
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import branch_shares, require_runs
 from jaxllm.config.rounds import steps_apart
@@ -51,7 +50,6 @@ from jaxllm.run.memory_check import capacity_of, total_bytes
 from jaxllm.untrusted import RefusedInput, checked, read_json
 
 # ------------------------------------------------------------------------------------------------------------------ waste
-# Waste in a compiled step: unnecessary copies, exposed collectives, work on the host's CPU.
 
 GIANT_SHARE = 0.01
 """Share of the capacity: a parameter whose copies take more gets a warning."""

@@ -7,23 +7,12 @@ from jaxllm.config.load import config_folder, published_models, with_overrides
 from jaxllm.config.model_config import ModelConfig, RopeScaling, whole_rope_scaling
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, SourceConfig, TrainConfig
-from jaxllm.config.types import (
-    ATTENTION_RESULTS,
-    AUTO,
-    BLOCK_INPUT,
-    BLOCK_TENSORS,
-    Remat,
-    Section,
-    XlaOptions,
-    divisors,
-    zero_shard,
-)
+from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, Remat, Section, divisors
 
 __all__ = [
     "ATTENTION_RESULTS",
     "AUTO",
     "BLOCK_INPUT",
-    "BLOCK_TENSORS",
     "CheckpointConfig",
     "Config",
     "ConfigError",
@@ -38,7 +27,6 @@ __all__ = [
     "Section",
     "SourceConfig",
     "TrainConfig",
-    "XlaOptions",
     "all_have_layers",
     "config_folder",
     "divisors",
@@ -48,5 +36,4 @@ __all__ = [
     "sequence_unit",
     "whole_rope_scaling",
     "with_overrides",
-    "zero_shard",
 ]

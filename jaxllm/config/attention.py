@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, cast
 
 from jaxllm.config.checks import causal_block_length, effective_windows
 from jaxllm.config.config import Config
@@ -14,10 +13,6 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.config.model_config import ModelConfig
 
 # ------------------------------------------------------------------------------------------------------------- capability
-# What a GPU can compute, by its CUDA compute capability. The estimates and the runs both ask here.
-#
-# require_runs(config.model, gpu.chip.compute_capability, gpu.name)      ConfigError for bfloat16 on a V100
-# why_not_cudnn(config.model, (8, 9), "l40s-48gb")                       None: it can
 
 Capability = tuple[int, int] | None
 """CUDA compute capability; None: not a GPU, or unknown."""
@@ -34,11 +29,6 @@ def has_tf32(capability: Capability) -> bool:
     return capability is None or capability >= AMPERE
 
 
-def widest_head(capability: Capability) -> int:
-    """The largest head size of cuDNN's backward pass (cuDNN documentation, Attention, support matrix of 9.18)."""
-    return 256 if capability is not None and capability[0] == 9 else 128
-
-
 def why_not_cudnn(model: ModelConfig, capability: Capability, name: str) -> str | None:
     """The reason cuDNN attention cannot run this model on a GPU of this name, or None. Unknown capabilities are Ampere or
     later."""
@@ -46,7 +36,8 @@ def why_not_cudnn(model: ModelConfig, capability: Capability, name: str) -> str 
         return f"it needs Ampere (compute capability 8.0) or newer and {name} has {_text(capability)}"
     if model.compute_dtype != "bfloat16":
         return f"it computes in bfloat16 and model.compute_dtype is {model.compute_dtype}"
-    widest = widest_head(capability)
+    # Of cuDNN's backward pass (cuDNN documentation, Attention, support matrix of 9.18).
+    widest = 256 if capability is not None and capability[0] == 9 else 128
     if model.head_dim % 8 or model.head_dim > widest:
         return f"it takes head sizes that are multiples of 8 up to {widest} here and model.head_dim is {model.head_dim}"
     return None
@@ -89,14 +80,9 @@ TOKENS_PER_DOCUMENT = 128
 measured: web pages have several times as many. A run counts the documents of its data."""
 
 
+@lru_cache(maxsize=1024)
 def window_shares(model: ModelConfig, sequence_length: int) -> Mapping[int | None, float]:
     """Effective window, None for all positions -> share of the layers."""
-    # Type checkers do not know that a frozen model of pydantic is hashable.
-    return _window_shares(cast(Any, model), sequence_length)
-
-
-@lru_cache(maxsize=1024)
-def _window_shares(model: Any, sequence_length: int) -> Mapping[int | None, float]:
     windows = effective_windows(model.windows, sequence_length)
     return MappingProxyType({window: count / len(windows) for window, count in Counter(windows).items()})
 

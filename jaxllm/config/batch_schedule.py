@@ -1,10 +1,6 @@
 """Global batch size and sequence length over a run: phases in which both are constant, each of which begins at a number of
 consumed tokens.
 
-    phases = phases_of(8, ((1000, 16), (4000, 32)), sequence_length=16)
-    phase_at(phases, step).sequences          # batch of the step that follows `step` steps
-    sequences_before(phases, step)            # consumed by that many steps
-
 All arithmetic is on integers, so that step, consumed tokens and data position follow from each other and a resumed run
 continues exactly. Llama 3 405B (arXiv 2407.21783, section 3.4.1) trained with 4M tokens a step, 8M from 252M tokens on and 16M
 from 2.87T on.

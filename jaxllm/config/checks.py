@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 from jaxllm.config.batch_schedule import batches_of, doublings
 from jaxllm.config.errors import ConfigError, refuse
@@ -298,14 +298,9 @@ def check_log(data: DataConfig, train: TrainConfig, log: LogConfig, of_bytes: bo
         raise refuse(f"log.profile_steps={list(log.profile_steps)} is not [first, last] within 1..{train.steps}.")
 
 
-def frozen_parameters(model: ModelConfig, train: TrainConfig) -> frozenset[str]:
-    """Paths of the parameters that are not trained."""
-    # Type checkers do not know that a frozen model of pydantic is hashable.
-    return _frozen(cast(Any, model), train.freeze)
-
-
 @lru_cache(maxsize=64)
-def _frozen(model: Any, patterns: tuple[str, ...]) -> frozenset[str]:
+def frozen_parameters(model: ModelConfig, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Paths of the parameters that are not trained, with these patterns of train.freeze."""
     if model.lora is not None:
         return frozenset(spec.path for spec in parameters(model) if not spec.is_lora)
     paths = [spec.path for spec in parameters(model)]
@@ -331,7 +326,7 @@ def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
                 f"train.freeze={shown(pattern)} is the name of no parameter: use patterns of {', '.join(paths)}. All layers "
                 f"are one stack, so none can be frozen alone."
             )
-    if not (frozen := frozen_parameters(model, train)):
+    if not (frozen := frozen_parameters(model, train.freeze)):
         return
     if len(frozen) == len(paths):
         raise refuse("train.freeze leaves no parameter to train: remove one of its patterns.")

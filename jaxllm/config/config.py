@@ -17,27 +17,8 @@ import yaml
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from jaxllm.config import checks
 from jaxllm.config.batch_schedule import Phase, batches_of, doublings, phase_at, phases_of, sequences_before
-from jaxllm.config.checks import (
-    check_all_on_host,
-    check_batch_growth,
-    check_batch_schedule,
-    check_diloco,
-    check_frozen,
-    check_log,
-    check_loss,
-    check_optimizer,
-    check_passwords,
-    check_preferences,
-    check_remat,
-    check_split,
-    check_store,
-    check_tokens,
-    effective_windows,
-    frozen_parameters,
-    repeats,
-    sequence_unit,
-)
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.load import find_recipe, read_recipe, refuse_code, take_named, with_overrides
 from jaxllm.config.model_config import ModelConfig
@@ -71,40 +52,42 @@ class Config(Section):
         for kind in CONVERSATIONS:
             if kind in kinds and self.data.tokenizer is None and "prepared" not in kinds:
                 raise refuse(f"data.source={kind} needs a tokenizer: set data.tokenizer to the folder of the model.")
-        check_preferences(train, self.data)
-        check_split(model, parallel, train.sequence_length)
-        check_remat(model, parallel)
-        check_frozen(model, parallel, train, self.log)
-        windows = effective_windows(model.windows, train.sequence_length)
-        if parallel.context > 1 and parallel.pipe > 1 and not repeats(windows, self.chunk_layers):
+        checks.check_preferences(train, self.data)
+        checks.check_split(model, parallel, train.sequence_length)
+        checks.check_remat(model, parallel)
+        checks.check_frozen(model, parallel, train, self.log)
+        windows = checks.effective_windows(model.windows, train.sequence_length)
+        if parallel.context > 1 and parallel.pipe > 1 and not checks.repeats(windows, self.chunk_layers):
             raise refuse(
                 f"model.sliding_window is on some of the layers, in another order in each chunk of {self.chunk_layers} layers, "
                 f"and with parallel.pipe={parallel.pipe} and context={parallel.context} all stages send at the same time: set "
                 f"one of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
-        check_diloco(train, parallel, self.chunk_layers)
-        check_optimizer(self.optimizer, parallel)
-        check_loss(train, parallel, self.log)
-        check_tokens(train)
-        check_store(self.run, self.checkpoint)
-        check_all_on_host(model, parallel, self.log)
+        checks.check_diloco(train, parallel, self.chunk_layers)
+        checks.check_optimizer(self.optimizer, parallel)
+        checks.check_loss(train, parallel, self.log)
+        checks.check_tokens(train)
+        checks.check_store(self.run, self.checkpoint)
+        checks.check_all_on_host(model, parallel, self.log)
         if parallel.data != AUTO:
             _check_microbatches(self)
-        check_batch_schedule(train)
-        check_batch_growth(train, self.data, self.log)
-        unit = sequence_unit(parallel.context, parallel.tensor)
+        checks.check_batch_schedule(train)
+        checks.check_batch_growth(train, self.data, self.log)
+        unit = checks.sequence_unit(parallel.context, parallel.tensor)
         for _, length in train.length_schedule:
             if length % unit:
                 raise refuse(
                     f"train.length_schedule has a length of {length}, which does not divide over parallel.context="
                     f"{parallel.context} and tensor={parallel.tensor}: use a multiple of {unit}."
                 )
-            check_split(model, parallel, length)
+            checks.check_split(model, parallel, length)
         if train.skip_spikes and train.spike_deviations is None:
             raise refuse("train.skip_spikes=true needs train.spike_deviations: set it, such as 6.0, or skip_spikes=false.")
         if self.optimizer.decay_tokens is not None and self.optimizer.schedule != "wsd":
             raise refuse(f"optimizer.decay_tokens belongs to schedule=wsd, not {self.optimizer.schedule}: remove one of them.")
-        check_log(self.data, train, self.log, of_bytes=reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"})
+        checks.check_log(
+            self.data, train, self.log, of_bytes=reads_bytes and len(kinds) == 1 and kinds <= {"python_stdlib", "files"}
+        )
         return self
 
     def __repr__(self) -> str:
@@ -197,7 +180,7 @@ class Config(Section):
     @property
     def frozen(self) -> frozenset[str]:
         """Paths of the parameters that are not trained (config/model_spec.py)."""
-        return frozen_parameters(self.model, self.train)
+        return checks.frozen_parameters(self.model, self.train.freeze)
 
     @property
     def devices(self) -> int:
@@ -267,7 +250,7 @@ class Config(Section):
             )
         config = self.model_copy(update={"parallel": p.model_copy(update={"data": data})})
         try:
-            check_all_on_host(config.model, config.parallel, config.log)
+            checks.check_all_on_host(config.model, config.parallel, config.log)
             _check_microbatches(config)
         except PydanticCustomError as error:
             raise ConfigError(error.message()) from None
@@ -368,10 +351,8 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     # A section whose keys are all commented out is None in YAML.
     values = with_overrides(values, overrides)
     # First, because other refusals show values.
-    check_passwords(values)
-    model = values.get("model")
-    if isinstance(model, dict) and model.get("name") is not None:
-        take_named(values)
+    checks.check_passwords(values)
+    take_named(values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:

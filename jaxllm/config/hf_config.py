@@ -12,20 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.config import hf_kinds
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_kinds import (
-    KINDS,
-    MUST_BE,
-    ROPE_SCALINGS,
-    SAID,
-    SHAPE_KEYS,
-    SIZES,
-    TOKEN_IDS,
-    VARIANTS,
-    YARN_DEFAULTS,
-)
-from jaxllm.config.hf_window import can_say, read_window, window_keys
+from jaxllm.config.hf_kinds import KINDS, MUST_BE, ROPE_SCALINGS, SHAPE_KEYS, SIZES, VARIANTS, WINDOWS, Windows
 from jaxllm.config.model_config import MOST_LAYERS, ModelConfig
+from jaxllm.config.types import divisors
 from jaxllm.untrusted import INT32, RefusedInput, checked, read_json, shown
 
 CONFIG, MODEL = "config.json", "model.json"
@@ -115,7 +106,7 @@ def hugging_face_config(
         **({"use_sliding_window": False} if KINDS[kind].windows == "switched" else {}),
         **({"attention_bias": False} if kind != "qwen2" else {}),
         **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
-        **({} if original else {"attention_dropout": 0.0, "use_cache": True, **dict.fromkeys(TOKEN_IDS)}),
+        **({} if original else {"attention_dropout": 0.0, "use_cache": True, **dict.fromkeys(hf_kinds.TOKEN_IDS)}),
         **original,
         **({} if original else dict(tokens or {})),
         **{theirs: model[ours] for ours, theirs in SIZES.items()},
@@ -204,7 +195,8 @@ def _kind(found: Mapping[str, Any], where: str) -> str:
     """Returns a key of KINDS."""
     classes, kind = found.get("architectures"), found.get("model_type")
     if classes:
-        name, known = shown(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes), _architectures()
+        name = shown(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes)
+        known = {kind.architecture: name for name, kind in KINDS.items()}
         if name not in known:
             raise ConfigError(f"{where} says architectures={shown(classes)}: jaxllm supports {_listed(known)}.")
         if kind not in (None, known[name]):
@@ -215,10 +207,6 @@ def _kind(found: Mapping[str, Any], where: str) -> str:
     return str(kind)
 
 
-def _architectures() -> dict[str, str]:
-    return {kind.architecture: name for name, kind in KINDS.items()}
-
-
 def _listed(names: Iterable[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}"
@@ -227,7 +215,7 @@ def _listed(names: Iterable[str]) -> str:
 def _kind_of(model: Mapping[str, Any]) -> str:
     """The kind of a network that came without a config.json."""
     variants = {key: model.get(key, value) for key, value in VARIANTS.items()}
-    said = {key: variants[key] for key in SAID}
+    said = {key: variants[key] for key in hf_kinds.SAID}
     has_local = any(said[key] is not None for key in ("local_rope_theta", "query_pre_attn_scalar"))
     able = [name for name, kind in KINDS.items() if can_say(model, kind.windows) and (kind.has_local_rope or not has_local)]
     kind = next((name for name in able if {**VARIANTS, **KINDS[name].variants, **said} == variants), None)
@@ -299,10 +287,9 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
         {key: said[original] for key, said in (("it", rope), ("the config", found)) if original in said}, where
     )
     given = {key: value for key, value in rope.items() if value is not None}
-    filled = {**YARN_DEFAULTS, original: found.get(original, longest), **given}
-    names = {
-        ours: theirs for ours, theirs in ROPE_SCALINGS[rope_type].items() if theirs in filled or theirs != "attention_factor"
-    }
+    filled = {**hf_kinds.YARN_DEFAULTS, original: found.get(original, longest), **given}
+    pairs = ROPE_SCALINGS[rope_type].items()
+    names = {ours: theirs for ours, theirs in pairs if theirs in filled or theirs != "attention_factor"}
     section: dict[str, Any] = {ours: _number(filled, theirs, where) for ours, theirs in names.items()}
     if (positions := section.get("original_max_position")) is not None:
         whole = {original: int(positions) if positions == int(positions) else positions}
@@ -310,10 +297,10 @@ def _scaling(rope: Mapping[str, Any], found: Mapping[str, Any], kind: str, where
     return section if rope_type == "llama3" else {"rope_type": rope_type, **section}
 
 
-def _integer(found: Mapping[str, Any], key: str, where: str, at_most: int = INT32) -> int:
+def _integer(found: Mapping[str, Any], key: str, where: str, at_most: int = INT32, at_least: int = 1) -> int:
     value = found.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a whole number of at least 1.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a whole number of at least {at_least}.")
     if value > at_most:
         raise ConfigError(f"{where} says {key}={shown(value)}: it should be at most {at_most:,}.")
     return value
@@ -324,3 +311,106 @@ def _number(found: Mapping[str, Any], key: str, where: str, default: float | Non
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{where} says {key}={shown(value)}: it should be a number above 0.")
     return float(value)
+
+
+# -------------------------------------------------------------------------------------------------------- sliding windows
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_window(found: Mapping[str, Any], defaults: Mapping[str, Any], windows: Windows, where: str) -> dict[str, Any]:
+    """WINDOWS of the `model` section, by a config.json and transformers' values of missing keys. A window that is as long as
+    the context is none.
+
+    Raises:
+      ConfigError: a layer is of another kind than attention, or the kinds are in an order that WINDOWS cannot say.
+    """
+    said = {**defaults, **found}
+    window, longest, layers = said.get("sliding_window"), said["max_position_embeddings"], said.get("num_hidden_layers")
+    types = _layer_types(found, windows, where)
+    if windows == "switched" and not said.get("use_sliding_window"):
+        window = None
+    if window is None or not isinstance(layers, int):
+        if SLIDING in types:
+            raise ConfigError(f"{where} says layer_types with {SLIDING} and no sliding_window: get the file again.")
+        return dict(WINDOWS)
+    window = _integer(said, "sliding_window", where)
+    if windows == "none":
+        raise ConfigError(f"{where} says sliding_window={window}, which its class does not read: remove it.")
+    if isinstance(longest, int) and window >= longest and windows != "pattern":
+        return dict(WINDOWS)
+    if not types:
+        types = _default_types(said, windows, layers, where)
+    if len(types) != layers:
+        raise ConfigError(f"{where} says num_hidden_layers={layers} and layer_types for {len(types)}: get the file again.")
+    if SLIDING not in types:
+        return dict(WINDOWS)
+    every, first = _order(types, where)
+    return {"sliding_window": window, "full_attention_every": every, "full_attention_first": first}
+
+
+def window_keys(model: Mapping[str, Any], windows: Windows, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a config.json for the windows of a `model` section. Those of `config`, the other keys, are changed only if they
+    would give a network without windows some.
+    """
+    window = model.get("sliding_window")
+    every, first = model.get("full_attention_every"), model.get("full_attention_first") or 0
+    layers = model["num_layers"]
+    if window is None and windows == "pattern":
+        # The class reads sliding_window even where no layer has one.
+        return {"layer_types": [FULL] * layers}
+    if window is None:
+        is_on = windows == "all" or (windows == "switched" and config.get("use_sliding_window"))
+        longest, theirs = config.get("max_position_embeddings"), config.get("sliding_window")
+        if not is_on or theirs is None or (isinstance(longest, int) and theirs >= longest):
+            return {}
+        off = {"sliding_window": None, **({"use_sliding_window": False} if windows == "switched" else {})}
+        return {**off, **({"layer_types": [FULL] * layers} if config.get("layer_types") else {})}
+    found: dict[str, Any] = {"sliding_window": window}
+    types = [FULL if n < first or (every and (n + 1) % every == 0) else SLIDING for n in range(layers)]
+    if windows in ("switched", "pattern"):
+        found["layer_types"] = types
+    if windows == "switched":
+        found |= {"use_sliding_window": True, "max_window_layers": first}
+    return found
+
+
+def can_say(model: Mapping[str, Any], windows: Windows) -> bool:
+    """Whether a class can say the windows of a `model` section."""
+    if model.get("sliding_window") is None:
+        return True
+    has_full = bool(model.get("full_attention_every") or model.get("full_attention_first"))
+    return windows in ("switched", "pattern") or (windows == "all" and not has_full)
+
+
+def _layer_types(found: Mapping[str, Any], windows: Windows, where: str) -> list[str]:
+    types = found.get("layer_types") or []
+    if not isinstance(types, list):
+        raise ConfigError(f"{where} says layer_types={shown(types)}: it should be a list of names.")
+    allowed = {FULL, *([SLIDING] if windows in ("switched", "pattern") else [])}
+    if other := [of_layer for of_layer in types if not isinstance(of_layer, str) or of_layer not in allowed]:
+        raise ConfigError(f"{where} says layer_types with {shown(other[0])}, which jaxllm does not support: use another model.")
+    return types
+
+
+def _default_types(said: Mapping[str, Any], windows: Windows, layers: int, where: str) -> list[str]:
+    """layer_types as transformers fills them in."""
+    if windows == "pattern":
+        every = _integer(said, "sliding_window_pattern", where)
+        return [FULL if (number + 1) % every == 0 else SLIDING for number in range(layers)]
+    first = _integer(said, "max_window_layers", where, at_least=0) if windows == "switched" else 0
+    return [FULL if number < first else SLIDING for number in range(layers)]
+
+
+def _order(types: list[str], where: str) -> tuple[int | None, int]:
+    """(full_attention_every, full_attention_first)"""
+    is_full, layers = [of_layer == FULL for of_layer in types], range(len(types))
+    first = is_full.index(False)
+    later = [number + 1 for number in layers[first:] if is_full[number]]
+    for every in divisors(math.gcd(*later))[1:] if later else (None,):
+        if is_full == [number < first or bool(every and (number + 1) % every == 0) for number in layers]:
+            return every, first
+    raise ConfigError(
+        f"{where} says layer_types in an order that jaxllm does not support: it takes a full layer every so many layers, or "
+        f"full layers at the start."
+    )

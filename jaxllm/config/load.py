@@ -98,8 +98,9 @@ def _apply(override: str, values: dict[str, Any]) -> None:
 
 def take_named(values: dict[str, Any]) -> None:
     """Fills in the shape that model.name refers to, and for a folder also weights and tokenizer. Keys in `values` win."""
-    model, name = values["model"], values["model"]["name"]
-    if set(SHAPE_KEYS) - VARIANTS.keys() <= model.keys():
+    model = values.get("model", {})
+    name = model.get("name") if isinstance(model, dict) else None
+    if name is None or set(SHAPE_KEYS) - VARIANTS.keys() <= model.keys():
         # The config of an earlier run has the shape already, and the folder may no longer exist.
         return
     if isinstance(name, str) and name not in published_models():

@@ -10,8 +10,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.config.errors import refuse
 from jaxllm.config.model_spec import LORA_TARGETS, parameters
-from jaxllm.config.types import Count, LoraTarget, PositiveFloat, PositiveInt, Section, Switch, divisors, one_or_more
+from jaxllm.config.types import Count, PositiveFloat, PositiveInt, Section, Switch, divisors, one_or_more
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MOST_LAYERS, MOST_PARAMETERS = 16_384, 10**15
 """A thousand times what anybody has trained. Bytes, FLOPs and positions in arrays stay within 64 bits."""
 

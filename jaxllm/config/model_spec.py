@@ -13,43 +13,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 LAYERS = "layers."
 """Paths of the layer stack begin with it. Such a parameter is declared for one layer."""
 
 
-class Lora(Protocol):
-    """What the table reads of LoRA's keys."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def targets(self) -> tuple[str, ...]: ...
-
-
-class Shape(Protocol):
-    """What the table reads of a ModelConfig. That cannot be imported here, because types.py reads names from the table."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    qkv_bias: bool
-    tie_embeddings: bool
-    norm_plus_one: bool
-
-    @property
-    def lora(self) -> Lora | None: ...
-
-    @property
-    def qk_norm(self) -> str | None: ...
-
-    @property
-    def block_norms(self) -> str: ...
+Shape: TypeAlias = Any
+"""A ModelConfig. It cannot be imported here, because types.py reads names from the table."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +79,11 @@ class _Row:
     when: Callable[[Shape], bool] = lambda model: True
 
 
-_DIMS = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads", "H": "head_dim"}
+_DIMS = {
+    **{"V": ("vocab", "vocab_size"), "D": ("embed", "hidden_size"), "F": ("mlp", "intermediate_size")},
+    **{"N": ("heads", "num_heads"), "K": ("kv_heads", "num_kv_heads"), "H": ("head_dim", "head_dim")},
+}
+"""Letter -> dim, and the key of the model section with its size."""
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 
@@ -167,26 +142,14 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT writes before Hugging Face's name of a tensor."""
 
 
+@lru_cache(maxsize=64)
 def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """All parameters of a network."""
-    hashable: Any = model
-    return _parameters(hashable)
-
-
-@lru_cache(maxsize=64)
-def _parameters(model: Shape) -> tuple[ParameterSpec, ...]:
-    sizes = {
-        "V": model.vocab_size,
-        "D": model.hidden_size,
-        "F": model.intermediate_size,
-        "N": model.num_heads,
-        "K": model.num_kv_heads,
-        "H": model.head_dim,
-    }
+    sizes = {letter: getattr(model, key) for letter, (_, key) in _DIMS.items()}
     specs = [
         ParameterSpec(
             row.path,
-            tuple(_DIMS[letter] for letter in row.letters if letter != "|"),
+            tuple(_DIMS[letter][0] for letter in row.letters if letter != "|"),
             tuple(sizes[letter] for letter in row.letters if letter != "|"),
             ("zeros" if model.norm_plus_one else "ones") if row.initial == "norm" else row.initial,
             row.hugging_face,
@@ -212,19 +175,13 @@ def _lora(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]
     )
 
 
+@lru_cache(maxsize=64)
 def layer_parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """Those of one layer."""
-    hashable: Any = model
-    return _of_layer(hashable)[0]
-
-
-def layer_matmuls(model: Shape) -> tuple[ParameterSpec, ...]:
-    """The matrices of one layer."""
-    hashable: Any = model
-    return _of_layer(hashable)[1]
+    return tuple(spec for spec in parameters(model) if spec.in_layer)
 
 
 @lru_cache(maxsize=64)
-def _of_layer(model: Shape) -> tuple[tuple[ParameterSpec, ...], tuple[ParameterSpec, ...]]:
-    found = tuple(spec for spec in parameters(model) if spec.in_layer)
-    return found, tuple(spec for spec in found if spec.output)
+def layer_matmuls(model: Shape) -> tuple[ParameterSpec, ...]:
+    """The matrices of one layer."""
+    return tuple(spec for spec in layer_parameters(model) if spec.output)

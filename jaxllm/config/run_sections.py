@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxllm.config.types import Count, PositiveInt, Seconds, Section, Switch, XlaOptions, one_or_more
+from jaxllm.config.types import Count, PositiveInt, Section, Switch, one_or_more
 
 Name = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+"""Up to 30 years, which is also what a lock of Python's can wait."""
+XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
 MOST_CPU_DEVICES = 4096
 """Each has its own threads: JAX takes a minute and a gigabyte to make 20,000."""
 

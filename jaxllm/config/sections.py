@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.types import (
-    AUTO,
-    GIVEN,
-    PATHS_MEAN,
-    BatchSchedule,
-    Count,
-    Decay,
-    Fraction,
-    LengthSchedule,
-    NonNegativeFloat,
-    OffloadState,
-    Paths,
-    PositiveFloat,
-    PositiveInt,
-    Ranks,
-    Remat,
-    Section,
-    Seed,
-    Switch,
-    one_or_more,
-)
+from jaxllm.config.types import AUTO, GIVEN, Count, PositiveFloat, PositiveInt, Remat, Section, Switch, Tokens, one_or_more
 from jaxllm.untrusted import RefusedInput, shown
+
+Ranks = Annotated[int, Field(ge=1, le=2**17, strict=True)]
+"""Size of a mesh axis: no cluster has more GPUs."""
+Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+OffloadState = Annotated[
+    Literal["none", "optimizer", "optimizer_and_master", "all"],
+    BeforeValidator(lambda value: "none" if value is None else value),
+]
+Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
+PATHS_MEAN = {
+    "files": "files or glob patterns",
+    "chat": "files of JSON lines or glob patterns",
+    "preferences": "files of JSON lines or glob patterns",
+    "prepared": "folders",
+    "megatron": "files without their .bin or .idx",
+}
+"""What data.paths holds, by data.source."""
+
+
+def _pairs(key: str, names: str, schedule: Any) -> Any:
+    if schedule is None:
+        return ()
+    if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
+        raise refuse(
+            f"train.{key}={shown(schedule)} is not a list of pairs: write [[{names}], ...], such as [[1000000000, 2048]]."
+        )
+    return schedule
+
+
+_Pairs = tuple[tuple[Tokens, PositiveInt], ...]
+BatchSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "batch_schedule", "from_tokens, global_batch_sequences"))]
+LengthSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "length_schedule", "until_tokens, sequence_length"))]
 
 
 class ParallelConfig(Section):

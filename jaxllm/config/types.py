@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -18,15 +18,7 @@ PositiveInt = Annotated[int, Field(ge=1, le=INT32, strict=True)]
 """An array of int32 counts it: steps, token ids, positions, sequences."""
 Count = Annotated[int, Field(ge=0, le=INT64, strict=True)]
 Tokens = Annotated[int, Field(ge=1, le=INT64, strict=True)]
-Ranks = Annotated[int, Field(ge=1, le=2**17, strict=True)]
-"""Size of a mesh axis: no cluster has more GPUs."""
-Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-"""Up to 30 years, which is also what a lock of Python's can wait."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 GIVEN = "given"
 """The value of a key in whose place Trainer is given a Python object."""
@@ -48,10 +40,6 @@ FEW_ZEROS = 1 / 16
 2 GiB more in the step of Llama 3 8B, because XLA sums its gradient in two layouts."""
 RematAction = Literal["keep", "recompute", "offload"]
 
-OffloadState = Annotated[
-    Literal["none", "optimizer", "optimizer_and_master", "all"],
-    BeforeValidator(lambda value: "none" if value is None else value),
-]
 OFFLOAD_STATES = ("none", "optimizer", "optimizer_and_master", "all")
 """The values of parallel.offload_state, each with more on the host than the one before it."""
 MASTER_ON_HOST = OFFLOAD_STATES[2:]
@@ -110,26 +98,6 @@ def one_or_more(given: Any) -> Any:
     return (given,) if isinstance(given, str) else given
 
 
-Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
-
-
-def _pairs(key: str, names: str, schedule: Any) -> Any:
-    if schedule is None:
-        return ()
-    if not isinstance(schedule, Sequence) or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in schedule):
-        raise refuse(
-            f"train.{key}={shown(schedule)} is not a list of pairs: write [[{names}], ...], such as [[1000000000, 2048]]."
-        )
-    return schedule
-
-
-_Pairs = tuple[tuple[Tokens, PositiveInt], ...]
-BatchSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "batch_schedule", "from_tokens, global_batch_sequences"))]
-LengthSchedule = Annotated[_Pairs, BeforeValidator(partial(_pairs, "length_schedule", "until_tokens, sequence_length"))]
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
-
-
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending. It takes time proportional to the square root, so even a mistyped, much larger size is fast."""
@@ -143,15 +111,6 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 FP8_ROUNDING = "fp8_rounding"
 """Name scope of arrays that are scaled and rounded to FP8."""
 
-PATHS_MEAN = {
-    "files": "files or glob patterns",
-    "chat": "files of JSON lines or glob patterns",
-    "preferences": "files of JSON lines or glob patterns",
-    "prepared": "folders",
-    "megatron": "files without their .bin or .idx",
-}
-"""What data.paths holds, by data.source."""
-
 
 class Section(BaseModel):
     """A part of a config, with its keys."""
@@ -160,6 +119,10 @@ class Section(BaseModel):
     retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
     """Keys that the last version had: the value that changed nothing, which stored configs have and which is left out, and the
     sentence that refuses any other."""
+
+    if TYPE_CHECKING:
+        # As pydantic makes it for a frozen model; type checkers do not know.
+        def __hash__(self) -> int: ...
 
     @model_validator(mode="before")
     @classmethod

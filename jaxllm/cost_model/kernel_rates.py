@@ -1,4 +1,4 @@
-"""Speed of single kernels on each kind of GPU, by which the kernel account (compile/kernel_account.py) turns work into seconds.
+"""Speed of single kernels on each kind of GPU, by which the kernel account (compile/kernels.py) turns work into seconds.
 
     rates = kernel_rates(GPUS["h100-80gb"], config.model)
 
@@ -45,7 +45,7 @@ from jaxllm.cost_model.step_parts import ATTENTION_SHARES, FITTED, LARGE_HEAD, M
 
 
 def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRates) -> dict[str, float]:
-    """Part (compile/kernel_account.py) -> seconds of one step on one device of the busiest stage. Other parts could be 0."""
+    """Part (compile/kernels.py) -> seconds of one step on one device of the busiest stage. Other parts could be 0."""
     sizes, model, M = StepModel(config, gpu, gpus_per_host, MEASURED), config.model, config.num_microbatches
     tokens, layers = M * sizes.rows, sizes.stage_layers
     matmul_rate = rates.fp8_flops_per_s if sizes.is_fp8 else rates.matmul_flops_per_s

@@ -9,7 +9,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
-from jaxllm.config import ModelConfig, ParallelConfig, model_spec, zero_shard
+from jaxllm.config import ModelConfig, ParallelConfig, model_spec
+from jaxllm.config.types import zero_shard
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from jaxllm.data.shards import (
 from jaxllm.data.stores import find_in_store, is_address, unreadable
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from jaxllm.file_patterns import Listing
-from jaxllm.machine.cpus import available_cpus
+from jaxllm.machine.host import available_cpus
 from jaxllm.untrusted import INT32, MIB, RefusedInput, shown, whole_number
 
 # ----------------------------------------------------------------------------------------------------------------- inputs

@@ -120,7 +120,7 @@ def examine(
     """
     # Asked before JAX takes the GPUs' memory, and before an unknown flag ends it.
     driver, cards = probes.gpu_cards()
-    if unknown := xla_flags.unknown_flags():
+    if unknown := xla_flags.unknown(xla_flags.flag_names()):
         return Report((checks.unknown_flags(unknown, jaxlib.__version__),))
     try:
         distributed.start(run)

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jaxllm.cluster import distributed
 from jaxllm.display import readable
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row
 from jaxllm.doctor.probes import Facts, gather_json
-from jaxllm.machine import xla_flags
 
 ADAPTERS, DEVICE_FILES, STATUS = Path("/sys/class/infiniband"), Path("/dev/infiniband"), Path("/proc/self/status")
 VERBS = "libibverbs.so.1"
@@ -122,7 +122,7 @@ def adapters() -> Fabric:
     drivers = {(ADAPTERS / name / "device" / "driver").resolve().name for name in names}
     wanted = PLUGIN if drivers == {EFA} else VERBS
     # The user named another plugin of NCCL.
-    loads = "NCCL_NET_PLUGIN" in xla_flags.environment() or _loads(wanted)
+    loads = "NCCL_NET_PLUGIN" in distributed.environment() or _loads(wanted)
     return Fabric(names, opens, "" if loads else wanted)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm.machine.cpus import allowed_cpus
+from jaxllm.machine.host import allowed_cpus
 from jaxllm.untrusted import RefusedInput, read_text, whole_number
 
 SYSFS = Path("/sys")

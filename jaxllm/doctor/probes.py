@@ -36,9 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.cluster import distributed
 from jaxllm.doctor.numa import Binding, binding
-from jaxllm.machine import xla_flags
-from jaxllm.machine.cuda_driver import visible_gpus
-from jaxllm.machine.host_memory import host_memory
+from jaxllm.machine.host import host_memory, visible_gpus
 from jaxllm.mesh.axes import axis_index
 from jaxllm.untrusted import MIB, parse_json
 
@@ -120,7 +118,7 @@ def facts(driver: str | None, cards: list[Card]) -> Facts:
         host_available_bytes=available,
         shared_memory_bytes=_free_bytes(Path("/dev/shm")),
         binding=binding({card.uuid: card.pci for card in cards}, _driven_gpus()),
-        environment=xla_flags.environment(),
+        environment=distributed.environment(),
     )
 
 

@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.machine.host import installed
 from jaxllm.machine.signing_key import KEY_VARIABLE, key_file, name_of, signing_key
 from jaxllm.private_jax import keep_programs_in
 from jaxllm.untrusted import RefusedInput, opened, read_bytes
@@ -58,8 +59,6 @@ OPTIONS: dict[str, Any] = {
     "jax_persistent_cache_enable_xla_caches": "none",
 }
 """Options of JAX, unless an environment variable sets them."""
-
-Agree = Callable[[Iterable[str]], frozenset[str]]
 
 
 class Counts(NamedTuple):
@@ -224,7 +223,12 @@ def use_key(environ: Mapping[str, str]) -> None:
 
 
 def start(
-    wanted: str, default: Callable[[], Path], environ: Mapping[str, str], *, is_writer: bool = True, agree: Agree | None = None
+    wanted: str,
+    default: Callable[[], Path],
+    environ: Mapping[str, str],
+    *,
+    is_writer: bool = True,
+    agree: Callable[[Iterable[str]], frozenset[str]] | None = None,
 ) -> None:
     """Switches the cache on or off for this process. Call it before the first compilation; a later call may change it.
 
@@ -308,17 +312,8 @@ def identity() -> str:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})) or cpu
-    described = "\n".join([version("jaxlib"), *versions("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"), platform.machine(), cpu])
+    described = "\n".join([version("jaxlib"), *installed("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"), platform.machine(), cpu])
     return f"jax-{version('jax')}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
-
-
-def versions(*packages: str) -> list[str]:
-    """'name version' of those of the packages that are installed."""
-    installed = []
-    for name in packages:
-        with suppress(PackageNotFoundError):
-            installed.append(f"{name} {version(name)}")
-    return installed
 
 
 def prune(base: Path, limit_bytes: int = LIMIT_BYTES, unused_s: float = 86_400) -> None:

@@ -17,29 +17,29 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
 
-from jaxllm.config import Config, RunConfig, XlaOptions
+from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.config.attention import HOPPER, Capability, window_shares
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
+from jaxllm.config.run_sections import MOST_CPU_DEVICES, XlaOptions
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.parameters import layer_parameters
-from jaxllm.machine import flag_names
-from jaxllm.machine.cpus import available_cpus
-from jaxllm.machine.flag_names import is_known
-from jaxllm.machine.variables import SECRET
+from jaxllm.machine.host import available_cpus
 from jaxllm.private_jax import number_collectives
-from jaxllm.untrusted import RefusedInput, whole_number
+from jaxllm.untrusted import RefusedInput, shown, whole_number
 
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 MEMORY_VARIABLES = (
@@ -49,9 +49,6 @@ MEMORY_VARIABLES = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )
-
-STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
-"""Prefixes of variables that change the behaviour of a run."""
 
 CPU_FLAGS = {
     # jaxlib 0.10.2's YNNPACK matmul fusions give wrong numbers for some shapes: a gradient with a batch of 384 came out nonzero
@@ -125,7 +122,7 @@ GPU_FLAGS_OF = {
 }
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
-MORE_AT_ONCE: dict[str, int | str] = {
+MORE_AT_ONCE = {
     # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
     # with a layer loop, nor would the reduction of the head's gradient.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
@@ -162,18 +159,8 @@ NO_REMAT_GPU_OPTIONS = {
     # for a limit that recomputation cannot reach: 280 instructions of 8B's step that offloads 46 GiB (JAX 0.10.2).
     "xla_gpu_memory_limit_slop_factor": 2000,
 }
-GATHERED, REDUCED, SUMMED = "gathered", "reduced", "summed"
-"""Placeholders for bytes of one layer on a rank: of its weights in the compute dtype, of the float32 shards of its reduced
-gradients, of its full float32 gradients."""
-LAYER_COMBINED: dict[str, int | str] = {
-    # Combines collectives up to so many bytes of their results. By default a large model's matrices travel one by one, with a
-    # start-up time each; and the gradients of unrolled layers, whose shards over many ranks are small, all at once after the
-    # backward pass. With one layer's bytes there is one transfer per layer.
-    "xla_gpu_all_gather_combine_threshold_bytes": GATHERED,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": REDUCED,
-    "xla_gpu_all_reduce_combine_threshold_bytes": SUMMED,
-}
-OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
+LAYER_COMBINED = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int]] = {
     # Moves starts up and dones down past compute. From Hopper on XLA schedules this way by itself, by the speeds of the target
     # GPU; on an A100 the starts stay late without it.
     "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
@@ -187,7 +174,8 @@ OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int | str]] = {
     },
     # Unrolls loops by two, so that values passed from one iteration to the next need no copy.
     "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
-    "layer_combined": LAYER_COMBINED,
+    # With the bytes of a layer, layer_combined(config), in their place.
+    "layer_combined": dict.fromkeys(LAYER_COMBINED, 0),
     "more_at_once": MORE_AT_ONCE,
 }
 RENAMED_GPU_OPTIONS = {
@@ -197,24 +185,19 @@ RENAMED_GPU_OPTIONS = {
 """Option of JAX 0.10 -> (option of JAX 0.11 and 0.12, its value where the old one is True)."""
 
 
-def optional_gpu_options(config: Config) -> dict[str, int]:
-    """Compiler options that run.xla_options names."""
-    options: dict[str, int] = {}
-    for name in config.run.xla_options:
-        for option, value in OPTIONAL_GPU_OPTIONS[name].items():
-            # A switch is a bool: XLA does not accept a number.
-            options[option] = _layer_bytes(config)[value] if isinstance(value, str) else value
-    return options
-
-
-def _layer_bytes(config: Config) -> dict[str, int]:
-    itemsize = ITEMSIZE[config.model.compute_dtype]
+def layer_combined(config: Config) -> dict[str, int]:
+    """Combines collectives up to one layer's bytes on a rank: of its weights in the compute dtype, of the float32 shards of its
+    reduced gradients, of its full float32 gradients. By default a large model's matrices travel one by one, with a start-up
+    time each; and the gradients of unrolled layers, whose shards over many ranks are small, all at once after the backward
+    pass. With this there is one transfer per layer.
+    """
     ranks = int(config.parallel.data) * config.parallel.context
     layer = layer_parameters(config.model, config.parallel).values()
     # What is sharded arrives with the zeros that ZeRO pads.
     gathered = sum(ranks * e.master if e.master < e.compute else e.compute for e in layer)
     reduced, summed = sum(e.master for e in layer), sum(e.compute for e in layer)
-    return {GATHERED: itemsize * gathered, REDUCED: 4 * reduced, SUMMED: 4 * summed}
+    sizes = ITEMSIZE[config.model.compute_dtype] * gathered, 4 * reduced, 4 * summed
+    return dict(zip(LAYER_COMBINED, sizes, strict=True))
 
 
 def compile_options(config: Config, device: jax.Device, fits: bool = True) -> dict[str, Any]:
@@ -243,15 +226,17 @@ def compile_options(config: Config, device: jax.Device, fits: bool = True) -> di
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
-    asked = optional_gpu_options(config)
+    asked: dict[str, Any] = {}
+    for name in config.run.xla_options:
+        asked |= layer_combined(config) if name == "layer_combined" else OPTIONAL_GPU_OPTIONS[name]
     options = options | asked
-    given = set(flag_names.names(given_flags()))
+    given = set(flag_names())
     accepted, lacking = {}, []
     for name, value in options.items():
         ways = (name, value), RENAMED_GPU_OPTIONS.get(name, (name, value))
         if given & {way[0] for way in ways}:
             continue
-        if (way := accepted_way(ways)) is not None:
+        if (way := next((way for way in ways if is_accepted(*way)), None)) is not None:
             accepted[way[0]] = way[1]
         elif name in asked:
             lacking.append(name)
@@ -271,7 +256,7 @@ def _collective_options(config: Config, capability: Capability) -> dict[str, Any
     # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of
     # 8B's and 70B's steps and hides little more.
     at_once = MORE_AT_ONCE if once and parallel.tensor > 1 else {}
-    return at_once | {name: _layer_bytes(config)[str(what)] for name, what in LAYER_COMBINED.items()}
+    return at_once | layer_combined(config)
 
 
 def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
@@ -290,7 +275,7 @@ def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
         for_kind, variables = gpu_presets(kinds)
         flags |= for_kind
     given = given_flags()
-    cpu_devices = run.cpu_devices or flag_names.forced_cpu_devices(given)
+    cpu_devices = run.cpu_devices or _forced_cpu_devices(given)
     if cpu_devices is not None:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
         number_collectives()
@@ -298,7 +283,7 @@ def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
         if not _is_above(os.environ.get(CPU_THREADS, ""), 2 * cpu_devices - 1):
             os.environ.pop(CPU_THREADS, None)
             variables[CPU_THREADS] = str(max(CPU_THREADS_EACH * cpu_devices, available_cpus() + 1))
-    names = flag_names.names(given)
+    names = flag_names()
     added = [f"--{name}={value}" for name, value in flags.items() if name not in names and is_known(name)]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
@@ -340,19 +325,13 @@ def gpu_kinds() -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def environment() -> dict[str, str]:
-    """The variables of this process that control jaxllm, JAX, XLA, CUDA and NCCL. Not the secret: they are sent and printed."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING) and name != SECRET}
+# -------------------------------------------------------------------------------------------------- flags as XLA reads them
 
-
-def unknown_flags() -> list[str]:
-    """Names in XLA_FLAGS that the installed jaxlib does not have: the first use of a device would end the process."""
-    return flag_names.unknown(given_flags())
-
-
-def require_known() -> None:
-    """Raises ConfigError if XLA would abort this process at XLA_FLAGS, or read only some of them."""
-    flag_names.require_known(given_flags())
+_FLAG = re.compile(r"""[ \t\r\n]*(-[A-Za-z0-9_-]*)(?:='[^']*'?|="(?:\\.|[^"\\])*"?|[^ \t\r\n]*)""", re.DOTALL)
+MOST_UNKNOWN = 8
+"""It takes a quarter of a second to find that a name is unknown."""
+_CPU_DEVICES = "xla_force_host_platform_device_count"
+_EVERY_JAXLIB_HAS = "xla_dump_to"
 
 
 def given_flags() -> str:
@@ -360,9 +339,72 @@ def given_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
-def accepted_way(ways: Iterable[tuple[str, Any]]) -> tuple[str, Any] | None:
-    """The first option and value that the installed compiler takes."""
-    return next((way for way in ways if is_accepted(*way)), None)
+def flag_names() -> list[str]:
+    """Names in XLA_FLAGS without dashes, each once."""
+    return _names(_split(given_flags())[0])
+
+
+def _split(text: str) -> tuple[list[str], str]:
+    """Names of the flags with their dashes, each once, and the text where XLA stops reading: at the first word that is none."""
+    words, at = [], 0
+    while found := _FLAG.match(text, at):
+        words.append(found[1])
+        at = found.end()
+    return list(dict.fromkeys(words)), text[at:].strip(" \t\r\n")
+
+
+def _names(words: Iterable[str]) -> list[str]:
+    return [word[2:] for word in words if word.startswith("--")]
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """The first names that the installed jaxlib does not have: the first use of a device would end the process."""
+    return list(islice((name for name in names if not is_known(name)), MOST_UNKNOWN))
+
+
+def require_known(text: str) -> None:
+    """Raises ConfigError if XLA would abort the process at these flags, or read only some of them.
+
+    A name that was retired may still be in the library: XLA itself refuses that.
+    """
+    if not text.strip():
+        return
+    words, rest = _split(text)
+    # XLA takes a text that begins otherwise for the name of a file; ours are added to the text, so that there is none.
+    odd = [word for word in words if not word.startswith("--")] + rest.split()[:1]
+    if odd:
+        raise ConfigError(f"XLA_FLAGS has {shown(odd[0])}, which is no flag: write --name=value for each flag, or unset it.")
+    if (lacking := unknown(_names(words))) and is_known(_EVERY_JAXLIB_HAS):
+        listed = " and ".join(f"--{shown(name)}" for name in lacking)
+        raise ConfigError(
+            f"XLA_FLAGS has {listed}, which this JAX (jaxlib {jaxlib.__version__}) does not know: remove "
+            f"{'it' if len(lacking) == 1 else 'them'}."
+        )
+
+
+def _forced_cpu_devices(text: str) -> int | None:
+    """Raises ConfigError if the number of CPU devices among the flags is none."""
+    given = re.findall(rf"--{_CPU_DEVICES}=(\S*)", text)
+    if not given:
+        return None
+    try:
+        return whole_number(given[-1].strip("'\""), 1, MOST_CPU_DEVICES)
+    except RefusedInput as reason:
+        raise ConfigError(f"XLA_FLAGS has --{_CPU_DEVICES}={shown(given[-1])}: {reason}.") from None
+
+
+@functools.cache
+def is_known(flag: str) -> bool:
+    """Whether the installed jaxlib has this flag of XLA_FLAGS. XLA aborts the process at an unknown one, and reads flags when
+    JAX starts, so this searches its libraries for the name (5 ms, and 0.2 s for a name that is not there).
+    """
+    if not flag:
+        return False
+    for library in Path(str(jaxlib.__file__)).parent.glob("*.so"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(flag.encode() + b"\0") != -1:
+                return True
+    return False
 
 
 @functools.cache

@@ -20,8 +20,9 @@ from jax.experimental.layout import Layout as row_major
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import ConfigError, ModelConfig, ParallelConfig, zero_shard
+from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
 from jaxllm.config.model_spec import LORA_RANK
+from jaxllm.config.types import zero_shard
 from jaxllm.mesh.axes import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
 Rules = Mapping[str, tuple[str, ...]]

@@ -25,8 +25,7 @@ import yaml
 from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
 from jaxllm.json_lines import read_lines
-from jaxllm.machine.cpus import available_cpus
-from jaxllm.machine.host_memory import host_memory
+from jaxllm.machine.host import available_cpus, host_memory
 from jaxllm.rehearsal import network
 from jaxllm.rehearsal.faults import Fault, Kind, plan_faults, steps_for
 from jaxllm.rehearsal.hosts import Hosts

@@ -20,7 +20,7 @@ from jaxllm.cost_model.flops import state_bytes
 from jaxllm.cost_model.hardware import FIT_SHARE, RESERVE_BYTES, Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate, estimate_memory
 from jaxllm.display import readable
-from jaxllm.machine.host_memory import require_host_memory
+from jaxllm.machine.host import require_host_memory
 from jaxllm.run import advisor
 from jaxllm.run.advisor import Change
 

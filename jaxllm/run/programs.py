@@ -32,7 +32,8 @@ from jaxllm.config import Config
 from jaxllm.config.rounds import exchanges_beside_steps, sends_codes, without_rounds
 from jaxllm.cost_model.memory import may_fit
 from jaxllm.machine import program_cache, xla_flags
-from jaxllm.machine.program_cache import MANIFEST, ProgramStore, identity, is_open_to_all, versions
+from jaxllm.machine.host import installed
+from jaxllm.machine.program_cache import MANIFEST, ProgramStore, identity, is_open_to_all
 from jaxllm.machine.xla_flags import compile_options
 from jaxllm.mesh.axes import batch_sharding, replicated
 from jaxllm.mesh.placement import hosts_of
@@ -338,7 +339,7 @@ def machine_of(mesh: Mesh) -> dict[str, str]:
     if on_cpu:
         found |= {"processes": str(len({device.process_index for device in devices})), "CPU": identity()}
     else:
-        found["packages"] = ", ".join(versions(*PACKAGES))
+        found["packages"] = ", ".join(installed(*PACKAGES))
     given = [flag.partition("=") for flag in xla_flags.given_flags().split() if _matters(flag, on_cpu)]
     # Of a flag that is there twice XLA takes the last.
     flags = {name: value for name, _, value in given}

@@ -17,7 +17,7 @@ from jaxllm.cluster import distributed, progress
 from jaxllm.config import Config
 from jaxllm.config.rounds import EXCHANGE_SCOPE as SCOPE
 from jaxllm.config.rounds import fragment_beside, fragments_after
-from jaxllm.machine import flag_names, xla_flags
+from jaxllm.machine import xla_flags
 from jaxllm.mesh.axes import replicated
 from jaxllm.train.diloco import OUTER, DilocoState, Metrics, outer_step, outer_step_of
 
@@ -55,7 +55,7 @@ def early_exchange(lowered: Any, options: dict[str, Any], device: jax.Device) ->
     """
     if device.platform == "cpu":
         return options
-    given = set(flag_names.names(xla_flags.given_flags()))
+    given = set(xla_flags.flag_names())
     text = "" if given.intersection(_ESTIMATES) else lowered.compile(compiler_options=options).as_text()
     profile = "".join(f'costs {{ name: "{name}" cost_us: {_LATENCY_US} }}\n' for name in _START.findall(text or ""))
     if jax.process_count() > 1:

@@ -22,7 +22,7 @@ from jaxllm.cluster import distributed
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
 from jaxllm.config.hf_config import SHAPE_KEYS, VARIANTS
 from jaxllm.data.stores import is_address
-from jaxllm.machine.host_memory import require_host_memory
+from jaxllm.machine.host import require_host_memory
 from jaxllm.mesh.placement import mesh_on_hosts
 from jaxllm.mesh.sharding import Parameter, layout, weight_rules
 from jaxllm.model.llama import Llama

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import BLOCK_BYTES
-from jaxllm.machine.versions import versions
+from jaxllm.machine.host import versions
 from jaxllm.weights.folder import FORMAT, Slab
 from jaxllm.weights.safetensors import DTYPES, Tensor, TensorFile, TensorWriter, ValuesWriter
 

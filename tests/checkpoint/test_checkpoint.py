@@ -30,7 +30,7 @@ from jaxllm.checkpoint.manager import Checkpoints, SaveError
 from jaxllm.cli import app as cli
 from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
-from jaxllm.machine.versions import PACKAGES
+from jaxllm.machine.host import PACKAGES
 from jaxllm.run.loop import fit
 from jaxllm.weights.folder import open_folder
 from jaxllm.weights.weights import export

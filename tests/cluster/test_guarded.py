@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import selectors
 import socket
 import subprocess
 import sys
@@ -19,16 +18,15 @@ import pytest
 from test_peer_monitor import LIMIT_S, connected, until
 from test_rendezvous import VERSIONS, call, come, leading
 
-from jaxllm.cluster import initialize, peer_link, peer_monitor, rendezvous_checks, socket_messages
-from jaxllm.cluster.authentication import REFUSAL, Channel, Unproven, read_secret
+from jaxllm.cluster import distributed, initialize, peer_monitor, rendezvous, rendezvous_checks
+from jaxllm.cluster.host_choice import ALL_REQUIRED
 from jaxllm.cluster.launchers import Launch, LaunchInfo, find
 from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous import open_port
 from jaxllm.cluster.rendezvous_checks import listening_address, missing
 from jaxllm.cluster.rendezvous_client import MAGIC, Answer
-from jaxllm.cluster.socket_messages import Connection, Door, listen
+from jaxllm.cluster.socket_messages import REFUSAL, Channel, Unproven, listen, read_secret
 from jaxllm.config import ConfigError
-from jaxllm.machine import xla_flags
 
 SECRET, OTHER = b"the secret of this run", b"the secret of another"
 CONNECTIONS = 10_000
@@ -199,8 +197,8 @@ def test_a_secret_that_is_none_is_refused(file, tmp_path):
 def test_the_secret_is_not_among_the_variables_that_doctor_prints(monkeypatch):
     monkeypatch.setenv("JAXLLM_SECRET", SECRET.decode())
     monkeypatch.setenv("JAXLLM_VENV", "none")
-    assert xla_flags.environment()["JAXLLM_VENV"] == "none"
-    assert SECRET.decode() not in str(xla_flags.environment())
+    assert distributed.environment()["JAXLLM_VENV"] == "none"
+    assert SECRET.decode() not in str(distributed.environment())
 
 
 # --------------------------------------------------------------------------------------------------------------- rendezvous
@@ -349,7 +347,7 @@ def test_ten_thousand_strangers_do_not_disturb_the_rendezvous(place):
     "word", ["", f"{MAGIC}hello {'0' * 64}\n", f"{MAGIC}hello"], ids=["silent", "hello only", "half a hello"]
 )
 def test_a_stranger_has_little_time_to_say_who_it_is(place, monkeypatch, word):
-    monkeypatch.setattr(socket_messages, "INTRODUCTION_S", 0.3)
+    monkeypatch.setattr(rendezvous, "INTRODUCTION_S", 0.3)
     with ThreadPoolExecutor(2) as pool:
         zero = serving(pool, place(0, 2))
         with socket.create_connection(("127.0.0.1", place(0).port), timeout=LIMIT_S) as stranger:
@@ -367,7 +365,7 @@ def monitors(monkeypatch):
     """monitors(rank): the monitor of one of three processes that have met."""
     monkeypatch.setattr(peer_monitor, "BEAT_S", 0.1)
     monkeypatch.setattr(peer_monitor, "LEAVE_S", 0.3)
-    members = [peer_link.Member(rank, f"h{rank}", 100 + rank) for rank in range(3)]
+    members = [peer_monitor.Member(rank, f"h{rank}", 100 + rank) for rank in range(3)]
     pairs = {rank: connected(*greeted()) for rank in (1, 2)}
     made = []
 
@@ -413,20 +411,14 @@ def test_a_heartbeat_that_is_not_the_next_message_is_a_loss(monitors):
 
 def test_strangers_crowd_out_those_of_their_own_address(monkeypatch):
     """First those that have not answered, the oldest first."""
-    monkeypatch.setattr(socket_messages, "STRANGERS", 3)
-    dropped: list[Connection] = []
-
-    def drop(stranger: Connection) -> None:
-        dropped.append(stranger)
-        selector.unregister(stranger.socket)
-        stranger.socket.close()
-        door.forget(stranger)
-
-    def make(connection: socket.socket, address: str) -> Connection:
-        return Connection(connection, Channel(SECRET, is_server=True), 100, address)
-
-    with selectors.DefaultSelector() as selector, listen(0, "127.0.0.1") as listener, ExitStack() as stack:
-        door = Door(listener, selector, 1, make, drop)
+    monkeypatch.setattr(rendezvous, "STRANGERS", 3)
+    with listen(0, "127.0.0.1") as listener, ExitStack() as stack:
+        meeting = rendezvous.Rendezvous(
+            listener, call(0, count=1), Launch("variables", "", 1, 1, 0, secret=SECRET), ALL_REQUIRED
+        )
+        stack.callback(meeting.close)
+        dropped, drop = [], meeting.drop
+        monkeypatch.setattr(meeting, "drop", lambda stranger: (dropped.append(stranger), drop(stranger)))
         ports = []
         for address in ("127.0.0.2", *6 * ("127.0.0.3",)):
             source = (address, 0)
@@ -435,17 +427,15 @@ def test_strangers_crowd_out_those_of_their_own_address(monkeypatch):
             )
             ports.append(client.getsockname()[1])
             if len(ports) == 3:
-                client.sendall(Channel(SECRET, is_server=False).hello())
-            door.open()
+                client.sendall(Channel(SECRET, MAGIC, is_server=False).hello())
+            meeting.take_strangers()
             if len(ports) == 3:
-                greeted = list(door._strangers)[-1]
+                greeted = list(meeting._strangers)[-1]
                 until(lambda: greeted.receive() == [] and greeted.channel.greeted, "its hello comes")  # noqa: B023
-        left = list(door._strangers)
+        left = list(meeting._strangers)
         assert [stranger.address for stranger in left] == ["127.0.0.2", "127.0.0.3", "127.0.0.3"]
         assert [ports.index(stranger.socket.getpeername()[1]) for stranger in left] == [0, 2, 6]
         assert {stranger.address for stranger in dropped} == {"127.0.0.3"}
-        for stranger in left:
-            drop(stranger)
 
 
 # -------------------------------------------------------------------------------------------------------- where it listens

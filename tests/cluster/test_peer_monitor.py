@@ -14,11 +14,10 @@ from types import SimpleNamespace
 import pytest
 from outside import free_port
 
-from jaxllm.cluster import exit_codes, peer_link, peer_monitor, progress
-from jaxllm.cluster.authentication import Channel
+from jaxllm.cluster import exit_codes, peer_monitor, progress
 from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous_client import MAX_INFO_BYTES
-from jaxllm.cluster.socket_messages import Connection
+from jaxllm.cluster.socket_messages import Channel, Connection
 from jaxllm.stderr import flush, print_sentence
 
 LIMIT_S = 20
@@ -56,8 +55,8 @@ class End:
 def run(monkeypatch):
     """run(count, missing=()) -> the ends by rank, on hosts h0, h1 ...; the test itself plays the missing ones."""
     monkeypatch.setattr(peer_monitor, "LEAVE_S", 0.3)
-    monkeypatch.setattr(peer_link, "GRACE_S", 0.5)
-    monkeypatch.setattr(peer_link, "FIRST_BEAT_S", 0.0)
+    monkeypatch.setattr(peer_monitor, "GRACE_S", 0.5)
+    monkeypatch.setattr(peer_monitor, "FIRST_BEAT_S", 0.0)
     monkeypatch.setattr(peer_monitor, "BEAT_S", 0.1)
     made, spare = [], []
 
@@ -145,7 +144,7 @@ def test_silence_is_a_loss_and_status_from_process_0_is_not_silence(run):
 
 def test_a_process_that_says_nothing_from_the_start_is_named(run, monkeypatch):
     """It has more time: JAX starts first."""
-    monkeypatch.setattr(peer_link, "FIRST_BEAT_S", 1.0)
+    monkeypatch.setattr(peer_monitor, "FIRST_BEAT_S", 1.0)
     began_s = time.monotonic()
     ends = run(3, missing=(1,), silence_s=3)
     sentence, code = ends[2].ended()
@@ -163,7 +162,7 @@ def test_what_process_0_says_at_once_is_heard(run):
     while len(client.unread) < 2:
         client.read()
     client.unread.pop(0)
-    end = End(1, [peer_link.Member(rank, f"h{rank}", 7) for rank in range(2)], {0: client}, 30)
+    end = End(1, [peer_monitor.Member(rank, f"h{rank}", 7) for rank in range(2)], {0: client}, 30)
     assert end.ended() == ("the end", 2)
     end.monitor.close()
 
@@ -204,7 +203,7 @@ def test_a_graceful_close_is_not_a_loss(run):
 )
 def test_a_message_of_other_types_is_none(message):
     with pytest.raises(ValueError, match=r" should be | should match | has no "):
-        peer_link.parse(message)
+        peer_monitor.parse(message)
 
 
 def test_garbage_of_a_process_is_its_loss(run):
@@ -223,7 +222,7 @@ def test_a_notice_is_one_printable_line(run):
 
 
 def test_a_message_of_an_unknown_kind_is_ignored():
-    assert peer_link.parse({"news": 1}) is None
+    assert peer_monitor.parse({"news": 1}) is None
 
 
 def test_a_last_message_without_a_reader_does_not_keep_a_process(monkeypatch):
@@ -295,8 +294,8 @@ def test_all_know_the_slowest_process_and_process_0_the_status_of_all(run, at_st
     for rank, seconds in ((2, 5.0), (3, 40.0)):
         run.play(rank, phase="save", step=11, seconds=seconds)
     for rank in (0, 1):
-        until(lambda monitor=ends[rank].monitor: (slowest := monitor.slowest()) and slowest.rank == 3, "the word goes round")
-        assert ends[rank].monitor.slowest() == (3, "h3", progress.Snapshot("save", 11, 40.0))
+        until(lambda monitor=ends[rank].monitor: (slowest := monitor.slowest) and slowest.rank == 3, "the word goes round")
+        assert ends[rank].monitor.slowest == (3, "h3", progress.Snapshot("save", 11, 40.0))
     assert (
         ends[0].monitor.status_by_process() == "step 12: processes 0, 1 on h0, h1; save after step 11: processes 2, 3 on h2, h3"
     )
@@ -340,7 +339,7 @@ PROGRAM = """
 import os, sys, time
 from jaxllm.cluster.host_choice import ALL_REQUIRED
 from jaxllm.cluster.launchers import Launch
-from jaxllm.cluster.peer_link import Member
+from jaxllm.cluster.peer_monitor import Member
 from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous import meet
 from jaxllm.cluster.rendezvous_checks import ProcessInfo

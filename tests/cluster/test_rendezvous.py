@@ -27,7 +27,6 @@ from jaxllm.cluster.rendezvous_checks import (
     why_rejected,
 )
 from jaxllm.cluster.rendezvous_client import MAGIC, Answer, RendezvousError
-from jaxllm.cluster.socket_messages import STRANGERS
 from jaxllm.config import ConfigError
 
 VERSIONS = {"jaxllm": "0.1.0", "JAX": "0.10.2"}
@@ -156,7 +155,7 @@ def test_other_programs_at_the_port_disturb_nothing(launch):
             with socket.create_connection(("127.0.0.1", place.port)) as stray:
                 stray.sendall(f"{MAGIC}{content}\n".encode())
                 assert stray.recv(100) == b""
-        many = [socket.create_connection(("127.0.0.1", place.port)) for _ in range(STRANGERS + 20)]
+        many = [socket.create_connection(("127.0.0.1", place.port)) for _ in range(rendezvous.STRANGERS + 20)]
         assert [stray.recv(100) for stray in many[:15]] == [b""] * 15
         others = [pool.submit(come, call(rank), launch(rank)) for rank in (1, 2)]
         assert zero.result(timeout=30).members == others[0].result(timeout=30).members

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm.cluster import exit_codes, progress, watchdog
-from jaxllm.cluster.peer_link import PeerStatus
+from jaxllm.cluster.peer_monitor import PeerStatus
 from jaxllm.cluster.watchdog import Watchdog
 from jaxllm.config import ConfigError, RunConfig
 
@@ -156,7 +156,7 @@ def monitor(slowest: PeerStatus | None, idle_s: float | None = None):
     return SimpleNamespace(
         rank=1,
         name=lambda: "process 1 on h1",
-        slowest=lambda: slowest,
+        slowest=slowest,
         idle_s=idle_s,
         announce_stuck=told.append,
         told=told,

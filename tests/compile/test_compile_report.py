@@ -21,7 +21,8 @@ from tiny import SMALL_MODEL
 from jaxllm.cli.app import app, main
 from jaxllm.compile import report as module
 from jaxllm.compile.aot import OLDEST, can_compile_for_gpus, compile_step, gpu_devices, trace_step
-from jaxllm.compile.program import kernel_flops, origin
+from jaxllm.compile.hlo import origin
+from jaxllm.compile.jaxpr_flops import kernel_flops
 from jaxllm.compile.report import compile_report, report_from_json
 from jaxllm.compile.text import render
 from jaxllm.config import ConfigError, config_folder, load_config

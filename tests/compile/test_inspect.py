@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from jaxllm.compile.inspect import inspect_config
-from jaxllm.compile.inspect_text import render
+from jaxllm.compile.text import render_inspect
 from jaxllm.config import ATTENTION_RESULTS, ConfigError, config_folder, load_config
 from jaxllm.mesh.axes import make_mesh
 from jaxllm.plan.estimate import estimate
@@ -29,7 +29,7 @@ def published(name, *overrides):
 
 def text_of(report):
     console = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
-    console.print(render(report))
+    console.print(render_inspect(report))
     return console.file.getvalue()
 
 

@@ -17,8 +17,7 @@ from jaxllm.cli import app as cli
 from jaxllm.compile import report as report_module
 from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.hlo import Module
-from jaxllm.compile.kernel_account import PARTS, kernel_account, kernel_seconds, part_of
-from jaxllm.compile.kernels import Kernel, kernels
+from jaxllm.compile.kernels import PARTS, Kernel, kernel_account, kernel_seconds, kernels, part_of
 from jaxllm.compile.overlap import by_kind, simulate_overlap
 from jaxllm.compile.report import compile_report, report_from_json
 from jaxllm.compile.text import render, render_kernels

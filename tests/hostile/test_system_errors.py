@@ -17,7 +17,7 @@ from jaxllm.cli.errors import ending_in_one_sentence
 from jaxllm.cluster import exit_codes
 from jaxllm.cluster.exit_codes import exit_code_for
 from jaxllm.config import ConfigError
-from jaxllm.machine import cpus
+from jaxllm.machine import host
 
 JAXLLM = f"{sys.executable} -m jaxllm.cli"
 NOT_ALMIGHTY = "setpriv --bounding-set=-dac_override,-dac_read_search"
@@ -90,7 +90,7 @@ def test_permissions(folder):
 
 
 def test_threads_and_files_are_counted_before_jax_starts(monkeypatch):
-    cpus.require_threads_and_files()
+    host.require_threads_and_files()
     started = []
 
     class Thread:
@@ -104,15 +104,15 @@ def test_threads_and_files_are_counted_before_jax_starts(monkeypatch):
         def join(self):
             pass
 
-    monkeypatch.setattr(cpus.threading, "Thread", Thread)
+    monkeypatch.setattr(host.threading, "Thread", Thread)
     with pytest.raises(ConfigError, match=r"starts only 5 more threads for this user, and JAX needs about 64: raise `ulimit"):
-        cpus.require_threads_and_files()
+        host.require_threads_and_files()
     monkeypatch.undo()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    cpus.require_threads_and_files()
+    host.require_threads_and_files()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
     with pytest.raises(ConfigError, match="may open only 30 files"):
-        cpus.require_threads_and_files()
+        host.require_threads_and_files()
 
 
 @pytest.mark.parametrize(

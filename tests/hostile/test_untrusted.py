@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,9 @@ from tiny import TINY
 
 from jaxllm.checkpoint import files
 from jaxllm.checkpoint.run_lock import read_holder
-from jaxllm.cluster import launchers, peer_link
-from jaxllm.cluster.authentication import Channel
+from jaxllm.cluster import launchers, peer_monitor
 from jaxllm.cluster.rendezvous_checks import parse_process_info
-from jaxllm.cluster.socket_messages import Reader
+from jaxllm.cluster.socket_messages import Channel, Connection
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.config.hf_config import model_section
 from jaxllm.data.manifest import DATA_ENDINGS, read_manifest, read_npy
@@ -379,12 +379,13 @@ MESSAGES = [
 def test_fuzz_messages(message, pick, value, seed):
     """Bytes on a socket, and well-formed messages with a wrong value."""
     for secret in (None, b"s" * 32):
-        reader = Reader(2**16, Channel(secret, is_server=True))
-        refusal(ValueError, reader.read, replaced(json.dumps(message).encode() + b"\n", seed))
+        with socket.socket() as end:
+            connection = Connection(end, Channel(secret, is_server=True), 2**16)
+            refusal(ValueError, connection.take, replaced(json.dumps(message).encode() + b"\n", seed))
     wrong = {**message, list(message)[pick % len(message)]: value}
     info = parse_process_info(wrong, INFO["versions"])
     assert info is None or info.rank < info.count
-    refusal(RefusedInput, peer_link.parse, wrong)
+    refusal(RefusedInput, peer_monitor.parse, wrong)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from run_files import saved_state, steps_of
 from slurm_lab import cluster, require_slurm, wait_until
 from tiny import TINY
 
-from jaxllm.cluster.authentication import read_secret
+from jaxllm.cluster.socket_messages import read_secret
 from jaxllm.config import load_config
 from jaxllm.run.loop import fit
 from jaxllm.run_report import summary

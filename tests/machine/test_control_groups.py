@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.machine.host_memory import host_memory
+from jaxllm.machine.host import host_memory
 
 KIB, GIB = 2**10, 2**30
 NONE_V1 = 2**63 - 4096

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from jaxllm.machine.cuda_driver import NO_DEVICE, visible_gpus
+from jaxllm.machine.host import NO_DEVICE, visible_gpus
 
 
 class Driver:
@@ -45,5 +45,5 @@ def test_gpus_that_the_driver_shows(driver, gpus, monkeypatch):
 
 
 def test_no_driver(monkeypatch):
-    monkeypatch.setattr("jaxllm.machine.cuda_driver.LIBRARY", "libnothing.so.1")
+    monkeypatch.setattr("jaxllm.machine.host.LIBRARY", "libnothing.so.1")
     assert visible_gpus() == []

@@ -14,7 +14,8 @@ from meshes import Run, assert_close, unequal_batch
 
 from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.config import CheckpointConfig, config_folder, zero_shard
+from jaxllm.config import CheckpointConfig, config_folder
+from jaxllm.config.types import zero_shard
 from jaxllm.mesh.sharding import unstacked
 
 S, MICROBATCHES = 24, 4

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
-from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, BLOCK_TENSORS, ConfigError
+from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, ConfigError
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.config.types import LAST_OUTPUT
+from jaxllm.config.types import BLOCK_TENSORS, LAST_OUTPUT
 from jaxllm.cost_model.activations import bytes_per_token_and_layer
 from jaxllm.mesh.axes import CONTEXT, MANUAL, axis_sizes, make_mesh
 from jaxllm.mesh.sharding import constrainer

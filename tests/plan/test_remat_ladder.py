@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 from plan_stand_ins import gpu_for, small
 
-from jaxllm.config import BLOCK_TENSORS, load_config
+from jaxllm.config import load_config
 from jaxllm.config.remat_policy import SHORT, offloads, remat_text
-from jaxllm.config.types import LAST_OUTPUT, OFFLOAD_STATES, Remat
+from jaxllm.config.types import BLOCK_TENSORS, LAST_OUTPUT, OFFLOAD_STATES, Remat
 from jaxllm.cost_model.hardware import GPUS, HOST_MEMORY_SHARE
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_model import StepModel

@@ -10,7 +10,7 @@ from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import FIT_SHARE, GPUS, RESERVE_BYTES
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.display import readable
-from jaxllm.machine import host_memory
+from jaxllm.machine import host
 from jaxllm.plan.advice import changed, changes_that_fit
 from jaxllm.plan.quote import predicted_speed
 from jaxllm.run import loop
@@ -81,11 +81,11 @@ def test_what_fits_is_told_in_one_line():
 
 
 def test_on_cpu_devices_only_what_no_such_machine_holds_is_refused(monkeypatch):
-    monkeypatch.setattr(host_memory, "host_memory", lambda: (80 * GIB, GIB))
+    monkeypatch.setattr(host, "host_memory", lambda: (80 * GIB, GIB))
     with pytest.raises(ConfigError, match=r"^Weights, optimizer state and batch need at least 89\.7 GiB, and this mac"):
         check_memory(eight(), Device("cpu"))
     assert check_memory(eight("run.allow_overcommit=true"), Device("cpu")) is None
-    monkeypatch.setattr(host_memory, "host_memory", lambda: (90 * GIB, GIB))
+    monkeypatch.setattr(host, "host_memory", lambda: (90 * GIB, GIB))
     assert check_memory(eight(), Device("cpu")) is None
 
 
