@@ -22,8 +22,8 @@ from jaxllm.config.hub import is_hub_name
 from jaxllm.config.model_spec import LORA_A, LORA_B, LORA_TARGETS
 from jaxllm.config.types import PositiveFloat, PositiveInt
 from jaxllm.untrusted import RefusedInput, checked, shown
-from jaxllm.weights.folder import Folder, HuggingFaceFolder, Index, LayerElements, require_shape, tensors_in
-from jaxllm.weights.names import Entry
+from jaxllm.weights.folder import Entry, Folder, HuggingFaceFolder, Index, require_shape, tensors_in
+from jaxllm.weights.safetensors import Elements
 from jaxllm.weights.streaming import Move, in_files, stream
 
 ADAPTER_CONFIG, STEM = "adapter_config.json", "adapter_model"
@@ -112,7 +112,7 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
         if entry.is_lora:
             stored = dtype or folder.dtype(entry.path)
             for layer, name in enumerate(entry.tensors):
-                moves.append(Move(name, LayerElements(folder, entry, layer), entry.matrix, stored, name))
+                moves.append(Move(name, folder.layer(entry, layer), entry.matrix, stored, name))
                 tensors[name] = (stored, entry.their_shape)
     layout = in_files(tensors, STEM, 2**63, {"format": "pt"})
     stream(moves, layout, aside)
@@ -146,19 +146,12 @@ class MergedFolder(Folder):
     def __post_init__(self):
         super().__post_init__()
         self._factors: tuple[tuple[str, ...], list[tuple[np.ndarray, np.ndarray, float]]] = ((), [])
-        self._last: tuple[Any, np.ndarray] = (None, np.empty(0))
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
         return self.base.dtype(path)
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
-        # Files are written in blocks of one layer, which ask for the same part again and again.
-        if self._last[0] != (path, box := self.box(path, index)):
-            self._last = ((path, box), self._read(path, [slice(begin, end) for begin, end in box]))
-        return self._last[1]
-
-    def _read(self, path: tuple[str, ...], index: Sequence[slice]) -> np.ndarray:
-        factors = self._factors_of(path)
+        index, factors = [slice(*span) for span in self.box(path, index)], self._factors_of(path)
         weight, columns, (layers, *dims) = self.base.read(path, index), self.entries[path].columns, index
         merged = weight
         for a, b, scale in factors:
@@ -177,5 +170,5 @@ class MergedFolder(Folder):
             self._factors = (path, found)
         return self._factors[1]
 
-    def slab(self, entry: Entry, layer: int) -> Any:
-        return LayerElements(self, entry, layer) if entry.columns else self.base.slab(entry, layer)
+    def slab(self, entry: Entry, layer: int) -> Elements:
+        return self.layer(entry, layer) if entry.columns else self.base.slab(entry, layer)

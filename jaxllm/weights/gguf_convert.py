@@ -7,7 +7,6 @@ gets its name last. It is not quantised: llama.cpp's `llama-quantize` does that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,12 @@ from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import DOCUMENT_END, Tokenizer, byte_characters, load_tokenizer
 from jaxllm.model.layers import rotary_frequencies
 from jaxllm.untrusted import read_json
-from jaxllm.weights.beside_weights import reads_bytes, write_companions
 from jaxllm.weights.folder import Folder, HuggingFaceFolder
-from jaxllm.weights.gguf_network import ROPE_FREQS, GGUFFile, architecture, describe_network, pairs_together, tensor_names
-from jaxllm.weights.hf_convert import Conversion, Tensors, config_json, progress
-from jaxllm.weights.safetensors import DTYPES
+from jaxllm.weights.gguf_network import ROPE_FREQS, architecture, describe_network, new_gguf, tensor_names
+from jaxllm.weights.hf_convert import Conversion, config_json, progress, reads_bytes, write_companions
+from jaxllm.weights.safetensors import DTYPES, Described, Elements
 from jaxllm.weights.staging import companion_files, new_folder, require_new
-from jaxllm.weights.streaming import Elements, Layout, Move, stream
+from jaxllm.weights.streaming import Layout, Move, stream
 from jaxllm.weights.weights import dtype_named, find_weights
 
 # -------------------------------------------------------------------------------------------------------------- tokenizer
@@ -270,99 +268,58 @@ def to_gguf(
         write_companions(folder, aside / "beside")
         describe_tokenizer(writer, aside / "beside", model.vocab_size, found.description)
         with progress(moves, "to GGUF") as advance:
-            stream(moves, layout, aside, advance, GGUFFile(writer))
+            stream(moves, layout, aside, advance, lambda path, tensors, metadata: new_gguf(writer, path, tensors))
     names = tuple(sorted({dtype.name for dtype, _ in tensors.values()}))
     return Conversion(found.description, destination, len(moves), layout.total_bytes, names, 1)
 
 
-def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Tensors]:
+def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Described]:
     theirs = [name for entry in folder.entries.values() for name in entry.tensors]
     ours = tensor_names(arch, model.num_layers, theirs)
-    moves: list[Move] = []
-    tensors: Tensors = {}
+    moves, tensors = [], {}
     # Slabs of a Hugging Face folder are in its order already.
     is_theirs = isinstance(folder, HuggingFaceFolder)
     for entry in folder.entries.values():
         dtype = wanted or folder.dtype(entry.path)
         for layer, name in enumerate(entry.tensors):
-            source: Elements = folder.slab(entry, layer)
+            source, passed = folder.slab(entry, layer), dtype
             if model.norm_plus_one and name.endswith("norm.weight"):
-                source = _PlusOne(source, dtype)
+                source, passed = _plus_one(source, dtype), FLOAT32
             if arch == MODEL_ARCH.LLAMA and name.endswith(ROTATED):
                 rows = model.num_heads if name.endswith(ROTATED[0]) else model.num_kv_heads
                 shape = (rows, model.head_dim, model.hidden_size) if is_theirs else (model.hidden_size, rows, model.head_dim, 1)
-                source = _PairsTogether(source, shape)
+                source = _pairs_together(source, shape)
             matrix = entry.matrix if entry.columns and not is_theirs else None
-            passed = FLOAT32 if isinstance(source, _PlusOne) else dtype
             moves.append(Move(name, source, matrix, passed, ours[name]))
             # llama.cpp adds and multiplies vectors in float32 alone.
             tensors[ours[name]] = (dtype if len(entry.their_shape) > 1 else FLOAT32, entry.their_shape)
     if model.rope_scaling is not None and model.rope_scaling.rope_type == "llama3":
         plain = rotary_frequencies(model.model_copy(update={"rope_scaling": None}))
-        factors = _Values(plain / rotary_frequencies(model))
-        moves.append(Move(ROPE_FREQS, factors, None, FLOAT32, ROPE_FREQS))
+        factors = plain / rotary_frequencies(model)
+        elements = Elements(factors.size, factors.dtype, lambda begin, end: factors[begin:end])
+        moves.append(Move(ROPE_FREQS, elements, None, FLOAT32, ROPE_FREQS))
         tensors[ROPE_FREQS] = (FLOAT32, (factors.size,))
     return moves, tensors
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Elements of an array."""
-
-    array: np.ndarray
-
-    @property
-    def size(self) -> int:
-        return self.array.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.array.dtype
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        return self.array[begin:end]
-
-
-@dataclass(frozen=True)
-class _PlusOne:
+def _plus_one(source: Elements, through: np.dtype) -> Elements:
     """Scales of norms that begin at 0. llama.cpp's begin at 1."""
-
-    source: Elements
-    through: np.dtype
-
-    @property
-    def size(self) -> int:
-        return self.source.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        return FLOAT32
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        return 1 + self.source.read(begin, end).astype(self.through).astype(FLOAT32)
+    return Elements(source.size, FLOAT32, lambda begin, end: 1 + source.read(begin, end).astype(through).astype(FLOAT32))
 
 
-@dataclass(frozen=True)
-class _PairsTogether:
-    """The query or key matrix of Llama, with rotary pairs as llama.cpp has them.
+def _pairs_together(source: Elements, shape: tuple[int, ...]) -> Elements:
+    """The query or key matrix of Llama with the rows of each head in llama.cpp's order. A rotary pair is one row in each half
+    of a head in Hugging Face's order, and two neighbours in llama.cpp's.
 
     Args:
       shape: [..., N, H, rest].
     """
+    *outer, H, rest = shape
 
-    source: Elements
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return self.source.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.source.dtype
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        whole = self.source.read(0, self.size).reshape(self.shape)
+    def read(begin: int, end: int) -> np.ndarray:
+        whole = source.read(0, source.size).reshape(*outer, 2, H // 2, rest)
         # NumPy calls a function for each bfloat16.
-        unsigned = pairs_together(whole.view(f"u{whole.dtype.itemsize}"))
-        return unsigned.reshape(-1)[begin:end].view(self.dtype)
+        unsigned = whole.view(f"u{whole.dtype.itemsize}").swapaxes(-3, -2)
+        return unsigned.reshape(-1)[begin:end].view(source.dtype)
+
+    return Elements(source.size, source.dtype, read)

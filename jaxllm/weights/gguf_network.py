@@ -7,7 +7,7 @@ source (src/models/*.cpp, src/llama-model.cpp). The values of a file are written
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,8 @@ from gguf import (
 
 from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.config.model_config import RopeScaling
-from jaxllm.weights.safetensors import CODES, Tensor, ValuesFile, ValuesWriter
-from jaxllm.weights.streaming import Described, nbytes
+from jaxllm.weights.safetensors import CODES, Described, Tensor, ValuesFile
+from jaxllm.weights.streaming import nbytes
 
 # ------------------------------------------------------------------------------------------------------- values in a file
 # The values of a GGUF file, whose header the library gguf writes. They are written and read in pieces, as those of safetensors:
@@ -37,40 +37,27 @@ TYPES = {code: GGMLQuantizationType[code] for code in CODES.values()}
 """ggml's types, by the names that safetensors has for dtypes."""
 
 
-class GGUFFile:
-    """The format of a file with a given header (streaming.FileFormat).
+def new_gguf(header: GGUFWriter, path: Path, tensors: Described) -> dict[str, Tensor]:
+    """Creates a file of full length for these tensors, whose values are still to be written.
 
     Args:
       header: with all keys, and without tensors.
     """
-
-    def __init__(self, header: GGUFWriter):
-        self._header = header
-        self._begin: dict[str, int] = {}
-        self._tensors: Described = {}
-
-    def writer(self, path: Path, tensors: Described, metadata: Mapping[str, str]) -> ValuesWriter:
-        header, self._tensors = self._header, tensors
-        for name, (dtype, shape) in tensors.items():
-            raw = TYPES[CODES[dtype]]
-            header.add_tensor_info(name, shape, np.dtype(np.float32), nbytes(dtype, shape), raw_dtype=raw)
-        header.write_header_to_file(path)
-        header.write_kv_data_to_file()
-        header.write_ti_data_to_file()
-        header.close()
-        end = path.stat().st_size
-        for name, tensor in tensors.items():
-            self._begin[name] = GGUFWriter.ggml_pad(end, header.data_alignment)
-            end = self._begin[name] + nbytes(*tensor)
-        os.truncate(path, GGUFWriter.ggml_pad(end, header.data_alignment))
-        return ValuesWriter(self._begin, os.open(path, os.O_WRONLY))
-
-    def reader(self, path: Path) -> dict[str, Tensor]:
-        file = ValuesFile(path)
-        return {
-            name: Tensor(name, CODES[dtype], shape, file, self._begin[name], self._begin[name] + nbytes(dtype, shape))
-            for name, (dtype, shape) in self._tensors.items()
-        }
+    for name, (dtype, shape) in tensors.items():
+        raw = TYPES[CODES[dtype]]
+        header.add_tensor_info(name, shape, np.dtype(np.float32), nbytes(dtype, shape), raw_dtype=raw)
+    header.write_header_to_file(path)
+    header.write_kv_data_to_file()
+    header.write_ti_data_to_file()
+    header.close()
+    file, found = ValuesFile(path, os.O_RDWR), {}
+    end = file.size
+    for name, (dtype, shape) in tensors.items():
+        begin = GGUFWriter.ggml_pad(end, header.data_alignment)
+        end = begin + nbytes(dtype, shape)
+        found[name] = Tensor(name, CODES[dtype], shape, file, begin, end)
+    os.truncate(path, GGUFWriter.ggml_pad(end, header.data_alignment))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- parameters
@@ -169,14 +156,3 @@ def tensor_names(arch: MODEL_ARCH, layers: int, theirs: list[str]) -> dict[str, 
     names = get_tensor_name_map(arch, layers)
     found = {name: names.get_name(name, (".weight", ".bias")) for name in theirs}
     return {name: ours for name, ours in found.items() if ours is not None}
-
-
-def pairs_together(heads: np.ndarray) -> np.ndarray:
-    """Rows of a head in llama.cpp's order for Llama. A rotary pair is one row in each half of a head in Hugging Face's order,
-    and two neighbours in llama.cpp's.
-
-    Args:
-      heads: [..., N, H, rest].
-    """
-    *outer, H, rest = heads.shape
-    return heads.reshape(*outer, 2, H // 2, rest).swapaxes(-3, -2).reshape(heads.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +23,13 @@ from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
 from jaxllm.data.stores import is_address
+from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
 from jaxllm.stderr import bytes_bar
-from jaxllm.weights.beside_weights import token_ids, write_companions
-from jaxllm.weights.folder import INDEX, Folder, HuggingFaceFolder, open_folder
-from jaxllm.weights.names import EMBEDDING, HEAD, Entry
-from jaxllm.weights.safetensors import DTYPES
-from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
+from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Entry, Folder, HuggingFaceFolder, open_folder
+from jaxllm.weights.safetensors import DTYPES, Described
+from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream
 
-Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
-"""Name, dtype and shape of each tensor in a set of files."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -104,7 +101,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     companion_files(folder.companions)
     tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
     layout = in_files(tensors, "weights", LARGEST_FILE, {})
-    moves = list(_moves_in(folder))
+    moves = _moves_in(folder)
     with new_folder(destination, layout.total_bytes, force) as aside:
         with progress(moves, "from Hugging Face") as advance:
             stream(moves, layout, aside, advance)
@@ -251,12 +248,14 @@ def _opened(source: str) -> Folder:
     return folder
 
 
-def _moves_in(folder: HuggingFaceFolder) -> Iterator[Move]:
+def _moves_in(folder: HuggingFaceFolder) -> list[Move]:
+    moves = []
     for entry in folder.entries.values():
         matrix = (entry.matrix[1], entry.matrix[0]) if entry.columns else None
         for layer, tensor in enumerate(folder.stored(entry)):
             elements = folder.slab(entry, layer)
-            yield Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size)
+            moves.append(Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size))
+    return moves
 
 
 def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
@@ -267,7 +266,7 @@ def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
     return {"vocabulary": vocabulary, "dtypes": differ}
 
 
-def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Tensors]:
+def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Described]:
     differ = folder.hugging_face.get("dtypes") or {}
     moves, tensors = [], {}
     for entry in folder.entries.values():
@@ -286,7 +285,7 @@ def _their_names(folder: Folder, entry: Entry) -> list[tuple[str, ...]]:
     return [(name,) for name in entry.tensors]
 
 
-def _in_their_order(folder: Folder, tensors: Tensors) -> Tensors:
+def _in_their_order(folder: Folder, tensors: Described) -> Described:
     """Orders tensors as embedding, layer after layer, norm and head, so that a file holds complete layers."""
     stacks = [entry for entry in folder.entries.values() if entry.layers is not None]
     layered = [entry.template.format(layer) for layer in range(folder.model["num_layers"]) for entry in stacks]
@@ -317,6 +316,39 @@ def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | Non
     dtype = (wanted or folder.common_dtype).name
     tokens = token_ids(folder)
     return hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original, tokens=tokens)
+
+
+# -------------------------------------------------------------------------------------------------------- beside the weights
+# What an export holds: tokenizer, generation config and the ids of the tokens that begin and end a text.
+
+
+def write_companions(folder: Folder, target: Path) -> None:
+    """Writes the files beside the weights. A run has no tokenizer.json if it reads bytes, and no generation_config.json, by
+    which servers stop, if it began from nothing: these are made."""
+    copy_companions(folder.companions, target)
+    if reads_bytes(folder):
+        save_byte_tokenizer(target)
+    tokens = {name: token for name, token in token_ids(folder).items() if token is not None}
+    # Where there is a config.json, its end tokens hold.
+    if tokens and (reads_bytes(folder) or not (folder.generation or folder.original_config)):
+        (target / GENERATION).write_text(json.dumps(tokens | folder.generation, indent=2) + "\n")
+
+
+def token_ids(folder: Folder) -> dict[str, int | None]:
+    """bos_token_id and eos_token_id of the folder's tokenizer."""
+    if folder.tokenizer is None and not reads_bytes(folder):
+        return {}
+    try:
+        tokenizer = load_tokenizer(BYTES if reads_bytes(folder) else str(folder.tokenizer))
+    except ConfigError:
+        # A tokenizer that is unusable for training is not a reason to refuse the export.
+        return {}
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
+def reads_bytes(folder: Folder) -> bool:
+    """Whether ids are bytes: those of a run on bytes, or 256 ids without a tokenizer.json."""
+    return folder.tokenizer is None and (folder.trained_on_bytes or folder.model["vocab_size"] == 2**8)
 
 
 # -------------------------------------------------------------------------------------------------------------- comparing

@@ -8,9 +8,9 @@ weights with Orbax: DST/weights/ with {"params": ...}.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import give_up, read_arrays, restacked
+from jaxllm.checkpoint.arrays import give_up, names_of, read_arrays, restacked
 from jaxllm.checkpoint.checksums import DamagedError, changed, verified
-from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
+from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path, why
 from jaxllm.cluster import distributed
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, VARIANTS, read_object, stored_section
@@ -32,10 +33,9 @@ from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.parallel.trained import chosen, with_part
 from jaxllm.weights.adapters import AdapterFolder, MergedFolder, open_adapter
-from jaxllm.weights.folder import Folder, is_model_folder, open_folder
-from jaxllm.weights.orbax_reader import OrbaxFolder, in_one_sentence
+from jaxllm.weights.folder import Folder, Index, is_model_folder, open_folder
 from jaxllm.weights.read_weights import load_params
-from jaxllm.weights.safetensors import DTYPES
+from jaxllm.weights.safetensors import CODES, DTYPES
 from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.stored_models import copied
 from jaxllm.weights.streaming import LARGEST_FILE, Move, describe_model, in_files, stream
@@ -47,6 +47,80 @@ MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
 MUST_AGREE = tuple(key for key in SHAPE_KEYS if key not in MAY_DIFFER)
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class OrbaxFolder(Folder):
+    """A checkpoint, or an export of format 1, read as NumPy arrays. It removes what pads the arrays for a mesh.
+
+    Reading loads a parameter with all its layers, because an Orbax chunk may hold all of them: reading layer by layer would
+    load the chunk again for each. The last parameter read is cached.
+    """
+
+    arrays: Path = Path()
+    """The Orbax folder, {"params": ...}."""
+    _kept: tuple[tuple[str, ...], np.ndarray] | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._handler = ocp.PyTreeCheckpointHandler()
+        with in_one_sentence(self.arrays):
+            found = self._handler.metadata(self.arrays)  # pyright: ignore[reportArgumentType]  # a pathlib path works
+        leaves = jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found)["params"])
+        self._saved = {names_of(path): leaf for path, leaf in leaves}
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        dtype = np.dtype(self._described_at(path).dtype)
+        if dtype not in CODES:
+            raise ConfigError(f"{'.'.join(path)} in {self.arrays} has dtype {dtype}: it is not a checkpoint of jaxllm.")
+        return dtype
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        whole = self._whole(path)
+        return whole if index is None else whole[tuple(index)]
+
+    def _described_at(self, path: tuple[str, ...]) -> Any:
+        if path not in self._saved:
+            raise ConfigError(f"{self.arrays} has no parameter {'.'.join(path)}: it was saved by another model.")
+        return self._saved[path]
+
+    def _whole(self, path: tuple[str, ...]) -> np.ndarray:
+        """Reads one parameter in the shape of the model."""
+        if self._kept is not None and self._kept[0] == path:
+            return self._kept[1]
+        self._kept = None
+        entry, item = self.entries[path], self._described_at(path)
+        arguments: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+        for name in reversed(("params", *path)):
+            item, arguments = {name: item}, {name: arguments}
+        with in_one_sentence(self.arrays):
+            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
+            found: Any = self._handler.restore(self.arrays, args=restore)  # pyright: ignore[reportArgumentType]  # as above
+        for name in ("params", *path):
+            found = found[name]
+        array = np.asarray(found)
+        if entry.layers is not None:
+            # Chunks of virtual pipeline stages, in execution order (parallel/layer_stacking.py).
+            leading = array.ndim - len(entry.dims)
+            array = array.reshape(-1, *array.shape[leading:])
+        if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)):
+            raise ConfigError(
+                f"{entry.name} has shape {array.shape} in {self.arrays}, not {entry.shape}: it was saved by another model."
+            )
+        # Zeros pad layers for a pipeline, vocabulary rows for a mesh, and the dim that ZeRO shards.
+        self._kept = (path, array[tuple(slice(size) for size in entry.shape)])
+        return self._kept[1]
+
+
+@contextmanager
+def in_one_sentence(arrays: Path) -> Iterator[None]:
+    """Turns errors of Orbax, of any type, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"The weights in {arrays} cannot be read ({why(error)}): use others.") from None
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ from jaxllm.parallel.parameters import parameter_table
 from jaxllm.run.loop import fit
 from jaxllm.run.run_dir import keep_companions
 from jaxllm.weights import read_weights
-from jaxllm.weights.folder import open_folder
+from jaxllm.weights.folder import entries, open_folder
 from jaxllm.weights.hf_convert import from_hf, to_hf
 from jaxllm.weights.load_model import open_model
-from jaxllm.weights.names import entries
 from jaxllm.weights.read_weights import load_params
 from jaxllm.weights.safetensors import TensorFile
 from jaxllm.weights.weights import initial_weights
