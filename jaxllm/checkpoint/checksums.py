@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -74,23 +74,20 @@ def verified(folder: Path) -> Iterator[None]:
       ConfigError: a file cannot be read here, for a reason other than damage.
     """
     stop = threading.Event()
-    with ThreadPoolExecutor(1) as beside:
-        found = beside.submit(changed, folder, jax.process_index(), jax.process_count(), stop)
+    with ThreadPoolExecutor(1) as beside, ExitStack() as stack:
+        # Otherwise Ctrl-C would wait until all is read.
+        stack.callback(stop.set)
+        found, error = beside.submit(changed, folder, jax.process_index(), jax.process_count(), stop), None
         try:
-            error: Exception | None = None
-            try:
-                yield
-            except Exception as raised:
-                if isinstance(raised, ConfigError) or is_not_damage(raised):
-                    raise
-                error = raised
-            if reason := found.result():
-                raise DamagedError(folder, reason) from error
-            if error is not None:
-                raise error
-        finally:
-            # Otherwise Ctrl-C would wait until all is read.
-            stop.set()
+            yield
+        except Exception as raised:
+            if isinstance(raised, ConfigError) or is_not_damage(raised):
+                raise
+            error = raised
+        if reason := found.result():
+            raise DamagedError(folder, reason) from error
+        if error is not None:
+            raise error
 
 
 def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.Event | None = None) -> str | None:

@@ -88,15 +88,6 @@ def find_disk_groups(run_dir: Path) -> DiskGroups:
         own.unlink(missing_ok=True)
 
 
-def not_shared(run_dir: Path, groups: DiskGroups) -> ConfigError:
-    """The error of a run that needs one run.dir, and has several."""
-    stranger = next(rank for rank, leader in enumerate(groups.leaders) if leader)
-    return ConfigError(
-        f"run.dir={run_dir} of process {stranger} is not that of process 0: put it on storage that all hosts share, or set "
-        f"checkpoint.store=s3://BUCKET/PREFIX."
-    )
-
-
 def _leaders(texts: Sequence[str]) -> str:
     """The lowest process of each process's group, by rank; `texts` are those that each sees. One that sees another shares its
     disk: the other may see it later.

@@ -20,12 +20,13 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked
+from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked, silence_orphans
 from jaxllm.checkpoint.checksums import DamagedError, describe_files, describe_own_files, verified
 from jaxllm.checkpoint.files import (
     BACKSLASH,
@@ -44,7 +45,6 @@ from jaxllm.checkpoint.files import (
     why,
 )
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
-from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.cluster import distributed, exit_codes, progress
@@ -96,8 +96,10 @@ class Checkpoints:
     ):
         require_plain_path("run.dir", run_dir, BACKSLASH)
         self.folder = run_dir.absolute() / "checkpoints"
-        self._config, self._require, self._accept, self._joined = config, require, accept, joined
+        self._config, self._require, self._joined = config, require, joined
         self._stored = stored if joined is None else joined if distributed.is_main_process() else None
+        for there in filter(None, (stored, joined)):
+            there.require, there.accept = require, accept
         # The folder of what this process saves.
         self._own = self.folder if joined is None else joined.shares.folder
         self.said: list[str] = []
@@ -131,7 +133,6 @@ class Checkpoints:
         Raises:
           ConfigError: none can be read, or an array has another shape.
         """
-        silence_orphans()
         while True:
             assert self.latest is not None, "there is none to restore"
             state, reason, folder = None, "", self.folder / str(self.latest)
@@ -180,7 +181,7 @@ class Checkpoints:
         would displace an intact one.
         """
         if self._joined is not None:
-            self._joined.begin(self.latest, self._require)
+            self._joined.begin(self.latest)
         elif self._stored is not None and self.latest is not None:
             self._stored.offer_local(self.latest)
 
@@ -328,7 +329,7 @@ class Checkpoints:
         """Process 0 finds the newest intact checkpoint that was not refused yet, perhaps in the store, and broadcasts it."""
         if self._joined is not None:
             with progress.phase("restore"):
-                self.latest, said = self._joined.choose(self._require, self._accept)
+                self.latest, said = self._joined.choose()
             self.said += said
             return
         found, refusal = {"latest": None, "refused": {}}, None
@@ -338,7 +339,7 @@ class Checkpoints:
                     here = saved_steps(self.folder)
                     with progress.phase("restore"):
                         newest = newest_undamaged(self.folder, self._refused)
-                        step, said = self._stored.fetch(newest, self._require, self._accept)
+                        step, said = self._stored.fetch(newest)
                     self.said += said
                     if step in here:
                         reason = self._refused.pop(step, "it is not whole")
@@ -368,6 +369,53 @@ class Checkpoints:
             # The cause is a device or a lost peer, not the disk.
             found.exit_code = exit_codes.LOST
         return found
+
+
+class WatchedHandler(ocp.PyTreeCheckpointHandler):
+    """Records a write error at once. Orbax reports it only after a barrier of all processes, and if one process failed, that
+    barrier times out after twenty minutes.
+
+    Args:
+      written: called in the background when this process has written its arrays, before that barrier, with their folder,
+        which has another name until the save is complete.
+      of_part: the folder is this process's alone, with a file for each of its pieces of the arrays. Orbax's end of a save is
+        left out then, which expects the pieces of all processes.
+    """
+
+    def __init__(self, errors: list[Exception], written: Callable[[Path], None], of_part: bool, **options: Any):
+        super().__init__(use_ocdbt=not of_part, **options)
+        self._errors, self._written, self._of_part = errors, written, of_part
+
+    async def async_save(self, directory: Any, *arguments: Any, **options: Any) -> Any:
+        futures = await super().async_save(directory, *arguments, **options)
+        # Orbax waits for them in this order.
+        last = SimpleNamespace(result=lambda timeout: self._written(Path(directory)))
+        return [WatchedFuture(future, self._errors) for future in (*(futures or ()), last)]
+
+    def finalize(self, directory: Any) -> None:
+        try:
+            if not self._of_part:
+                super().finalize(directory)
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+
+class WatchedFuture:
+    """An Orbax future that records the error it raises."""
+
+    def __init__(self, future: Any, errors: list[Exception]):
+        self._future, self._errors = future, errors
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout)
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future, name)
 
 
 def as_dict(state: State) -> Any:

@@ -32,9 +32,8 @@ from jaxllm.config import ConfigError
 from jaxllm.cost_model.inference_memory import bucket
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.inference.continuations import Scorer
-from jaxllm.inference.generate import Generator, complete
+from jaxllm.inference.generate import Generator, Sampling, complete
 from jaxllm.inference.prompts import require_ids, stop_ids
-from jaxllm.inference.sampling import Sampling
 from jaxllm.weights.load_model import KEY, Adapters, paths_of
 from jaxllm.weights.weights import find_weights
 

@@ -23,9 +23,8 @@ from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
 from jaxllm.inference.evaluate import evaluate as score
-from jaxllm.inference.generate import Completion, Generator, complete
+from jaxllm.inference.generate import Completion, Generator, Sampling, complete
 from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, stop_ids
-from jaxllm.inference.sampling import Sampling
 from jaxllm.machine.host_memory import require_host_memory
 from jaxllm.weights.folder import Folder
 from jaxllm.weights.load_model import KEY, Adapters, LoadedModel, config_of, open_model, paths_of

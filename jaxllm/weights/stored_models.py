@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint.checksums import changed
-from jaxllm.checkpoint.files import FILES, META, STATE, by_step, committed_steps, damage, differs
+from jaxllm.checkpoint.files import FILES, META, STATE, by_step, damage, differs
 from jaxllm.checkpoint.store import Store, unusable
 from jaxllm.checkpoint.stored_checkpoints import RUN
 from jaxllm.cluster import distributed
@@ -241,7 +241,7 @@ def _config_of_run(config: Config) -> Mapping[str, Any]:
         return {}
     store = Store(address)
     try:
-        for step in reversed(committed_steps(store.steps())):
+        for step in reversed(store.committed()):
             with suppress(FileNotFoundError, RefusedInput):
                 meta = parse_json(store.read(f"{step}/{META}/metadata", META_BYTES), META_BYTES, finite=False)
                 return checked(checked(meta, dict[str, Any]).get("config"), dict[str, Any])
