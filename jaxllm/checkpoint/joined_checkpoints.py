@@ -18,10 +18,10 @@ from typing import TypeVar
 
 import jax
 
-from jaxllm.checkpoint.checksums import changed
 from jaxllm.checkpoint.files import (
     FILES,
     FILES_BYTES,
+    changed,
     damage,
     listed_in,
     newest_whole,

@@ -27,14 +27,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked, silence_orphans
-from jaxllm.checkpoint.checksums import DamagedError, describe_files, describe_own_files, verified
 from jaxllm.checkpoint.files import (
     BACKSLASH,
     MANIFEST,
     META,
     STATE,
+    DamagedError,
     Meta,
     cannot_be_read,
+    describe_files,
+    describe_own_files,
     is_not_damage,
     newest_undamaged,
     newest_whole,
@@ -42,6 +44,7 @@ from jaxllm.checkpoint.files import (
     require_plain_path,
     saved_steps,
     set_aside,
+    verified,
     why,
 )
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints

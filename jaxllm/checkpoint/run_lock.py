@@ -34,7 +34,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,10 +79,7 @@ class Holder:
         """Content of the file now. Its length is constant: it overwrites the previous heartbeat, and a reader may come in
         between.
         """
-        return replace(self, time=utc()).to_json()
-
-    def to_json(self) -> bytes:
-        values = asdict(self)
+        values = asdict(self) | {"time": utc()}
         # The key in the file is older than the field's name: runs of both versions must understand each other's locks.
         values["born"] = values.pop("started_at")
         return json.dumps(values).encode() + b"\n"

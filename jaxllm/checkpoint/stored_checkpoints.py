@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from jaxllm.checkpoint.checksums import changed
 from jaxllm.checkpoint.files import (
     FILES,
     FILES_BYTES,
     META,
     Meta,
+    changed,
     committed_steps,
     damage,
     differs,

@@ -25,8 +25,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.checkpoint.checksums import changed
-from jaxllm.checkpoint.files import FILES, META, STATE, by_step, damage, differs
+from jaxllm.checkpoint.files import FILES, META, STATE, by_step, changed, damage, differs
 from jaxllm.checkpoint.store import Store, unusable
 from jaxllm.checkpoint.stored_checkpoints import RUN
 from jaxllm.cluster import distributed

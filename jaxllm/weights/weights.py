@@ -21,8 +21,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxllm.checkpoint.arrays import give_up, names_of, read_arrays, restacked
-from jaxllm.checkpoint.checksums import DamagedError, changed, verified
-from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path, why
+from jaxllm.checkpoint.files import (
+    BACKSLASH,
+    META,
+    STATE,
+    DamagedError,
+    changed,
+    damage,
+    newest_whole,
+    read_meta,
+    require_plain_path,
+    verified,
+    why,
+)
 from jaxllm.cluster import distributed
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, VARIANTS, read_object, stored_section

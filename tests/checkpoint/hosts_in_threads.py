@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint import host_shares, stored_checkpoints
-from jaxllm.checkpoint.checksums import describe_files
-from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.files import describe_files, describe_run
 from jaxllm.checkpoint.host_shares import DiskGroups
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import Store
