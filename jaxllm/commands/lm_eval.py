@@ -86,7 +86,7 @@ class JaxLLM(TemplateLM):
     ):
         super().__init__()
         overrides = overrides.split() if isinstance(overrides, str) else overrides
-        home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
+        home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline
         self._home, self._vocab_size = home, home.model["vocab_size"]
         self._reader = predict.tokenizer_of(home, tokenizer, say)
         self.max_length = max_length or predict.longest_of(home) or USUAL_LENGTH

@@ -69,7 +69,7 @@ def evaluate(
     Raises:
       ConfigError: a file is invalid, the text is too short, or the model does not fit the mesh.
     """
-    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
+    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline
     length = min(USUAL_LENGTH, longest_of(home) or USUAL_LENGTH) if sequence_length is None else sequence_length
     reader = tokenizer_of(home, tokenizer, say)
     ids, starts = tokenize(reader, read_text(text))
@@ -146,7 +146,7 @@ def generate(
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise ConfigError("No prompt is given: give one with --prompt.")
-    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
+    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline
     reader, vocab_size = tokenizer_of(home, tokenizer, say), home.model["vocab_size"]
     template = _template(home, reader, how.chat, how.system)
     if template is None:

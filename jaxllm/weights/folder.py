@@ -276,11 +276,6 @@ class JaxllmFolder(Folder):
         return self.tensors[entry.name].elements(layer * size, size)
 
 
-def is_model_folder(path: Path) -> bool:
-    """Whether the path looks like a model folder. `open_folder` checks whether it is complete."""
-    return (path / MODEL).is_file() or (path / CONFIG).is_file()
-
-
 def open_folder(key: str, text: str) -> Folder:
     """Opens the model in a folder and checks it: each parameter exists once, with the right shape and a supported dtype, in
     files of the stated length. It does not read values.

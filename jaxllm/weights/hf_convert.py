@@ -156,7 +156,7 @@ def to_hf(
             f"--max-position={max_position} is not valid: give the number of positions that the model was trained for."
         )
     found = find_weights("SRC", source, step, adapters)
-    if isinstance(found.opened, HuggingFaceFolder) and not adapters:
+    if isinstance(found.outline, HuggingFaceFolder) and not adapters:
         raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
     folder = found.as_folder()
     companion_files(folder.companions)
@@ -194,7 +194,7 @@ def adapter_to_peft(
     require_new(destination, force)
     from jaxllm.cluster import distributed
     from jaxllm.weights.adapters import write_adapter
-    from jaxllm.weights.weights import dtype_named, find_weights, initial_folder
+    from jaxllm.weights.weights import dtype_named, find_weights
 
     wanted = None if dtype is None else dtype_named(dtype)
     found = find_weights("SRC", source, step)
@@ -203,7 +203,7 @@ def adapter_to_peft(
     distributed.start_without_devices()
     folder = found.unmerged()
     with new_folder(destination, 0, force) as aside:
-        moves, nbytes = write_adapter(folder, aside, wanted, initial_folder(found))
+        moves, nbytes = write_adapter(folder, aside, wanted, found.began_from)
     names = tuple(sorted({move.dtype.name for move in moves}))
     return Conversion(found.description, destination, len(moves), nbytes, names, 1)
 

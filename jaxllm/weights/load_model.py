@@ -146,8 +146,8 @@ def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: 
     """Makes a config for using weights: the model of the weights, with the overrides applied. Uses no device."""
     # The matmul dtype is for training. FP8 would be refused on devices without FP8 that can run the model.
     model = {name: value for name, value in without_lora(source.model).items() if name not in ("name", "matmul_dtype")}
-    if source.opened is not None:
-        stored = "bfloat16" if source.opened.common_dtype == DTYPES["BF16"] else "float32"
+    if source.arrays is None:
+        stored = "bfloat16" if source.outline.common_dtype == DTYPES["BF16"] else "float32"
         model = {"compute_dtype": stored, **model}
     train = {"steps": 1, "sequence_length": sequence_length, "microbatch_sequences": 1}
     # This config reads no text: the caller supplies token ids, one document per sequence.
@@ -183,7 +183,7 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
     mesh = mesh_on_hosts(config.parallel, devices)
     with jax.set_mesh(mesh):
         functions = parallelize(config, mesh)
-    opened = source.merged() if source.merges else source.opened
+    opened = source.merged() if source.merges or source.arrays is None else None
 
     def described(parameter: Parameter, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return stored if opened is None else stored.update(dtype=opened.dtype(tuple(parameter.path.split("."))))
@@ -193,8 +193,8 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
         size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         require_host_memory(size_bytes * jax.local_device_count() // jax.device_count(), f"The weights of {source.description}")
     params = read_weights(source, like, functions.table)
-    companions = source.outline()
-    return LoadedModel(config, mesh, functions, params, companions.tokenizer, companions.generation, source.description)
+    outline = source.outline
+    return LoadedModel(config, mesh, functions, params, outline.tokenizer, outline.generation, outline.description)
 
 
 def _beside_data(config: Config) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.parallel.trained import chosen, with_part
 from jaxllm.weights.adapters import AdapterFolder, MergedFolder, open_adapter
-from jaxllm.weights.folder import Folder, Index, is_model_folder, open_folder
+from jaxllm.weights.folder import Folder, Index, open_folder
 from jaxllm.weights.read_weights import load_params
 from jaxllm.weights.safetensors import CODES, DTYPES
 from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
@@ -138,24 +138,26 @@ def in_one_sentence(arrays: Path) -> Iterator[None]:
 class WeightsSource:
     """Weights on disk."""
 
-    description: str
-    """Path for messages, with the step if it is a run."""
-    folder: Path
-    """The Orbax folder, or the folder of the safetensors files."""
-    model: dict[str, Any]
-    """The model section of the config they were trained with, with at least the keys of the shape."""
-    run_dir: Path | None
-    """The run directory of a checkpoint; None for a model folder."""
-    opened: Folder | None = None
-    """The opened model folder in safetensors; None otherwise."""
-    train: dict[str, Any] | None = None
-    """The train section of a checkpoint's config; None otherwise."""
-    trained_on_bytes: bool = False
-    """Whether the run's text was bytes."""
+    outline: Folder
+    """The opened model folder in safetensors; else the description only: reading values of a run would start JAX."""
+    arrays: Path | None = None
+    """The Orbax folder of a run or of format 1; None otherwise."""
+    checkpoint: Path | None = None
+    """The folder of a run's checkpoint; None otherwise."""
+    began_from: str | None = None
+    """The train.init_from of a run."""
     adapters: tuple[str, ...] = ()
     """Folders of adapters to merge, in PEFT's format."""
     version: str = ""
     """The same for the same objects of a store, on each host; "" for a local path."""
+
+    @property
+    def description(self) -> str:
+        return self.outline.description
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.outline.model
 
     @property
     def merges(self) -> bool:
@@ -165,17 +167,17 @@ class WeightsSource:
     def as_folder(self) -> Folder:
         """Returns a folder that reads one parameter at a time as NumPy arrays, with adapters merged. It needs no device: it
         starts JAX on the CPU."""
-        if self.opened is None:
+        if self.arrays is not None:
             distributed.start_without_devices()
         return self.merged()
 
     def unmerged(self) -> Folder:
         """The same with adapters apart. For a run, JAX must have started."""
-        if self.opened is not None:
-            return self.opened
-        if self.run_dir is not None and (reason := changed(self.folder.parent)):
-            raise DamagedError(self.folder.parent, reason)
-        return OrbaxFolder(**self._described(), arrays=self.folder.absolute())
+        if self.arrays is None:
+            return self.outline
+        if self.checkpoint is not None and (reason := changed(self.checkpoint)):
+            raise DamagedError(self.checkpoint, reason)
+        return OrbaxFolder(**about(self.outline), arrays=self.arrays)
 
     def merged(self) -> Folder:
         """A folder with adapters merged. For a run, JAX must have started."""
@@ -185,24 +187,12 @@ class WeightsSource:
         own = [(base, LoraConfig.model_validate(self.model["lora"]).scale)] if "lora" in self.model else []
         given = [open_adapter(ADAPTER, text, plain) for text in self.adapters]
         adapters = [*own, *((folder, folder.scale) for folder in given)]
-        kept = ("path", "description", "companions", "hugging_face", "sequence_length", "trained_on_bytes")
-        about = {name: getattr(base, name) for name in kept}
-        return MergedFolder(**about, model=plain, base=base, adapters=adapters)
+        return MergedFolder(**about(base) | {"model": plain}, base=base, adapters=adapters)
 
-    def outline(self) -> Folder:
-        """Returns a folder with the model's description only. Reading values of a run would start JAX."""
-        return self.opened or Folder(**self._described())
 
-    def _described(self) -> dict[str, Any]:
-        home = (self.run_dir or self.folder.parent) / TOKENIZER
-        return {
-            "path": self.folder,
-            "description": self.description,
-            "model": self.model,
-            "companions": home if home.is_dir() else None,
-            "sequence_length": (self.train or {}).get("sequence_length"),
-            "trained_on_bytes": self.trained_on_bytes,
-        }
+def about(folder: Folder) -> dict[str, Any]:
+    """What each kind of folder says of a model."""
+    return {field.name: getattr(folder, field.name) for field in fields(Folder)}
 
 
 def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,10 +225,8 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
         path, address = copied(key, text, step)
         found = _find_weights(key, str(path), None)
         # A run's says the step.
-        found = replace(found, description=address, version=path.relative_to(distributed.cache_folder()).as_posix())
-        if found.opened is not None:
-            found.opened.description = address
-        return found
+        found.outline.description = address
+        return replace(found, version=path.relative_to(distributed.cache_folder()).as_posix())
     path = folder_of(key, text, weights=True)
     if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
         raise ConfigError(
@@ -246,12 +234,12 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
         )
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
-    if (path / MODEL).is_file() and read_object(path / MODEL).get("format") == 1:
+    if (path / MODEL).is_file() and (content := read_object(path / MODEL)).get("format") == 1:
         require_plain_path(key, path, BACKSLASH)
-        return _read_format_1(key, path)
-    if is_model_folder(path):
-        opened = open_folder(key, str(path))
-        return WeightsSource(opened.description, path, opened.model, None, opened)
+        section = stored_section(content.get("model"), str(path / MODEL))
+        return WeightsSource(Folder(path / WEIGHTS, str(path), section, _tokenizer_in(path)), (path / WEIGHTS).absolute())
+    if (path / MODEL).is_file() or (path / CONFIG).is_file():
+        return WeightsSource(open_folder(key, str(path)))
     if (path / "checkpoints").is_dir():
         folder = path / "checkpoints"
         if step is None:
@@ -280,13 +268,14 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     # one.
     kept, named = (run_dir / TOKENIZER / "tokenizer.json").is_file(), data.get("tokenizer")
     on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", GIVEN, None})
-    about = {"train": config.get("train"), "trained_on_bytes": on_bytes}
-    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, section, run_dir, **about)
+    where, train = f"{run_dir} at step {meta['step']}", config["train"]
+    more = {"sequence_length": train["sequence_length"], "trained_on_bytes": on_bytes}
+    outline = Folder(path / STATE, where, section, _tokenizer_in(run_dir), **more)
+    return WeightsSource(outline, (path / STATE).absolute(), path, train.get("init_from"))
 
 
-def _read_format_1(key: str, path: Path) -> WeightsSource:
-    section = stored_section(read_object(path / MODEL).get("model"), str(path / MODEL))
-    return WeightsSource(str(path), path / WEIGHTS, section, None)
+def _tokenizer_in(home: Path) -> Path | None:
+    return home / TOKENIZER if (home / TOKENIZER).is_dir() else None
 
 
 def initial_weights(config: Config) -> WeightsSource | None:
@@ -298,7 +287,7 @@ def initial_weights(config: Config) -> WeightsSource | None:
     if config.train.init_from is None:
         return None
     source = find_weights("train.init_from", config.train.init_from)
-    companion_files(source.outline().companions)
+    companion_files(source.outline.companions)
     for key in MUST_AGREE:
         theirs, ours = source.model.get(key, VARIANTS.get(key)), getattr(config.model, key)
         if theirs != ours:
@@ -316,11 +305,6 @@ def initial_weights(config: Config) -> WeightsSource | None:
                 "The weights of train.init_from come from a model with model.%s=%s; this run sets %s.", key, theirs, ours
             )
     return source
-
-
-def initial_folder(source: WeightsSource) -> str | None:
-    """The folder from which a run began, if its config names one."""
-    return (source.train or {}).get("init_from")
 
 
 def initial_adapter(config: Config) -> AdapterFolder | None:
@@ -368,14 +352,14 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     Raises:
       ConfigError: the files are damaged, or hold values that are not finite.
     """
-    if source.opened is not None or source.merges:
+    if source.arrays is None or source.merges:
         params = load_params(source.merged(), like, table)
     else:
         with ExitStack() as stack:
-            stack.enter_context(in_one_sentence(source.folder))
-            if source.run_dir is not None:
-                stack.enter_context(verified(source.folder.parent))
-            read = read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
+            stack.enter_context(in_one_sentence(source.outline.path))
+            if source.checkpoint is not None:
+                stack.enter_context(verified(source.checkpoint))
+            read = read_arrays(source.arrays, {"params": like}, {"params": table})["params"]
         params = restacked(read, like)
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         if not _all_finite(array):

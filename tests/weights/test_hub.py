@@ -62,7 +62,7 @@ def text_file(tmp_path):
 
 
 def embedding(config):
-    return np.asarray(initial_weights(config).outline().read(("embedding",)))
+    return np.asarray(initial_weights(config).outline.read(("embedding",)))
 
 
 def test_the_shape_needs_no_weights_and_a_run_keeps_its_commit(hub, versions, tmp_path, text_file, caplog):
