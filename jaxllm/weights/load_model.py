@@ -30,14 +30,9 @@ from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
 from jaxllm.parallel.types import Parallelized
 from jaxllm.weights.safetensors import DTYPES
-from jaxllm.weights.weights import WeightsSource, find_weights, read_weights, without_lora
+from jaxllm.weights.weights import Adapters, WeightsSource, find_weights, read_weights, without_lora
 
 KEY = "--model"
-Adapters = str | Path | Sequence[str | Path]
-
-
-def paths_of(adapters: Adapters) -> list[str]:
-    return [str(path) for path in ([adapters] if isinstance(adapters, str | Path) else adapters)]
 
 
 @dataclass(frozen=True)
@@ -91,19 +86,21 @@ def open_model(
     Raises:
       ConfigError: there is no model, or it does not fit the mesh of the overrides.
     """
-    source = find_weights(KEY, str(path), step, paths_of(adapter))
+    source = find_weights(KEY, path, step, adapter)
     config = config_of(source, overrides, sequence_length)
     distributed.start(config.run)
     if is_address(str(path)):
         # Each host has listed the store for itself.
         distributed.require_same(source.description, f"found different checkpoints in {path}: give the address of one.")
     devices = jax.devices()
-    if not any(override.strip().startswith("parallel.") for override in overrides):
+    if not _sets(overrides, "parallel."):
         config, devices = _shared_out(config, devices)
     elif jax.process_count() == 1:
-        # The mesh may have fewer devices than exist. Training refuses that as waste; here it is harmless.
-        devices = devices[: config.devices if config.parallel.data != AUTO else _most(config, len(devices))]
-    return _load(source, config, devices, follows=_says_no_batch(overrides))
+        # The mesh may have fewer devices than exist. Training refuses that as waste; here it is harmless. Too few for one data
+        # rank are all kept, which resolving the config reports.
+        others = _beside_data(config)
+        devices = devices[: config.devices if config.parallel.data != AUTO else len(devices) // others * others or None]
+    return _load(source, config, devices, follows=not _sets(overrides, "train.global_batch_sequences"))
 
 
 def load_model(
@@ -126,7 +123,7 @@ def load_model(
     Raises:
       ConfigError: there is no model, or it does not fit the mesh.
     """
-    source = find_weights("load_model", str(path), step, paths_of(adapter))
+    source = find_weights("load_model", path, step, adapter)
     sizes = {"data": 1, **(parallel or {})}
     overrides = [f"parallel.{key}={value}" for key, value in sizes.items()]
     if compute_dtype is not None:
@@ -203,12 +200,6 @@ def _beside_data(config: Config) -> int:
     return p.pipe * p.context * p.tensor * p.replica
 
 
-def _most(config: Config, available: int) -> int:
-    """Devices that complete data ranks use. All, if there are too few for one rank, which resolving the config reports."""
-    others = _beside_data(config)
-    return available // others * others or available
-
-
 def _shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list[jax.Device]]:
     """Config of a mesh along `data` only, with ZeRO 3 weights, over as many devices as divide them: a network without padding
     keeps its shards. Devices of other processes cannot be left out.
@@ -225,5 +216,5 @@ def _shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list
     return config.model_copy(update={"parallel": parallel}), devices
 
 
-def _says_no_batch(overrides: Sequence[str]) -> bool:
-    return not any(override.strip().startswith("train.global_batch_sequences") for override in overrides)
+def _sets(overrides: Sequence[str], key: str) -> bool:
+    return any(override.strip().startswith(key) for override in overrides)

@@ -57,6 +57,7 @@ MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
 """Model keys that may differ from the initial weights, for example to extend the context. A warning names them."""
 MUST_AGREE = tuple(key for key in SHAPE_KEYS if key not in MAY_DIFFER)
 
+Adapters = str | Path | Sequence[str | Path]
 log = logging.getLogger(__name__)
 
 
@@ -200,22 +201,23 @@ def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if name != "lora"}
 
 
-def find_weights(key: str, text: str, step: int | None = None, adapters: Sequence[str] = ()) -> WeightsSource:
+def find_weights(key: str, text: str | Path, step: int | None = None, adapters: Adapters = ()) -> WeightsSource:
     """Finds the weights at a path: a run directory (its newest complete checkpoint, or that of `step`), one of its checkpoints,
     or a model folder, Hugging Face's or jaxllm's own; or at an address of one of them in a store, or of a run's
     checkpoint.store, which is copied into the cache. Uses no device.
 
     Args:
       key: the option or key that the user set to `text`, for error messages.
-      adapters: folders in PEFT's format, to be merged one after the other.
+      adapters: a folder in PEFT's format, or several, to be merged one after the other.
 
     Raises:
       ConfigError: the path has no weights, or there is no adapter for them.
     """
-    found = _find_weights(key, text, step)
-    for adapter in adapters:
+    found = _find_weights(key, str(text), step)
+    named = tuple(map(str, [adapters] if isinstance(adapters, str | Path) else adapters))
+    for adapter in named:
         open_adapter(ADAPTER, adapter, without_lora(found.model))
-    return replace(found, adapters=tuple(adapters))
+    return replace(found, adapters=named)
 
 
 def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
@@ -401,10 +403,15 @@ def export(
     source = find_weights("SRC", text, step, adapters)
     folder = source.as_folder()
     companion_files(folder.companions)
-    tensors = {entry.name: (numpy_dtype, entry.shape) for entry in folder.entries.values()}
+    moves, tensors = [], {}
+    for entry in folder.entries.values():
+        tensors[entry.name] = (numpy_dtype, entry.shape)
+        for layer in range(entry.layers or 1):
+            elements = folder.slab(entry, layer)
+            moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, layer * elements.size))
     layout = in_files(tensors, WEIGHTS, LARGEST_FILE, {})
     with new_folder(destination, layout.total_bytes, force) as aside:
-        stream(own_moves(folder, numpy_dtype), layout, aside)
+        stream(moves, layout, aside)
         more = {"sequence_length": folder.sequence_length, "trained_on_bytes": folder.trained_on_bytes}
         (aside / MODEL).write_text(describe_model(folder.model, source.description, numpy_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
@@ -417,13 +424,3 @@ def dtype_named(name: str) -> np.dtype:
     if name not in found:
         raise ConfigError(f"--dtype={name} is not one of the choices: use {', '.join(found)}.")
     return found[name]
-
-
-def own_moves(folder: Folder, dtype: np.dtype) -> list[Move]:
-    """Copies each parameter of a folder, layer by layer, under the same name."""
-    moves = []
-    for entry in folder.entries.values():
-        for layer in range(entry.layers or 1):
-            elements = folder.slab(entry, layer)
-            moves.append(Move(entry.name, elements, None, dtype, entry.name, layer * elements.size))
-    return moves
