@@ -109,7 +109,6 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._errors: list[Exception] = []
         self._saving: int | None = None
-        self._newest_saved: int | None = None
         self.on_saved: Callable[[int], None] = lambda step: None
         self.is_awaited: Callable[[int], bool] = lambda step: False
         self._refused: dict[int, str] = {}
@@ -161,7 +160,12 @@ class Checkpoints:
                 self._stored.refuse(self.latest, reason)
             del state
             self._choose()
-        self._set_damaged_aside()
+        if self._refused and distributed.is_main_process():
+            # Training will save their steps again.
+            self._require()
+            for step in self._refused:
+                if (self.folder / str(step)).exists():
+                    set_aside(self.folder / str(step))
         # This is a collective, so it runs only after all processes have agreed that they could read.
         return as_state(restacked(state, as_dict(wanted)), wanted)
 
@@ -170,14 +174,6 @@ class Checkpoints:
         """The newest step that is there, damaged or not."""
         found = {*self._refused, *(() if self._joined is None else self._joined.damaged)}
         return max(found if self.latest is None else {*found, self.latest}, default=None)
-
-    def _set_damaged_aside(self) -> None:
-        """Moves damaged checkpoints away, because training will save their steps again."""
-        if self._refused and distributed.is_main_process():
-            self._require()
-            for step in self._refused:
-                if (self.folder / str(step)).exists():
-                    set_aside(self.folder / str(step))
 
     def offer_saved(self) -> None:
         """Offers to the store what the folder has. After `restore`, which may find damage: in the store, a damaged checkpoint
@@ -199,8 +195,7 @@ class Checkpoints:
         require_plain_path("run.dir", self.folder.parent)
         try:
             self._require()
-            if self._manager is not None:
-                self._settle()
+            self._settle()
             self._saving = step
             self._manager = self._manager or self._open()
             if step in self._manager.all_steps():
@@ -237,8 +232,7 @@ class Checkpoints:
           SaveError: a save failed.
         """
         try:
-            if self._manager is not None:
-                self._settle()
+            self._settle()
         except Exception as error:
             raise self._failure(error) from error
         if self._config.store is not None:
@@ -263,7 +257,8 @@ class Checkpoints:
             self._manager = None
 
     def _settle(self) -> None:
-        assert self._manager is not None, "open it first"
+        if self._manager is None:
+            return
         self._manager.wait_until_finished()
         if self._saving is not None:
             self._newest_saved, self._saving = self._saving, None

@@ -56,10 +56,6 @@ class AdapterFolder(HuggingFaceFolder):
         super().__post_init__()
         self.entries = {path: entry for path, entry in self.entries.items() if entry.is_lora}
 
-    @property
-    def scale(self) -> float:
-        return self.model["lora"]["alpha"] / self.model["lora"]["rank"]
-
 
 def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder:
     """Opens an adapter in PEFT's format and checks it. It does not read values.

@@ -269,8 +269,8 @@ def to_gguf(
         describe_tokenizer(writer, aside / "beside", model.vocab_size, found.description)
         with progress(moves, "to GGUF") as advance:
             stream(moves, layout, aside, advance, lambda path, tensors, metadata: new_gguf(writer, path, tensors))
-    names = tuple(sorted({dtype.name for dtype, _ in tensors.values()}))
-    return Conversion(found.description, destination, len(moves), layout.total_bytes, names, 1)
+    dtypes = {dtype.name for dtype, _ in tensors.values()}
+    return Conversion(found.description, destination, len(moves), layout.total_bytes, dtypes, 1)
 
 
 def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Described]:

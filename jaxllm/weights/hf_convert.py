@@ -25,7 +25,7 @@ from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_confi
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
 from jaxllm.stderr import bytes_bar
-from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Entry, Folder, HuggingFaceFolder, open_folder
+from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFolder, open_folder
 from jaxllm.weights.safetensors import DTYPES, Described
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream
@@ -43,7 +43,7 @@ class Conversion:
     """Number of Hugging Face's tensors. Each was read once and compared once."""
     nbytes: int
     """Bytes of weights written."""
-    dtypes: tuple[str, ...]
+    dtypes: set[str]
     files: int
     dropped: tuple[str, ...] = ()
     agreement: Agreement | None = None
@@ -53,7 +53,7 @@ class Conversion:
         files = f"{self.files} files" if self.files > 1 else "1 file"
         lines = [
             f"converted {self.source} to {self.destination}: {self.tensors:,} tensors, {self.nbytes:,} bytes of "
-            f"{' and '.join(self.dtypes)} in {files}",
+            f"{' and '.join(sorted(self.dtypes))} in {files}",
             "every tensor was read back, and its checksum is the source's",
         ]
         if self.dropped:
@@ -97,7 +97,11 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     folder = _opened(source)
     if not isinstance(folder, HuggingFaceFolder):
         raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
-    require_ours(folder)
+    try:
+        # The config may refuse the shape, for example because heads do not divide.
+        ModelConfig.model_validate(folder.model)
+    except ValidationError as error:
+        raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
     companion_files(folder.companions)
     tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
     layout = in_files(tensors, "weights", LARGEST_FILE, {})
@@ -109,10 +113,9 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
         (aside / MODEL).write_text(describe_model(folder.model, folder.description, folder.common_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
         agreement = require_agreement(folder.path, aside) if verify else None
-    names = tuple(sorted({move.dtype.name for move in moves}))
     # If a tied matrix was stored under both names, both count.
-    count, files = len(folder.tensors), len(layout.files)
-    return Conversion(source, destination, count, layout.total_bytes, names, files, folder.dropped, agreement)
+    count, files, dtypes = len(folder.tensors), len(layout.files), {move.dtype.name for move in moves}
+    return Conversion(source, destination, count, layout.total_bytes, dtypes, files, folder.dropped, agreement)
 
 
 def to_hf(
@@ -167,7 +170,8 @@ def to_hf(
         with progress(moves, "to Hugging Face") as advance:
             stream(moves, layout, aside, advance)
         if len(layout.files) > 1:
-            index = {"metadata": {"total_size": layout.total_bytes}, "weight_map": layout.home}
+            homes = {tensor: file for file, inside in layout.files.items() for tensor in inside}
+            index = {"metadata": {"total_size": layout.total_bytes}, "weight_map": homes}
             (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         write_companions(folder, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -175,9 +179,8 @@ def to_hf(
         agreement = None
         if verify:
             agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, source, step, adapters)
-    names = tuple(sorted({move.dtype.name for move in moves}))
-    described = found.description
-    return Conversion(described, destination, len(moves), layout.total_bytes, names, len(layout.files), (), agreement)
+    dtypes, files = {move.dtype.name for move in moves}, len(layout.files)
+    return Conversion(found.description, destination, len(moves), layout.total_bytes, dtypes, files, (), agreement)
 
 
 def adapter_to_peft(
@@ -204,8 +207,7 @@ def adapter_to_peft(
     folder = found.unmerged()
     with new_folder(destination, 0, force) as aside:
         moves, nbytes = write_adapter(folder, aside, wanted, found.began_from)
-    names = tuple(sorted({move.dtype.name for move in moves}))
-    return Conversion(found.description, destination, len(moves), nbytes, names, 1)
+    return Conversion(found.description, destination, len(moves), nbytes, {move.dtype.name for move in moves}, 1)
 
 
 def parse_size(text: str) -> int:
@@ -218,14 +220,6 @@ def parse_size(text: str) -> int:
     if found is None or found[2].upper() not in UNITS or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
         raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
     return size
-
-
-def require_ours(folder: Folder) -> None:
-    """Raises ConfigError if the config would refuse the shape, for example because heads do not divide."""
-    try:
-        ModelConfig.model_validate(folder.model)
-    except ValidationError as error:
-        raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
 
 
 def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:
@@ -270,19 +264,16 @@ def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Des
     differ = folder.hugging_face.get("dtypes") or {}
     moves, tensors = [], {}
     for entry in folder.entries.values():
-        for layer, names in enumerate(_their_names(folder, entry)):
+        stored = [(name,) for name in entry.tensors]
+        if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
+            # It may have both names, or only the head's.
+            stored = [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
+        for layer, names in enumerate(stored):
             for name in names:
                 dtype = wanted or (DTYPES[differ[name]] if name in differ else folder.dtype(entry.path))
                 moves.append(Move(name, folder.slab(entry, layer), entry.matrix if entry.columns else None, dtype, name))
                 tensors[name] = (dtype, entry.their_shape)
     return moves, tensors
-
-
-def _their_names(folder: Folder, entry: Entry) -> list[tuple[str, ...]]:
-    """Names under which each layer is stored. A tied embedding may have both names, or only the head's."""
-    if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
-        return [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
-    return [(name,) for name in entry.tensors]
 
 
 def _in_their_order(folder: Folder, tensors: Described) -> Described:

@@ -195,20 +195,17 @@ def with_commits(config: Config) -> Config:
       ConfigError: on all processes, if the Hub or the store has no such name or does not give it.
     """
     if not jax.distributed.is_initialized():
-        return _with(config, _pins(config))
-    found, refusal = {}, None
-    if distributed.is_main_process():
-        try:
-            found = _pins(config)
-        except ConfigError as error:
-            refusal = error
-    raise_together(refusal)
-    return _with(config, parse_json(distributed.broadcast(json.dumps(found))))
-
-
-def _with(config: Config, pins: Mapping[str, Mapping[str, str]]) -> Config:
-    sections = {section: getattr(config, section).model_copy(update=dict(values)) for section, values in pins.items()}
-    return config.model_copy(update=sections)
+        found = _pins(config)
+    else:
+        found, refusal = {}, None
+        if distributed.is_main_process():
+            try:
+                found = _pins(config)
+            except ConfigError as error:
+                refusal = error
+        raise_together(refusal)
+        found = parse_json(distributed.broadcast(json.dumps(found)))
+    return config.model_copy(update={key: getattr(config, key).model_copy(update=pins) for key, pins in found.items()})
 
 
 def _pins(config: Config) -> dict[str, dict[str, str]]:

@@ -59,11 +59,6 @@ class Layout:
     metadata: Mapping[str, str]
 
     @property
-    def home(self) -> dict[str, str]:
-        """Name of the file of each tensor."""
-        return {tensor: file for file, tensors in self.files.items() for tensor in tensors}
-
-    @property
     def total_bytes(self) -> int:
         return sum(nbytes(*tensor) for tensors in self.files.values() for tensor in tensors.values())
 

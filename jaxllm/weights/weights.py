@@ -185,9 +185,9 @@ class WeightsSource:
         base, plain = self.unmerged(), without_lora(self.model)
         if not self.merges:
             return base
-        own = [(base, LoraConfig.model_validate(self.model["lora"]).scale)] if "lora" in self.model else []
+        own = [base] if "lora" in self.model else []
         given = [open_adapter(ADAPTER, text, plain) for text in self.adapters]
-        adapters = [*own, *((folder, folder.scale) for folder in given)]
+        adapters = [(folder, LoraConfig.model_validate(folder.model["lora"]).scale) for folder in (*own, *given)]
         return MergedFolder(**about(base) | {"model": plain}, base=base, adapters=adapters)
 
 

@@ -128,7 +128,7 @@ def test_a_process_reads_the_bytes_of_its_devices_alone(kind, folders, monkeypat
         }
         read.clear()
         for box in boxes:
-            read_weights._PaddedParameter(folder, names, whole.shape, 0).read(box)
+            read_weights._read_padded(folder, names, whole.shape, 0, box)
         # Half of the elements, of two bytes each.
         assert sum(read) == int(np.prod(folder.entries[names].shape))
 
