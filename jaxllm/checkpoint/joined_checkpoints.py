@@ -212,7 +212,6 @@ class JoinedCheckpoints(StoredCheckpoints):
         if self._is_in_store(step) and not (damage(folder) or changed(folder)):
             # This host has it from an earlier start.
             self._take_run_files(step, self._folder / f"{step}.from-store", there)
-            self._remove_unfinished()
             return None
         return super()._fetch(step, there)
 

@@ -108,7 +108,6 @@ class StoredCheckpoints:
                         self.require()
                         with suppress(FileNotFoundError):
                             self._fetch_meta(step, there[step])
-                        self._remove_unfinished()
                     break
                 if step in self._fetched or step in self.damaged:
                     continue
@@ -121,17 +120,15 @@ class StoredCheckpoints:
                     self._fetched.add(step)
                     said.append(f"took checkpoint {step} from {self._store.address}")
                     return step, said
-                self._remove_unfinished()
                 said.append(self._pass_over(step, reason))
-        except (ConfigError, OSError) as error:
-            self._remove_unfinished()
-            if isinstance(error, ConfigError):
-                raise
-            if isinstance(error, StoreError):
-                raise unusable(self._store.address, error) from None
+        except StoreError as error:
+            raise unusable(self._store.address, error) from None
+        except OSError as error:
             raise ConfigError(
                 f"{self._folder} does not take the checkpoint of {self._store.address} ({why(error)}): remove the cause."
             ) from None
+        finally:
+            self._remove_unfinished()
         if newer_than < 0:
             self._require_no_damaged()
         return None, said

@@ -221,10 +221,7 @@ def evaluate(
     firsts = 2 ** np.arange((windows.length - 1).bit_length()) if by_position else np.array([1])
     program = partial(_sums_by_position, functions, firsts) if by_position else functions.loss_sum
     loss_sum = jax.jit(program, out_shardings=replicated(mesh))
-
-    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        return windows.rows(numbers, width)
-
+    read = partial(windows.rows, width=width)
     # Float64, because a float32 sum over a large text would lose its last digits.
     nats, tokens = np.zeros(len(firsts)), np.zeros(len(firsts), np.int64)
     progress("windows", 0, windows.count)

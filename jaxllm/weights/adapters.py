@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +24,10 @@ from jaxllm.config.model_spec import LORA_A, LORA_B, LORA_TARGETS
 from jaxllm.config.types import PositiveFloat, PositiveInt
 from jaxllm.untrusted import RefusedInput, checked, shown
 from jaxllm.weights.folder import Entry, Folder, HuggingFaceFolder, Index, require_shape, tensors_in
-from jaxllm.weights.safetensors import Elements
-from jaxllm.weights.streaming import Move, in_files, stream
+from jaxllm.weights.safetensors import FOR_TORCH, Elements, new_file
+from jaxllm.weights.streaming import Move, stream, total_bytes
 
-ADAPTER_CONFIG, STEM = "adapter_config.json", "adapter_model"
-WEIGHTS = f"{STEM}.safetensors"
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNUSED: dict[str, Sequence[Any]] = {
     **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out"), (False, None)),
     **{key: ({}, None) for key in ("rank_pattern", "alpha_pattern")},
@@ -78,7 +78,7 @@ def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder
         said = checked({name: content[name] for name in AdapterFile.__dataclass_fields__ if name in content}, AdapterFile)
     except RefusedInput as error:
         raise ConfigError(f"{where} is not the config of a LoRA adapter ({error}): use another adapter.") from None
-    tensors = tensors_in(path, [WEIGHTS], "get the file again", {})
+    tensors = tensors_in(path, [WEIGHTS], "get the file again")
     # The names of the tensors, because target_modules may be a pattern.
     targets = [target for target in LORA_TARGETS if any(f".{target}.lora_A." in name for name in tensors)]
     if not targets:
@@ -110,8 +110,8 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
             for layer, name in enumerate(entry.tensors):
                 moves.append(Move(name, folder.layer(entry, layer), entry.matrix, stored, name))
                 tensors[name] = (stored, entry.their_shape)
-    layout = in_files(tensors, STEM, 2**63, {"format": "pt"})
-    stream(moves, layout, aside)
+    layout = {WEIGHTS: tensors}
+    stream(moves, layout, aside, create=partial(new_file, metadata=FOR_TORCH))
     lora = folder.model["lora"]
     # PEFT has the commit in a key of its own: huggingface.co/docs/peft/package_reference/config.
     name, _, revision = base.partition("@") if base and is_hub_name(base) and not Path(base).exists() else (base, "", "")
@@ -128,7 +128,7 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
         "inference_mode": True,
     }
     (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    return moves, layout.total_bytes
+    return moves, total_bytes(layout)
 
 
 @dataclass

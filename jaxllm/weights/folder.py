@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, VARIANTS, model_section, read_object, stored_section
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, model_section, read_object, stored_section
 from jaxllm.config.hub import folder_of
 from jaxllm.config.model_config import LoraConfig, ModelConfig
 from jaxllm.config.model_spec import LORA_A, LORA_B, parameters
@@ -50,16 +50,6 @@ Index = Sequence[slice]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BUFFERS = (".rotary_emb.inv_freq",)
 """Name suffixes of tensors that are not weights: old folders store the rotary frequencies, which follow from the config."""
-REQUIRED = (
-    "num_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_embeddings",
-)
 
 
 @dataclass(frozen=True)
@@ -113,25 +103,21 @@ class Entry:
 
 
 def entries(model: Mapping[str, Any]) -> list[Entry]:
-    """All parameters of the network that a `model` section describes.
-
-    Raises:
-      KeyError: the section lacks a size.
-    """
+    """All parameters of the network that a `model` section describes."""
     # Not validated: the file may be damaged, and its reader says so.
-    more = {key: model[key] for key in VARIANTS if key in model}
+    shape = {key: model[key] for key in SHAPE_KEYS if key in model}
     if model.get("lora") is not None:
-        more["lora"] = LoraConfig.model_validate(model["lora"])
-    shape = ModelConfig.model_construct(**{key: model[key] for key in REQUIRED}, **more)
+        shape["lora"] = LoraConfig.model_validate(model["lora"])
+    network = ModelConfig.model_construct(**shape)
     return [
         Entry(
             path=tuple(spec.path.split(".")),
             template=spec.hugging_face,
-            layers=shape.num_layers if spec.in_layer else None,
+            layers=network.num_layers if spec.in_layer else None,
             dims=spec.shape,
             columns=spec.inputs,
         )
-        for spec in parameters(shape)
+        for spec in parameters(network)
     ]
 
 
@@ -330,7 +316,7 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         raise ConfigError(f"{key}={path} has format {said.format}, whose weights are Orbax's: export it again.")
     section = stored_section(said.model, str(path / MODEL))
     expected = {entry.name: entry for entry in entries(section)}
-    tensors = tensors_in(path, said.files, "convert or export it again", {})
+    tensors = tensors_in(path, said.files, "convert or export it again")
     for name, entry in expected.items():
         if name not in tensors:
             raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
@@ -348,7 +334,10 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
 def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     section = model_section(read_object(path / CONFIG), str(path / CONFIG))
     files, promises = _files_and_promises(key, path)
-    tensors = tensors_in(path, files, "get the file again", promises)
+    tensors = tensors_in(path, files, "get the file again")
+    for tensor, name in promises.items():
+        if tensor not in tensors or tensors[tensor].file.path.name != name:
+            raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
     dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
     for name in dropped:
         del tensors[name]
@@ -419,12 +408,11 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], dict[str, str]
     raise ConfigError(f"{key}={path} has a {CONFIG} but no *.safetensors: get the weights too.")
 
 
-def tensors_in(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str]) -> dict[str, Tensor]:
+def tensors_in(path: Path, files: Sequence[str], again: str) -> dict[str, Tensor]:
     """Lists all tensors of the files in a folder. Each name must be unique.
 
     Args:
       again: what to do about a damaged file, for error messages.
-      promises: the file of each tensor as the index says, if there is one.
     """
     found: dict[str, Tensor] = {}
     for name in files:
@@ -437,7 +425,4 @@ def tensors_in(path: Path, files: Sequence[str], again: str, promises: Mapping[s
                 where = found[tensor.name].file.path.name
                 raise ConfigError(f"{path} holds {tensor.name} twice, in {where} and {name}: remove one.")
             found[tensor.name] = tensor
-    for tensor, name in promises.items():
-        if tensor not in found or found[tensor].file.path.name != name:
-            raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
     return found

@@ -7,6 +7,7 @@ gets its name last. It is not quantised: llama.cpp's `llama-quantize` does that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from jaxllm.weights.gguf_network import ROPE_FREQS, architecture, describe_netwo
 from jaxllm.weights.hf_convert import Conversion, config_json, progress, reads_bytes, write_companions
 from jaxllm.weights.safetensors import DTYPES, Described, Elements
 from jaxllm.weights.staging import companion_files, new_folder, require_new
-from jaxllm.weights.streaming import Layout, Move, stream
+from jaxllm.weights.streaming import Move, stream, total_bytes
 from jaxllm.weights.weights import dtype_named, find_weights
 
 # -------------------------------------------------------------------------------------------------------------- tokenizer
@@ -259,18 +260,18 @@ def to_gguf(
     config, model = config_json(folder, wanted, max_position), ModelConfig.model_validate(folder.model)
     arch = architecture(config["model_type"], model)
     moves, tensors = _moves(folder, arch, model, wanted)
-    layout = Layout({Path(destination).name: tensors}, {})
+    layout = {Path(destination).name: tensors}
     writer = GGUFWriter(None, MODEL_ARCH_NAMES[arch])
     writer.add_name(Path(destination).stem)
     positions = config.get("max_position_embeddings") or KINDS[config["model_type"]].defaults["max_position_embeddings"]
     describe_network(writer, model, positions, wanted or folder.common_dtype)
-    with new_folder(destination, layout.total_bytes, force, only=Path(destination).name) as aside:
+    with new_folder(destination, total_bytes(layout), force, only=Path(destination).name) as aside:
         write_companions(folder, aside / "beside")
         describe_tokenizer(writer, aside / "beside", model.vocab_size, found.description)
         with progress(moves, "to GGUF") as advance:
-            stream(moves, layout, aside, advance, lambda path, tensors, metadata: new_gguf(writer, path, tensors))
+            stream(moves, layout, aside, advance, partial(new_gguf, writer))
     dtypes = {dtype.name for dtype, _ in tensors.values()}
-    return Conversion(found.description, destination, len(moves), layout.total_bytes, dtypes, 1)
+    return Conversion(found.description, destination, len(moves), total_bytes(layout), dtypes, 1)
 
 
 def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Described]:

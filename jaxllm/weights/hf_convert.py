@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
 from jaxllm.stderr import bytes_bar
 from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFolder, open_folder
-from jaxllm.weights.safetensors import DTYPES, Described
+from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
-from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream
+from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream, total_bytes
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -104,9 +105,9 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
         raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
     companion_files(folder.companions)
     tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
-    layout = in_files(tensors, "weights", LARGEST_FILE, {})
+    layout = in_files(tensors, "weights")
     moves = _moves_in(folder)
-    with new_folder(destination, layout.total_bytes, force) as aside:
+    with new_folder(destination, total_bytes(layout), force) as aside:
         with progress(moves, "from Hugging Face") as advance:
             stream(moves, layout, aside, advance)
         more = {"hugging_face": _remembered(folder)}
@@ -114,8 +115,8 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
         copy_companions(folder.companions, aside / TOKENIZER)
         agreement = require_agreement(folder.path, aside) if verify else None
     # If a tied matrix was stored under both names, both count.
-    count, files, dtypes = len(folder.tensors), len(layout.files), {move.dtype.name for move in moves}
-    return Conversion(source, destination, count, layout.total_bytes, dtypes, files, folder.dropped, agreement)
+    count, files, dtypes = len(folder.tensors), len(layout), {move.dtype.name for move in moves}
+    return Conversion(source, destination, count, total_bytes(layout), dtypes, files, folder.dropped, agreement)
 
 
 def to_hf(
@@ -165,13 +166,13 @@ def to_hf(
     companion_files(folder.companions)
     config = config_json(folder, wanted, max_position)
     moves, tensors = _moves_out(folder, wanted)
-    layout = in_files(_in_their_order(folder, tensors), "model", largest_file, {"format": "pt"})
-    with new_folder(destination, layout.total_bytes, force) as aside:
+    layout = in_files(_in_their_order(folder, tensors), "model", largest_file)
+    with new_folder(destination, total_bytes(layout), force) as aside:
         with progress(moves, "to Hugging Face") as advance:
-            stream(moves, layout, aside, advance)
-        if len(layout.files) > 1:
-            homes = {tensor: file for file, inside in layout.files.items() for tensor in inside}
-            index = {"metadata": {"total_size": layout.total_bytes}, "weight_map": homes}
+            stream(moves, layout, aside, advance, partial(new_file, metadata=FOR_TORCH))
+        if len(layout) > 1:
+            homes = {tensor: file for file, inside in layout.items() for tensor in inside}
+            index = {"metadata": {"total_size": total_bytes(layout)}, "weight_map": homes}
             (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         write_companions(folder, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -179,8 +180,8 @@ def to_hf(
         agreement = None
         if verify:
             agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, source, step, adapters)
-    dtypes, files = {move.dtype.name for move in moves}, len(layout.files)
-    return Conversion(found.description, destination, len(moves), layout.total_bytes, dtypes, files, (), agreement)
+    dtypes, files = {move.dtype.name for move in moves}, len(layout)
+    return Conversion(found.description, destination, len(moves), total_bytes(layout), dtypes, files, (), agreement)
 
 
 def adapter_to_peft(

@@ -28,6 +28,8 @@ from jaxllm.untrusted import RefusedInput, Text, Whole, checked, checked_map, pa
 DTYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
 """Supported dtypes of weights, by their names in a header."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+FOR_TORCH = {"format": "pt"}
+"""What transformers requires in a header."""
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the library's reader."""
 
@@ -203,17 +205,17 @@ class TensorFile(ValuesFile):
             raise self._damaged(f"it has {self.size:,} bytes, and its tensors end at {reached:,}")
 
 
-def new_file(path: Path, tensors: Described, metadata: Mapping[str, str]) -> dict[str, Tensor]:
+def new_file(path: Path, tensors: Described, metadata: Mapping[str, str] | None = None) -> dict[str, Tensor]:
     """Creates a file of full length for these tensors, whose values are still to be written. Larger dtypes come first, so each
     tensor is aligned to its item size.
 
     Args:
-      metadata: strings for the header. transformers requires {"format": "pt"}.
+      metadata: strings for the header, such as FOR_TORCH.
 
     Raises:
       OSError: the file exists or cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
         begin, end = end, end + math.prod(shape) * dtype.itemsize

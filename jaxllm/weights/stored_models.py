@@ -131,7 +131,11 @@ def _kept(key: str, address: str, name: str, wanted: Files, damaged: Callable[[P
         if not set(PurePosixPath(one).parts).isdisjoint(("..", "/")) or "\\" in one or "\0" in one:
             raise ConfigError(f"{key}={address} holds {shown(one)}, which is no name of a file: remove it.")
     described = json.dumps([address, sorted((one, file.size, file.version) for one, file in wanted.items())])
-    folder, size = _cache(key), sum(file.size for file in wanted.values())
+    try:
+        folder, size = distributed.cache_folder() / "models", sum(file.size for file in wanted.values())
+    except RuntimeError:
+        # A user without a home, as in containers.
+        raise ConfigError(f"There is no home folder to copy the model of {key} to: set XDG_CACHE_HOME to a folder.") from None
     cache = ObjectCache(
         folder,
         lambda reason: ConfigError(
@@ -165,16 +169,7 @@ def _copy(address: str, wanted: Files, aside: Path, size: int) -> None:
             write_blocks(aside / name, blocks(wanted[name]), advance)
             require_unchanged(wanted[name])
 
-        aside.mkdir()
         list(pool.map(copy, wanted))
-
-
-def _cache(key: str) -> Path:
-    try:
-        return distributed.cache_folder() / "models"
-    except RuntimeError:
-        # A user without a home, as in containers.
-        raise ConfigError(f"There is no home folder to copy the model of {key} to: set XDG_CACHE_HOME to a folder.") from None
 
 
 # ----------------------------------------------------------------------------------------------------------- pinned names

@@ -30,8 +30,10 @@ EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80),
 
 Advance = Callable[[int], Any]
 """Called with the number of bytes processed since the last call."""
-Create = Callable[[Path, Described, Mapping[str, str]], Mapping[str, Tensor]]
-"""Makes a file of some format, with metadata, for these tensors; safetensors.new_file is one."""
+Create = Callable[[Path, Described], Mapping[str, Tensor]]
+"""Makes a file of some format for these tensors; safetensors.new_file is one."""
+Layout = Mapping[str, Described]
+"""A set of files to write: file names and the tensors of each."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +53,15 @@ class Move:
     """First element of the target tensor to write."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A set of files to write: file names and the tensors of each."""
-
-    files: Mapping[str, Described]
-    metadata: Mapping[str, str]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(nbytes(*tensor) for tensors in self.files.values() for tensor in tensors.values())
-
-
 def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def in_files(tensors: Described, stem: str, largest: int, metadata: Mapping[str, str]) -> Layout:
+def total_bytes(layout: Layout) -> int:
+    return sum(nbytes(*tensor) for tensors in layout.values() for tensor in tensors.values())
+
+
+def in_files(tensors: Described, stem: str, largest: int = LARGEST_FILE) -> Layout:
     """Distributes tensors, in order, over files of at most `largest` bytes. A single file is named STEM.safetensors."""
     groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     filled = 0
@@ -78,9 +72,9 @@ def in_files(tensors: Described, stem: str, largest: int, metadata: Mapping[str,
         groups[-1][name] = tensor
         filled += nbytes(*tensor)
     if len(groups) == 1:
-        return Layout({f"{stem}.safetensors": groups[0]}, metadata)
+        return {f"{stem}.safetensors": groups[0]}
     names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    return Layout(dict(zip(names, groups, strict=True)), metadata)
+    return dict(zip(names, groups, strict=True))
 
 
 def stream(
@@ -101,8 +95,8 @@ def stream(
       OSError: the files cannot be written.
     """
     targets: dict[str, Tensor] = {}
-    for name, tensors in layout.files.items():
-        targets |= create(folder / name, tensors, layout.metadata)
+    for name, tensors in layout.items():
+        targets |= create(folder / name, tensors)
     sums = []
     for move in moves:
         sums.append(_move(move, targets[move.target]))
@@ -194,5 +188,5 @@ def describe_model(
     model: Mapping[str, Any], source: str, dtype: np.dtype, layout: Layout, more: Mapping[str, Any] | None = None
 ) -> str:
     """Returns the text of model.json for the files of `layout`."""
-    said = {"format": FORMAT, "model": dict(model), "source": source, "dtype": dtype.name, "files": list(layout.files)}
+    said = {"format": FORMAT, "model": dict(model), "source": source, "dtype": dtype.name, "files": list(layout)}
     return json.dumps({**said, **(more or {}), "versions": versions()}, indent=2) + "\n"

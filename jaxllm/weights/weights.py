@@ -49,7 +49,7 @@ from jaxllm.weights.read_weights import load_params
 from jaxllm.weights.safetensors import CODES, DTYPES
 from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.stored_models import copied
-from jaxllm.weights.streaming import LARGEST_FILE, Move, describe_model, in_files, stream
+from jaxllm.weights.streaming import Move, describe_model, in_files, stream, total_bytes
 
 WEIGHTS = "weights"
 ADAPTER = "--adapter"
@@ -409,8 +409,8 @@ def export(
         for layer in range(entry.layers or 1):
             elements = folder.slab(entry, layer)
             moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, layer * elements.size))
-    layout = in_files(tensors, WEIGHTS, LARGEST_FILE, {})
-    with new_folder(destination, layout.total_bytes, force) as aside:
+    layout = in_files(tensors, WEIGHTS)
+    with new_folder(destination, total_bytes(layout), force) as aside:
         stream(moves, layout, aside)
         more = {"sequence_length": folder.sequence_length, "trained_on_bytes": folder.trained_on_bytes}
         (aside / MODEL).write_text(describe_model(folder.model, source.description, numpy_dtype, layout, more))
