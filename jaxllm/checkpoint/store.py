@@ -55,10 +55,6 @@ class GoneError(Exception):
         return "it was deleted here before it was copied: raise checkpoint.keep, or save less often"
 
 
-class CopyError(ConfigError):
-    """A checkpoint could not be copied to the store. The sentence names the step, the reason, and where it is safe."""
-
-
 def unusable(address: str, error: OSError) -> ConfigError:
     missing = "the bucket is not there" if isinstance(error, FileNotFoundError) else reason_of(error)
     found = error if isinstance(error, StoreError) else StoreError(missing)

@@ -38,7 +38,7 @@ from jaxllm.checkpoint.files import (
     why,
 )
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.checkpoint.store import ANSWER_S, CopyError, GoneError, LostError, Store, StoreError, StoreLock, unusable
+from jaxllm.checkpoint.store import ANSWER_S, GoneError, LostError, Store, StoreError, StoreLock, unusable
 from jaxllm.cluster import distributed, exit_codes
 from jaxllm.cluster.distributed import raise_together
 from jaxllm.config import CheckpointConfig, ConfigError
@@ -253,7 +253,7 @@ class StoredCheckpoints:
             dropped = {one for one in self._waiting if one != step and not self._config.keeps_forever(one)}
             self._waiting = {step, *self._waiting} - dropped
             for one in dropped - {self._copying}:
-                self._unlink(one)
+                shutil.rmtree(self._twins / str(one), ignore_errors=True)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-store", daemon=True)
                 self._thread.start()
@@ -264,14 +264,14 @@ class StoredCheckpoints:
         """Whether a copy has failed, and none has succeeded of a newer checkpoint."""
         return max(self._failed, default=-1) > max(self.copied, default=-1)
 
-    def wait(self) -> CopyError | None:
+    def wait(self) -> ConfigError | None:
         """Waits until what was offered is in the store. Returns the error if one could not be copied."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and self._copying is None)
             if not self._failed:
                 return None
             step, (reason, code) = max(self._failed.items())
-        error = CopyError(
+        error = ConfigError(
             f"Checkpoint {step} could not be copied to {self._store.address} ({reason}): it is safe in {self.safe_in}; remove "
             f"the cause, and rerun the same command to copy it."
         )
@@ -299,9 +299,6 @@ class StoredCheckpoints:
         if self._thread is None:
             shutil.rmtree(self._twins, ignore_errors=True)
 
-    def _unlink(self, step: int) -> None:
-        shutil.rmtree(self._twins / str(step), ignore_errors=True)
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -320,7 +317,7 @@ class StoredCheckpoints:
                     # A newer one makes up for those that would be deleted some day.
                     self._failed = {n: why for n, why in self._failed.items() if n > step or self._config.keeps_forever(n)}
                 if step not in self._waiting:
-                    self._unlink(step)
+                    shutil.rmtree(self._twins / str(step), ignore_errors=True)
                 self._copying = None
                 self._changed.notify_all()
 
