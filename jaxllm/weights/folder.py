@@ -104,8 +104,8 @@ class Entry:
 
 def entries(model: Mapping[str, Any]) -> list[Entry]:
     """All parameters of the network that a `model` section describes."""
-    # Not validated: the file may be damaged, and its reader says so.
-    shape = {key: model[key] for key in SHAPE_KEYS if key in model}
+    # Not validated: the file may be damaged, and its reader says so. Scaled frequencies are of the same shape.
+    shape = {key: model[key] for key in SHAPE_KEYS if key in model and key != "rope_scaling"}
     if model.get("lora") is not None:
         shape["lora"] = LoraConfig.model_validate(model["lora"])
     network = ModelConfig.model_construct(**shape)

@@ -108,9 +108,7 @@ class OrbaxFolder(Folder):
         with in_one_sentence(self.arrays):
             restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
             found: Any = self._handler.restore(self.arrays, args=restore)  # pyright: ignore[reportArgumentType]  # as above
-        for name in ("params", *path):
-            found = found[name]
-        array = np.asarray(found)
+        (array,) = map(np.asarray, jax.tree.leaves(found))
         if entry.layers is not None:
             # Chunks of virtual pipeline stages, in execution order (parallel/layer_stacking.py).
             leading = array.ndim - len(entry.dims)
