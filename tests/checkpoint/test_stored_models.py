@@ -116,7 +116,7 @@ def test_each_kind_has_the_values_and_companions_of_the_local_one(door, folders,
     np.testing.assert_equal(arrays(address), arrays(folders[kind]))
     ours, theirs = (find_weights("--model", str(one)) for one in (address, folders[kind]))
     assert ours.model == theirs.model
-    assert ours.outline.trained_on_bytes == theirs.outline.trained_on_bytes == (kind in ("run", "checkpoint"))
+    assert ours.outline.trained_on_bytes == theirs.outline.trained_on_bytes == (kind != "hf")
     assert (ours.outline.tokenizer is None) == (theirs.outline.tokenizer is None) == (kind != "hf")
     assert ours.description == ours.as_folder().description == address + ("/4" if kind == "run" else "")
     (home,) = cached(tmp_path)
