@@ -255,7 +255,7 @@ def some_store(address: str) -> Iterator[str]:
 def restore_seconds(trainer: Any, folder: Path, count: int) -> dict[str, list[float]]:
     from unittest import mock
 
-    from jaxllm.checkpoint import checksums
+    from jaxllm.checkpoint import files
     from jaxllm.checkpoint.manager import Checkpoints
 
     found: dict[str, list[float]] = {"restore_s": [], "read_s": [], "verify_s": []}
@@ -264,9 +264,9 @@ def restore_seconds(trainer: Any, folder: Path, count: int) -> dict[str, list[fl
         for name in found:
             started = time.perf_counter()
             if name == "verify_s":
-                assert checksums.changed(checkpoints.folder / str(checkpoints.latest)) is None
+                assert files.changed(checkpoints.folder / str(checkpoints.latest)) is None
             else:
-                with nullcontext() if name == "restore_s" else mock.patch.object(checksums, "changed", return_value=None):
+                with nullcontext() if name == "restore_s" else mock.patch.object(files, "changed", return_value=None):
                     trainer.restore(checkpoints)
             found[name].append(time.perf_counter() - started)
     return found

@@ -17,8 +17,7 @@ from jaxllm.compile.aot import gpu_devices
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.inference_memory import bucket, cache_positions, evaluation_moments, generation_moments, rooms
-from jaxllm.inference.generate import Generator
-from jaxllm.inference.sampling import Sampling
+from jaxllm.inference.generate import Generator, Sampling
 from jaxllm.mesh.axes import PIPE, batch_sharding, replicated
 from jaxllm.mesh.placement import mesh_on_hosts
 from jaxllm.parallel.parallelize import parallelize

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxllm.checkpoint.orbax_errors import silence_orphans
 from jaxllm.config import ConfigError
 from jaxllm.mesh.axes import HOST
 from jaxllm.mesh.sharding import Parameter, stack_dims
@@ -157,3 +158,26 @@ def _restack(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 def names_of(path: Any) -> tuple[str, ...]:
     """A tree path as names, equal for a namedtuple and for the dict that Orbax makes of it."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+ORPHANS = ("Event loop is closed", "Encountered error while reading array index")
+
+
+def silence_orphans() -> None:
+    """Suppresses useless tracebacks and logs. After the first array that fails, Orbax closes its event loop, and asyncio,
+    TensorStore (writing) or Python (reading) print a traceback for each array that finishes later. They would hide the one
+    useful sentence. Orbax also logs through absl the errors that it raises, and warnings that would appear below a notebook
+    cell.
+    """
+    for name in ("asyncio", "absl"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+    if getattr(before, "silences_orphans", False):
+        return
+
+    def hook(raised: Any) -> None:
+        if not str(raised.exc_value).startswith(ORPHANS):
+            before(raised)
+
+    hook.silences_orphans = True
+    sys.unraisablehook = hook

@@ -67,8 +67,6 @@ class DiskGroups:
 def find_disk_groups(run_dir: Path) -> DiskGroups:
     """The processes by their run directories; every process must call it. If not all share it, that takes SHARED_LIMIT_S."""
     count, rank = jax.process_count(), jax.process_index()
-    if count == 1:
-        return DiskGroups((0,))
     name = distributed.broadcast(f".shared-{uuid.uuid4().hex}")
     own = run_dir / f"{name}-{rank}"
     own.touch()
@@ -83,29 +81,20 @@ def find_disk_groups(run_dir: Path) -> DiskGroups:
                 break
             time.sleep(0.2)
         seen = sorted(set(range(count)) - unseen)
-        return DiskGroups(tuple(parse_json(distributed.exchange(json.dumps(seen), _leaders))))
+        return DiskGroups(_leaders(distributed.gathered(seen)))
     finally:
         own.unlink(missing_ok=True)
 
 
-def not_shared(run_dir: Path, groups: DiskGroups) -> ConfigError:
-    """The error of a run that needs one run.dir, and has several."""
-    stranger = next(rank for rank, leader in enumerate(groups.leaders) if leader)
-    return ConfigError(
-        f"run.dir={run_dir} of process {stranger} is not that of process 0: put it on storage that all hosts share, or set "
-        f"checkpoint.store=s3://BUCKET/PREFIX."
-    )
-
-
-def _leaders(texts: Sequence[str]) -> str:
-    """The lowest process of each process's group, by rank; `texts` are those that each sees. One that sees another shares its
+def _leaders(seen: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The lowest process of each process's group, by rank; `seen` are those that each sees. One that sees another shares its
     disk: the other may see it later.
     """
-    leaders = list(range(len(texts)))
-    for rank, text in enumerate(texts):
-        joined = {leaders[one] for one in (rank, *parse_json(text))}
-        leaders = [min(joined) if leader in joined else leader for leader in leaders]
-    return json.dumps(leaders)
+    leaders = tuple(range(len(seen)))
+    for rank, others in enumerate(seen):
+        joined = {leaders[one] for one in (rank, *others)}
+        leaders = tuple(min(joined) if leader in joined else leader for leader in leaders)
+    return leaders
 
 
 # ------------------------------------------------------------------------------------------------------------ host shares
@@ -115,8 +104,8 @@ LOOK_S = 1.0
 """Seconds between looks at the board."""
 JOB, COMMITTED = "job", "committed"
 
-Folder = tuple[str, int, int, list[int], list[int]]
-"""What a process of an earlier start left: start, rank, number of processes, steps of intact parts, and of torn ones."""
+Folder = tuple[str, int, int, list[tuple[int, bool]]]
+"""What a process of an earlier start left: start, rank, number of processes, and (step, whether it is intact) of each part."""
 Left = tuple[int, str, int]
 """A checkpoint of an earlier start: step, start, number of processes."""
 
@@ -290,9 +279,8 @@ def parts_in(home: Path) -> list[Folder]:
     for folder in home.glob("*-*/*"):
         start, count = folder.parent.name, folder.parent.name.rpartition("-")[2]
         if count.isdecimal() and folder.name.isdecimal():
-            steps = saved_steps(folder)
-            torn = [step for step in steps if _is_torn(folder / str(step))]
-            found.append((start, int(folder.name), int(count), [step for step in steps if step not in torn], torn))
+            parts = [(step, not _is_torn(folder / str(step))) for step in saved_steps(folder)]
+            found.append((start, int(folder.name), int(count), parts))
     return found
 
 
@@ -302,11 +290,11 @@ def by_checkpoint(lists: Sequence[list[Folder]]) -> tuple[dict[Left, dict[int, i
     places: dict[Left, dict[int, int]] = {}
     written: dict[tuple[str, int], set[int]] = {}
     for process, folders in enumerate(lists):
-        for start, rank, count, intact, torn in folders:
-            written.setdefault((start, rank), set()).update(intact, torn)
-            for step in [*intact, *torn]:
+        for start, rank, count, parts in folders:
+            written.setdefault((start, rank), set()).update(step for step, _ in parts)
+            for step, is_intact in parts:
                 found = places.setdefault((step, start, count), {})
-                if step in intact:
+                if is_intact:
                     found.setdefault(rank, process)
     return places, {one for one in places for (start, _), steps in written.items() if start == one[1] and one[0] not in steps}
 

@@ -12,18 +12,16 @@ import shutil
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import jax
 
-from jaxllm.checkpoint.checksums import changed
 from jaxllm.checkpoint.files import (
     FILES,
     FILES_BYTES,
-    Meta,
-    committed_steps,
+    changed,
     damage,
     listed_in,
     newest_whole,
@@ -39,15 +37,14 @@ from jaxllm.checkpoint.host_shares import (
     by_checkpoint,
     find_disk_groups,
     is_brought_by,
-    not_shared,
     parts_in,
 )
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
-from jaxllm.checkpoint.stored_checkpoints import CURVES, RUN, StoredCheckpoints, files_of
+from jaxllm.checkpoint.stored_checkpoints import CURVES, StoredCheckpoints
 from jaxllm.cluster import distributed
 from jaxllm.cluster.distributed import raise_together
 from jaxllm.config import CheckpointConfig, ConfigError
-from jaxllm.untrusted import RefusedInput, parse_json
+from jaxllm.untrusted import parse_json
 
 T = TypeVar("T")
 
@@ -80,7 +77,7 @@ class JoinedCheckpoints(StoredCheckpoints):
 
     # ------------------------------------------------------------------------------------------------- from the store
 
-    def choose(self, require: Callable[[], None], accept: Callable[[str, Meta], None]) -> tuple[int | None, list[str]]:
+    def choose(self) -> tuple[int | None, list[str]]:
         """The newest intact checkpoint of the store that no earlier call returned, in each run.dir now, and sentences on it, on
         the damaged ones, and on newer ones of hosts; None if there is none.
 
@@ -89,11 +86,10 @@ class JoinedCheckpoints(StoredCheckpoints):
             host has some.
         """
         said: list[str] = []
-        while (step := self._next(require, accept, said)) is not None:
-            reason = ""
+        while (step := self._next(said)) is not None:
 
             def fetch(step: int = step) -> str:
-                found, _ = self.fetch(step - 1, require, accept) if self._groups.leads else (step, [])
+                found, _ = self.fetch(step - 1) if self._groups.leads else (step, [])
                 return "" if found == step else self.damaged.get(step, "it is no longer there")
 
             reason = distributed.first_nonempty(_together(fetch, self._store))
@@ -104,17 +100,11 @@ class JoinedCheckpoints(StoredCheckpoints):
                     said.append(f"{self._parts_said()}: a start with all of them copies it, until the run has saved again")
                 self.shares.committed = step
                 return step, said
-            self.damaged[step] = reason
-            said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
+            said.append(self._pass_over(step, reason))
         if self.shares.committed is not None:
             # An earlier call returned it.
             self.damaged[self.shares.committed] = "its copy in run.dir cannot be read"
-        if self.damaged:
-            listed = ", ".join(f"{step} ({reason})" for step, reason in self.damaged.items())
-            raise ConfigError(
-                f"No checkpoint in {self._store.address} is intact: {listed}; restore a copy of one there, or choose another "
-                f"checkpoint.store to start again."
-            )
+        self._require_no_damaged()
         _together(self._require_none_here, self._store)
         if self._lacking:
             raise ConfigError(
@@ -127,18 +117,18 @@ class JoinedCheckpoints(StoredCheckpoints):
         step, count, of = self._lacking or (0, 0, 0)
         return f"{self.safe_in} has {count} of the {of} parts of checkpoint {step} intact"
 
-    def _next(self, require: Callable[[], None], accept: Callable[[str, Meta], None], said: list[str]) -> int | None:
+    def _next(self, said: list[str]) -> int | None:
         """The newest step of the store that was not tried yet, the same on all processes."""
         if self._may_have_left:
             # Again after the newest of them has proved damaged.
-            whole, untried = self._on_main(lambda: (self._whole(), self._untried()))
-            copied = self._copy_left(set(whole), -1 if untried is None else untried, require, accept)
+            whole, untried = self._on_main(lambda: (self._store.committed(), self._untried()))
+            copied = self._copy_left(set(whole), -1 if untried is None else untried)
             self._may_have_left = bool(copied)
             said += [f"copied checkpoint {step}, of which the hosts had all parts, to {self._store.address}" for step in copied]
         return self._on_main(self._untried)
 
     def _untried(self) -> int | None:
-        return max((step for step in self._whole() if step not in self.damaged and step not in self._fetched), default=None)
+        return max({*self._store.committed()} - self.damaged.keys() - self._fetched, default=None)
 
     def _on_main(self, ask: Callable[[], T]) -> T:
         """What `ask` returns on process 0, on all processes; it fails on all."""
@@ -154,9 +144,7 @@ class JoinedCheckpoints(StoredCheckpoints):
         here = _together(lambda: parts_in(self.shares.home) if self._groups.leads else [], self._store)
         return by_checkpoint(distributed.gathered(here))
 
-    def _copy_left(
-        self, whole: set[int], newest: int, require: Callable[[], None], accept: Callable[[str, Meta], None]
-    ) -> list[int]:
+    def _copy_left(self, whole: set[int], newest: int) -> list[int]:
         """Copies what the store lacks and of which these hosts have all parts, as after a run whose store failed: the newest
         checkpoint, and permanent ones of any age. Of one that lacks parts, those here are kept: other hosts may have the rest.
 
@@ -179,36 +167,26 @@ class JoinedCheckpoints(StoredCheckpoints):
         self._lacking = max(lacking, default=None)
         copied = sorted(step for step in complete if step == left or self._config.keeps_forever(step))
         for step in copied:
-            self._copy_parts(step, complete[step][1], found[complete[step]], require, accept)
+            self._copy_parts(step, complete[step][1], found[complete[step]])
         self.shares.stored = whole | {*copied}
         return copied
 
-    def _copy_parts(
-        self,
-        step: int,
-        start: str,
-        places: dict[int, int],
-        require: Callable[[], None],
-        accept: Callable[[str, Meta], None],
-    ) -> None:
+    def _copy_parts(self, step: int, start: str, places: dict[int, int]) -> None:
         """Makes a checkpoint of an earlier start whole in the store; `places` says which process has the part of a rank."""
         own = [rank for rank, process in places.items() if process == jax.process_index()]
         folders = {rank: self.shares.home / start / str(rank) / str(step) for rank in own}
 
         def upload() -> list[tuple[int, int]]:
-            require()
+            self.require()
             if 0 in own:
                 # The run's curves are on the host that was that of process 0.
                 self._write_run_files(step)
             return [(rank, self.shares.upload(step, folder, rank)) for rank, folder in folders.items()]
 
         # Parts of another run would displace what the store has.
-        _together(lambda: accept(str(folders[0]), read_meta(folders[0])) if 0 in own else None, self._store)
+        _together(lambda: self.accept(str(folders[0]), read_meta(folders[0])) if 0 in own else None, self._store)
         sent = sorted(tuple(pair) for pairs in distributed.gathered(_together(upload, self._store)) for pair in pairs)
         self._on_main(lambda: self._commit(step, [crc for _, crc in sent]))
-
-    def _whole(self) -> list[int]:
-        return committed_steps(self._store.steps())
 
     def _require_none_here(self) -> None:
         """A run starts from scratch only if no host has a checkpoint, intact or not, as on one disk."""
@@ -229,31 +207,24 @@ class JoinedCheckpoints(StoredCheckpoints):
             for step in steps
         ]
 
-    def _fetch(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
-        folder, aside = self._folder / str(step), self._folder / f"{step}.from-store"
-        if (folder / FILES).exists():
-            content = self._store.read(f"{step}/{FILES}", FILES_BYTES)
-            if content == (folder / FILES).read_bytes() and not (damage(folder) or changed(folder)):
-                # This host has it from an earlier start.
-                self._take_run_files(step, aside, there)
-                self._remove_unfinished()
-                return None
-        return super()._fetch(step, there, accept)
+    def _fetch(self, step: int, there: dict[str, int]) -> str | None:
+        folder = self._folder / str(step)
+        if self._is_in_store(step) and not (damage(folder) or changed(folder)):
+            # This host has it from an earlier start.
+            self._take_run_files(step, self._folder / f"{step}.from-store", there)
+            return None
+        return super()._fetch(step, there)
 
-    def _take_run_files(self, step: int, aside: Path, there: dict[str, int]) -> None:
+    def _take_run_files(self, step: int, aside: Path, there: dict[str, int], curves: tuple[str, ...] = CURVES) -> None:
         # The curves are those of process 0, wherever it runs now.
-        left_out = () if distributed.is_main_process() else tuple(f"{RUN}/{name}" for name in CURVES)
-        super()._take_run_files(step, aside, {name: size for name, size in there.items() if name not in left_out})
+        super()._take_run_files(step, aside, there, curves if distributed.is_main_process() else ())
 
-    def begin(self, latest: int | None, require: Callable[[], None]) -> None:
+    def begin(self, latest: int | None) -> None:
         """Call it when all have restored the state: removes what was left by earlier starts, and is ready for parts. Of the
         checkpoints that the store has too, this host keeps the one it resumes from.
-
-        Args:
-          require: called before the first change of run_dir.
         """
         if self._groups.leads:
-            require()
+            self.require()
             for step in saved_steps(self._folder):
                 if latest is not None and step > latest:
                     # Training will save its step again.
@@ -266,14 +237,6 @@ class JoinedCheckpoints(StoredCheckpoints):
                 shutil.rmtree(leftover, ignore_errors=True)
             self.shares.remove_left()
         self.shares.begin()
-
-    def _is_in_store(self, step: int) -> bool:
-        """Whether the store has a local checkpoint too, not known to be damaged there."""
-        try:
-            content = (self._folder / str(step) / FILES).read_bytes()
-            return step not in self.damaged and self._store.read(f"{step}/{FILES}", FILES_BYTES) == content
-        except (OSError, RefusedInput):
-            return False
 
     def _remove_partial(self) -> None:
         """Removes what an earlier start copied in part."""
@@ -311,17 +274,10 @@ class JoinedCheckpoints(StoredCheckpoints):
             if zlib.crc32(content) != crc:
                 raise StoreError(f"{PARTS}/{rank}/{FILES} is not what process {rank} wrote")
             listed |= {name: entry for name, entry in listed_in(content).items() if is_brought_by(name, rank)}
-        found = self._store.steps(step).get(step, {})
-        for name, (size, _) in listed.items():
-            if found.get(name) != size:
-                raise StoreError(f"{name} has arrived with {found.get(name, 0)} bytes of {size}", passes=True)
+        found = self._require_arrived(step, {name: size for name, (size, _) in listed.items()})
         self._store.remove(f"{step}/{name}" for name in found if name.startswith(f"{PARTS}/"))
         self.lock.require()
         self._store.write(f"{step}/{FILES}", json.dumps(listed).encode())
-
-    def _write_run_files(self, step: int) -> None:
-        for name, content in files_of(self._run_dir, step):
-            self._store.write(f"{step}/{name}", content)
 
 
 @contextmanager
@@ -346,7 +302,11 @@ def joined_checkpoints(
         yield groups.leads, None
         return
     if config.store is None:
-        raise not_shared(run_dir, groups)
+        stranger = next(rank for rank, leader in enumerate(groups.leaders) if leader)
+        raise ConfigError(
+            f"run.dir={run_dir} of process {stranger} is not that of process 0: put it on storage that all hosts share, or set "
+            f"checkpoint.store=s3://BUCKET/PREFIX."
+        )
     if config.export_every_steps is not None:
         raise ConfigError(
             "checkpoint.export_every_steps reads whole checkpoints in run.dir, and these hosts share none: put run.dir on "
@@ -354,11 +314,8 @@ def joined_checkpoints(
         )
     store = Store(config.store)
     lock = StoreLock(store) if stored is None else stored.lock
-    joined = JoinedCheckpoints(store, lock, run_dir, config, groups)
-    try:
+    with closing(JoinedCheckpoints(store, lock, run_dir, config, groups)) as joined:
         yield groups.leads, joined
-    finally:
-        joined.close()
 
 
 def _together(ask: Callable[[], T], store: Store) -> T:

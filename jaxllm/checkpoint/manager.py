@@ -20,20 +20,23 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked
-from jaxllm.checkpoint.checksums import DamagedError, describe_files, describe_own_files, verified
+from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked, silence_orphans
 from jaxllm.checkpoint.files import (
     BACKSLASH,
     MANIFEST,
     META,
     STATE,
+    DamagedError,
     Meta,
     cannot_be_read,
+    describe_files,
+    describe_own_files,
     is_not_damage,
     newest_undamaged,
     newest_whole,
@@ -41,10 +44,10 @@ from jaxllm.checkpoint.files import (
     require_plain_path,
     saved_steps,
     set_aside,
+    verified,
     why,
 )
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
-from jaxllm.checkpoint.orbax_errors import WatchedHandler, silence_orphans
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.cluster import distributed, exit_codes, progress
@@ -96,15 +99,16 @@ class Checkpoints:
     ):
         require_plain_path("run.dir", run_dir, BACKSLASH)
         self.folder = run_dir.absolute() / "checkpoints"
-        self._config, self._require, self._accept, self._joined = config, require, accept, joined
+        self._config, self._require, self._joined = config, require, joined
         self._stored = stored if joined is None else joined if distributed.is_main_process() else None
+        for there in filter(None, (stored, joined)):
+            there.require, there.accept = require, accept
         # The folder of what this process saves.
         self._own = self.folder if joined is None else joined.shares.folder
         self.said: list[str] = []
         self._manager: ocp.CheckpointManager | None = None
         self._errors: list[Exception] = []
         self._saving: int | None = None
-        self._newest_saved: int | None = None
         self.on_saved: Callable[[int], None] = lambda step: None
         self.is_awaited: Callable[[int], bool] = lambda step: False
         self._refused: dict[int, str] = {}
@@ -131,7 +135,6 @@ class Checkpoints:
         Raises:
           ConfigError: none can be read, or an array has another shape.
         """
-        silence_orphans()
         while True:
             assert self.latest is not None, "there is none to restore"
             state, reason, folder = None, "", self.folder / str(self.latest)
@@ -157,7 +160,12 @@ class Checkpoints:
                 self._stored.refuse(self.latest, reason)
             del state
             self._choose()
-        self._set_damaged_aside()
+        if self._refused and distributed.is_main_process():
+            # Training will save their steps again.
+            self._require()
+            for step in self._refused:
+                if (self.folder / str(step)).exists():
+                    set_aside(self.folder / str(step))
         # This is a collective, so it runs only after all processes have agreed that they could read.
         return as_state(restacked(state, as_dict(wanted)), wanted)
 
@@ -167,20 +175,12 @@ class Checkpoints:
         found = {*self._refused, *(() if self._joined is None else self._joined.damaged)}
         return max(found if self.latest is None else {*found, self.latest}, default=None)
 
-    def _set_damaged_aside(self) -> None:
-        """Moves damaged checkpoints away, because training will save their steps again."""
-        if self._refused and distributed.is_main_process():
-            self._require()
-            for step in self._refused:
-                if (self.folder / str(step)).exists():
-                    set_aside(self.folder / str(step))
-
     def offer_saved(self) -> None:
         """Offers to the store what the folder has. After `restore`, which may find damage: in the store, a damaged checkpoint
         would displace an intact one.
         """
         if self._joined is not None:
-            self._joined.begin(self.latest, self._require)
+            self._joined.begin(self.latest)
         elif self._stored is not None and self.latest is not None:
             self._stored.offer_local(self.latest)
 
@@ -195,8 +195,7 @@ class Checkpoints:
         require_plain_path("run.dir", self.folder.parent)
         try:
             self._require()
-            if self._manager is not None:
-                self._settle()
+            self._settle()
             self._saving = step
             self._manager = self._manager or self._open()
             if step in self._manager.all_steps():
@@ -233,8 +232,7 @@ class Checkpoints:
           SaveError: a save failed.
         """
         try:
-            if self._manager is not None:
-                self._settle()
+            self._settle()
         except Exception as error:
             raise self._failure(error) from error
         if self._config.store is not None:
@@ -259,7 +257,8 @@ class Checkpoints:
             self._manager = None
 
     def _settle(self) -> None:
-        assert self._manager is not None, "open it first"
+        if self._manager is None:
+            return
         self._manager.wait_until_finished()
         if self._saving is not None:
             self._newest_saved, self._saving = self._saving, None
@@ -328,7 +327,7 @@ class Checkpoints:
         """Process 0 finds the newest intact checkpoint that was not refused yet, perhaps in the store, and broadcasts it."""
         if self._joined is not None:
             with progress.phase("restore"):
-                self.latest, said = self._joined.choose(self._require, self._accept)
+                self.latest, said = self._joined.choose()
             self.said += said
             return
         found, refusal = {"latest": None, "refused": {}}, None
@@ -338,7 +337,7 @@ class Checkpoints:
                     here = saved_steps(self.folder)
                     with progress.phase("restore"):
                         newest = newest_undamaged(self.folder, self._refused)
-                        step, said = self._stored.fetch(newest, self._require, self._accept)
+                        step, said = self._stored.fetch(newest)
                     self.said += said
                     if step in here:
                         reason = self._refused.pop(step, "it is not whole")
@@ -368,6 +367,53 @@ class Checkpoints:
             # The cause is a device or a lost peer, not the disk.
             found.exit_code = exit_codes.LOST
         return found
+
+
+class WatchedHandler(ocp.PyTreeCheckpointHandler):
+    """Records a write error at once. Orbax reports it only after a barrier of all processes, and if one process failed, that
+    barrier times out after twenty minutes.
+
+    Args:
+      written: called in the background when this process has written its arrays, before that barrier, with their folder,
+        which has another name until the save is complete.
+      of_part: the folder is this process's alone, with a file for each of its pieces of the arrays. Orbax's end of a save is
+        left out then, which expects the pieces of all processes.
+    """
+
+    def __init__(self, errors: list[Exception], written: Callable[[Path], None], of_part: bool, **options: Any):
+        super().__init__(use_ocdbt=not of_part, **options)
+        self._errors, self._written, self._of_part = errors, written, of_part
+
+    async def async_save(self, directory: Any, *arguments: Any, **options: Any) -> Any:
+        futures = await super().async_save(directory, *arguments, **options)
+        # Orbax waits for them in this order.
+        last = SimpleNamespace(result=lambda timeout: self._written(Path(directory)))
+        return [WatchedFuture(future, self._errors) for future in (*(futures or ()), last)]
+
+    def finalize(self, directory: Any) -> None:
+        try:
+            if not self._of_part:
+                super().finalize(directory)
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+
+class WatchedFuture:
+    """An Orbax future that records the error it raises."""
+
+    def __init__(self, future: Any, errors: list[Exception]):
+        self._future, self._errors = future, errors
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout)
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future, name)
 
 
 def as_dict(state: State) -> Any:

@@ -33,8 +33,8 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,10 +79,7 @@ class Holder:
         """Content of the file now. Its length is constant: it overwrites the previous heartbeat, and a reader may come in
         between.
         """
-        return replace(self, time=utc()).to_json()
-
-    def to_json(self) -> bytes:
-        values = asdict(self)
+        values = asdict(self) | {"time": utc()}
         # The key in the file is older than the field's name: runs of both versions must understand each other's locks.
         values["born"] = values.pop("started_at")
         return json.dumps(values).encode() + b"\n"
@@ -116,10 +113,6 @@ class HolderLock(ABC):
         """None if there is no holder, or what is written is none."""
 
     @abstractmethod
-    def _is_free(self) -> bool:
-        """Whether nothing is written."""
-
-    @abstractmethod
     def _write_holder(self, over: bool) -> None:
         """Makes this process the holder. Raises FileExistsError if `over` is false and something is written."""
 
@@ -146,13 +139,13 @@ class HolderLock(ABC):
 
     def _take(self) -> None:
         while True:
-            found = self._read()
-            if found is None and self._is_free():
+            if (found := self._read()) is None:
                 try:
                     self._write_holder(over=False)
                     return
                 except FileExistsError:
-                    continue
+                    # Another start was faster, or what is written is no holder.
+                    found = self._read()
             verdict = "unsure" if found is None else holder_status(found, self._me)
             if verdict == "unsure":
                 verdict = self._watch(found)
@@ -233,6 +226,8 @@ class RunDirLock(HolderLock):
         """
         launch = distributed.launch_info()
         lock = cls(folder, this_process(launch.launch_id, launch.attempt))
+        if lock._path.is_symlink() and not lock._path.exists():
+            raise ConfigError(f"{lock._path} is a link to a file that does not exist: remove it.")
         try:
             lock._take()
         except OSError as error:
@@ -257,13 +252,6 @@ class RunDirLock(HolderLock):
 
     def _read(self) -> Holder | None:
         return read_holder(self._path)
-
-    def _is_free(self) -> bool:
-        if self._path.exists():
-            return False
-        if self._path.is_symlink():
-            raise ConfigError(f"{self._path} is a link to a file that does not exist: remove it.")
-        return True
 
     def _remove(self) -> None:
         self._path.unlink()
@@ -302,18 +290,17 @@ def hold_run_dir(folder: Path, leads: bool = True) -> Iterator[Callable[[], None
     Raises:
       ConfigError: on all processes, if another run holds it.
     """
-    lock, refusal = None, None
-    if leads:
-        try:
-            lock = RunDirLock.take(folder)
-        except ConfigError as error:
-            refusal = error
-    try:
+    require, refusal = unfenced, None
+    with ExitStack() as stack:
+        if leads:
+            try:
+                lock = RunDirLock.take(folder)
+                stack.callback(lock.release)
+                require = lock.require
+            except ConfigError as error:
+                refusal = error
         raise_together(refusal)
-        yield unfenced if lock is None else lock.require
-    finally:
-        if lock is not None:
-            lock.release()
+        yield require
 
 
 def unfenced() -> None:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from jaxllm.checkpoint.files import by_step
+from jaxllm.checkpoint.files import by_step, committed_steps
 from jaxllm.checkpoint.run_lock import HOLDER_BYTES, Holder, HolderLock, this_process
 from jaxllm.cluster import distributed, exit_codes
 from jaxllm.config import ConfigError
@@ -53,10 +53,6 @@ class GoneError(Exception):
 
     def __str__(self) -> str:
         return "it was deleted here before it was copied: raise checkpoint.keep, or save less often"
-
-
-class CopyError(ConfigError):
-    """A checkpoint could not be copied to the store. The sentence names the step, the reason, and where it is safe."""
 
 
 def unusable(address: str, error: OSError) -> ConfigError:
@@ -156,6 +152,10 @@ class Store:
             return {}
         return by_step({path.removeprefix(f"{self._root}/"): info["size"] for path, info in found.items()})
 
+    def committed(self) -> list[int]:
+        """The complete steps, oldest first."""
+        return committed_steps(self.steps())
+
     def copy_in(self, files: dict[str, Path]) -> None:
         size = sum(path.stat().st_size for path in files.values())
         options: dict[str, Any] = {"chunksize": PIECE} | ({"max_concurrency": PIECES} if self._scheme == "s3" else {})
@@ -211,9 +211,9 @@ class StoreLock(HolderLock):
         if how := self.lost():
             raise LostError(f"the store {how}")
 
-    def _content(self) -> bytes | None:
+    def _read(self) -> Holder | None:
         try:
-            return self._store.read(self.file, HOLDER_BYTES)
+            content = self._store.read(self.file, HOLDER_BYTES)
         except FileNotFoundError:
             return None
         except RefusedInput as error:
@@ -221,15 +221,10 @@ class StoreLock(HolderLock):
                 f"{self._store.address}/{self.file} is another program's ({error}): move it away, or choose another "
                 f"checkpoint.store."
             ) from None
-
-    def _read(self) -> Holder | None:
         try:
-            return None if (content := self._content()) is None else Holder.from_json(content)
+            return Holder.from_json(content)
         except RefusedInput:
             return None
-
-    def _is_free(self) -> bool:
-        return self._content() is None
 
     def _write_holder(self, over: bool) -> None:
         with suppress(FileExistsError):

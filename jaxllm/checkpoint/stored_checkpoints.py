@@ -18,16 +18,16 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 
-from jaxllm.checkpoint.checksums import changed
 from jaxllm.checkpoint.files import (
     FILES,
     FILES_BYTES,
     META,
     Meta,
+    changed,
     committed_steps,
     damage,
     differs,
@@ -38,7 +38,7 @@ from jaxllm.checkpoint.files import (
     why,
 )
 from jaxllm.checkpoint.run_lock import unfenced
-from jaxllm.checkpoint.store import ANSWER_S, CopyError, GoneError, LostError, Store, StoreError, StoreLock, unusable
+from jaxllm.checkpoint.store import ANSWER_S, GoneError, LostError, Store, StoreError, StoreLock, unusable
 from jaxllm.cluster import distributed, exit_codes
 from jaxllm.cluster.distributed import raise_together
 from jaxllm.config import CheckpointConfig, ConfigError
@@ -46,61 +46,10 @@ from jaxllm.config.hf_config import TOKENIZER
 from jaxllm.json_lines import parse
 from jaxllm.untrusted import RefusedInput
 
-# ------------------------------------------------------------------------------------------------------- files of run.dir
-# What belongs to a stored checkpoint beside its own files: curves, config and tokenizer of run.dir, in its folder `run`.
-
 RUN = "run"
 CURVES = ("metrics.jsonl", "spikes.jsonl")
 COMPANIONS = ("config.yaml", "reference.npy")
-
-
-def files_of(run_dir: Path, step: int) -> Iterator[tuple[str, bytes]]:
-    """(name below the checkpoint, content). Curves end at its step."""
-    for name in CURVES:
-        if (path := run_dir / name).exists():
-            lines = path.read_bytes().splitlines(keepends=True)
-            last = (n for n in reversed(range(len(lines))) if _step_of(lines[n]) <= step)
-            yield f"{RUN}/{name}", b"".join(lines[: next(last, -1) + 1])
-    others = [run_dir / name for name in COMPANIONS]
-    for path in (*others, *(run_dir / TOKENIZER).rglob("*")):
-        if path.is_file():
-            yield f"{RUN}/{path.relative_to(run_dir).as_posix()}", path.read_bytes()
-
-
-def wanted_run_files(run_dir: Path, there: Iterable[str]) -> list[str]:
-    """Which names below a checkpoint a run takes: curves, and of the other files those that it lacks."""
-    names = (name.removeprefix(f"{RUN}/") for name in there if name.startswith(f"{RUN}/"))
-    mine = (name for name in names if _belongs(PurePosixPath(name)))
-    return [f"{RUN}/{name}" for name in mine if name in CURVES or not (run_dir / name).exists()]
-
-
-def place_run_files(run_dir: Path, folder: Path, names: Iterable[str]) -> None:
-    """Moves files from a checkpoint's folder into run_dir. Local curves, which end earlier, get another name."""
-    for name in names:
-        target = run_dir / name.removeprefix(f"{RUN}/")
-        if target.exists() and target.read_bytes().startswith((folder / name).read_bytes()):
-            # What is here goes further.
-            continue
-        if target.exists():
-            free = (target.with_stem(f"{target.stem}-{n}") for n in itertools.count(1))
-            target.rename(next(path for path in free if not path.exists()))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).rename(target)
-    shutil.rmtree(folder / RUN, ignore_errors=True)
-
-
-def _belongs(path: PurePosixPath) -> bool:
-    """Whether a copy writes such a file. Other names could replace any file of this machine."""
-    return str(path) in (*CURVES, *COMPANIONS) or (path.parts[:1] == (TOKENIZER,) and ".." not in path.parts)
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a line of metrics; infinity for a damaged one."""
-    return math.inf if (record := parse(line)) is None else record["step"]
-
-
-# ----------------------------------------------------------------------------------------------------- stored checkpoints
-
+"""Files of run.dir that belong to a stored checkpoint, in its folder RUN, with those of the tokenizer."""
 WAITS_S = (1.0, 5.0, 20.0)
 """Before each further try to copy a checkpoint."""
 
@@ -118,6 +67,9 @@ class StoredCheckpoints:
       damaged: {step: reason} of the checkpoints there that are damaged. They stay, until the run saves the step again.
       safe_in: where a checkpoint is that is not in the store.
       copied: the steps that this start has copied, or found whole in the store.
+      require: called before anything is written into run_dir.
+      accept: called with the address, or a folder, and the metadata of a checkpoint before the rest of it is taken; raises
+        ConfigError if it is of another run.
     """
 
     def __init__(self, store: Store, lock: StoreLock, run_dir: Path, config: CheckpointConfig):
@@ -130,21 +82,14 @@ class StoredCheckpoints:
         self._copying: int | None = None
         self._failed, self._ended = dict[int, tuple[str, int]](), False
         self._thread: threading.Thread | None = None
+        self.require: Callable[[], None] = unfenced
+        self.accept: Callable[[str, Meta], None] = lambda address, meta: None
 
     # ------------------------------------------------------------------------------------------------- from the store
 
-    def fetch(
-        self,
-        newer_than: int,
-        require: Callable[[], None] = unfenced,
-        accept: Callable[[str, Meta], None] = lambda address, meta: None,
-    ) -> tuple[int | None, list[str]]:
+    def fetch(self, newer_than: int) -> tuple[int | None, list[str]]:
         """Copies the newest intact checkpoint that is newer than a step into run_dir/checkpoints, and what belongs to it into
         run_dir. A damaged local one of its step is moved aside.
-
-        Args:
-          require: called before anything is written into run_dir.
-          accept: called with the address and the metadata of a checkpoint before the rest of it is fetched.
 
         Returns:
           its step, or None if there is none; and sentences on it and on the damaged ones.
@@ -160,51 +105,56 @@ class StoredCheckpoints:
                 if step <= newer_than:
                     if not (self._fetched or self.damaged):
                         # Copies of this run would displace what another one has there.
-                        require()
+                        self.require()
                         with suppress(FileNotFoundError):
-                            self._fetch_meta(step, there[step], accept)
-                        self._remove_unfinished()
+                            self._fetch_meta(step, there[step])
                     break
                 if step in self._fetched or step in self.damaged:
                     continue
-                require()
+                self.require()
                 try:
-                    reason = self._fetch(step, there[step], accept)
+                    reason = self._fetch(step, there[step])
                 except FileNotFoundError:
                     reason = "a file has disappeared while it was being copied"
                 if reason is None:
                     self._fetched.add(step)
                     said.append(f"took checkpoint {step} from {self._store.address}")
                     return step, said
-                self.damaged[step] = reason
-                self._remove_unfinished()
-                said.append(f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused")
-        except (ConfigError, OSError) as error:
-            self._remove_unfinished()
-            if isinstance(error, ConfigError):
-                raise
-            if isinstance(error, StoreError):
-                raise unusable(self._store.address, error) from None
+                said.append(self._pass_over(step, reason))
+        except StoreError as error:
+            raise unusable(self._store.address, error) from None
+        except OSError as error:
             raise ConfigError(
                 f"{self._folder} does not take the checkpoint of {self._store.address} ({why(error)}): remove the cause."
             ) from None
-        if self.damaged and newer_than < 0:
+        finally:
+            self._remove_unfinished()
+        if newer_than < 0:
+            self._require_no_damaged()
+        return None, said
+
+    def _pass_over(self, step: int, reason: str) -> str:
+        self.damaged[step] = reason
+        return f"checkpoint {step} in {self._store.address} is damaged ({reason}): it stays there, unused"
+
+    def _require_no_damaged(self) -> None:
+        """A run does not start from scratch beside damaged checkpoints."""
+        if self.damaged:
             listed = ", ".join(f"{step} ({reason})" for step, reason in self.damaged.items())
             raise ConfigError(
                 f"No checkpoint in {self._store.address} is intact: {listed}; restore a copy of one there, or choose another "
                 f"checkpoint.store to start again."
             )
-        return None, said
 
     def refuse(self, step: int, reason: str) -> None:
         """A checkpoint that was fetched cannot be restored, although no byte has changed: it is damaged there."""
         if step in self._fetched:
             self.damaged[step] = reason
 
-    def _fetch(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
+    def _fetch(self, step: int, there: dict[str, int]) -> str | None:
         """Copies a step. Returns why it is damaged."""
         aside = self._folder / f"{step}.from-store"
-        if reason := self._fetch_meta(step, there, accept):
+        if reason := self._fetch_meta(step, there):
             return reason
         self._copy_out(step, aside, {name: n for name, (n, _) in read_files(aside).items() if not name.startswith(f"{META}/")})
         if reason := damage(aside) or changed(aside):
@@ -215,7 +165,7 @@ class StoredCheckpoints:
         aside.rename(self._folder / str(step))
         return None
 
-    def _fetch_meta(self, step: int, there: dict[str, int], accept: Callable[[str, Meta], None]) -> str | None:
+    def _fetch_meta(self, step: int, there: dict[str, int]) -> str | None:
         """Copies a step's list of files and its metadata, which is small and says whose it is. Returns why it is damaged."""
         self._remove_unfinished()
         aside = self._folder / f"{step}.from-store"
@@ -229,13 +179,28 @@ class StoredCheckpoints:
         self._copy_out(step, aside, {name: n for name, (n, _) in read_files(aside).items() if name.startswith(f"{META}/")})
         if reason := damage(aside, META):
             return reason
-        accept(self._store.address, read_meta(aside))
+        self.accept(self._store.address, read_meta(aside))
         return None
 
-    def _take_run_files(self, step: int, aside: Path, there: dict[str, int]) -> None:
-        wanted = wanted_run_files(self._run_dir, there)
-        self._copy_out(step, aside, {name: there[name] for name in wanted})
-        place_run_files(self._run_dir, aside, wanted)
+    def _take_run_files(self, step: int, aside: Path, there: dict[str, int], curves: tuple[str, ...] = CURVES) -> None:
+        """Copies these curves into run_dir, and of the other files those that it lacks. Other names could replace any file of
+        this machine. Local curves, which end earlier, get another name."""
+        names = [name.removeprefix(f"{RUN}/") for name in there if name.startswith(f"{RUN}/") and "/../" not in f"{name}/"]
+        others = [name for name in names if name in COMPANIONS or name.startswith(f"{TOKENIZER}/")]
+        wanted = [name for name in names if name in curves]
+        wanted += [name for name in others if not (self._run_dir / name).exists()]
+        self._copy_out(step, aside, {f"{RUN}/{name}": there[f"{RUN}/{name}"] for name in wanted})
+        for name in wanted:
+            source, target = aside / RUN / name, self._run_dir / name
+            if target.exists() and target.read_bytes().startswith(source.read_bytes()):
+                # What is here goes further.
+                continue
+            if target.exists():
+                free = (target.with_stem(f"{target.stem}-{n}") for n in itertools.count(1))
+                target.rename(next(path for path in free if not path.exists()))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source.rename(target)
+        shutil.rmtree(aside / RUN, ignore_errors=True)
 
     def _copy_out(self, step: int, aside: Path, sizes: dict[str, int]) -> None:
         self._store.copy_out({f"{step}/{name}": aside / name for name in sizes}, sum(sizes.values()))
@@ -252,26 +217,30 @@ class StoredCheckpoints:
         """
         self._remove_left_twins()
         try:
-            stored = {*committed_steps(self._store.steps())} - self.damaged.keys()
+            stored = {*self._store.committed()} - self.damaged.keys()
         except StoreError:
             # Each copy tries again.
             stored = set[int]()
+
+        def is_of_another(step: int) -> bool:
+            """Whether the store has an older step that another machine made, from which the run continued."""
+            return step != latest and step in stored and not self._is_in_store(step)
+
         local = [step for step in saved_steps(self._folder) if step <= latest]
-        due = [step for step in local if self._config.goes_to_store(step) and not self._is_of_another(step, latest, stored)]
+        due = [step for step in local if self._config.goes_to_store(step) and not is_of_another(step)]
         every = self._config.store_every_steps
         if every is not None and max((*due, *stored), default=0) < latest - latest % every:
             due.append(latest)
         for step in sorted({*due[-1:], *filter(self._config.keeps_forever, due)}):
             self.offer(step)
 
-    def _is_of_another(self, step: int, latest: int, stored: set[int]) -> bool:
-        """Whether the store has an older step that another machine made, from which the run continued."""
-        if step == latest or step not in stored:
-            return False
+    def _is_in_store(self, step: int) -> bool:
+        """Whether the store has the local checkpoint of a step, not known to be damaged there."""
         try:
-            return self._store.read(f"{step}/{FILES}", FILES_BYTES) != (self._folder / str(step) / FILES).read_bytes()
-        except (StoreError, OSError):
-            return True
+            content = (self._folder / str(step) / FILES).read_bytes()
+            return step not in self.damaged and self._store.read(f"{step}/{FILES}", FILES_BYTES) == content
+        except (OSError, RefusedInput):
+            return False
 
     def offer(self, step: int) -> None:
         """Copies a complete local checkpoint in the background. Those that wait for their turn give way to it, but for the ones
@@ -284,7 +253,7 @@ class StoredCheckpoints:
             dropped = {one for one in self._waiting if one != step and not self._config.keeps_forever(one)}
             self._waiting = {step, *self._waiting} - dropped
             for one in dropped - {self._copying}:
-                self._unlink(one)
+                shutil.rmtree(self._twins / str(one), ignore_errors=True)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-store", daemon=True)
                 self._thread.start()
@@ -295,14 +264,14 @@ class StoredCheckpoints:
         """Whether a copy has failed, and none has succeeded of a newer checkpoint."""
         return max(self._failed, default=-1) > max(self.copied, default=-1)
 
-    def wait(self) -> CopyError | None:
+    def wait(self) -> ConfigError | None:
         """Waits until what was offered is in the store. Returns the error if one could not be copied."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and self._copying is None)
             if not self._failed:
                 return None
             step, (reason, code) = max(self._failed.items())
-        error = CopyError(
+        error = ConfigError(
             f"Checkpoint {step} could not be copied to {self._store.address} ({reason}): it is safe in {self.safe_in}; remove "
             f"the cause, and rerun the same command to copy it."
         )
@@ -330,9 +299,6 @@ class StoredCheckpoints:
         if self._thread is None:
             shutil.rmtree(self._twins, ignore_errors=True)
 
-    def _unlink(self, step: int) -> None:
-        shutil.rmtree(self._twins / str(step), ignore_errors=True)
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -351,7 +317,7 @@ class StoredCheckpoints:
                     # A newer one makes up for those that would be deleted some day.
                     self._failed = {n: why for n, why in self._failed.items() if n > step or self._config.keeps_forever(n)}
                 if step not in self._waiting:
-                    self._unlink(step)
+                    shutil.rmtree(self._twins / str(step), ignore_errors=True)
                 self._copying = None
                 self._changed.notify_all()
 
@@ -369,15 +335,13 @@ class StoredCheckpoints:
             except Exception as error:
                 # A thread that ends without a word would leave the run without copies.
                 failure = why(error), exit_codes.BAD_INPUT
-            if wait_s is None or self._is_replaced_within(wait_s):
-                break
+            with self._changed:
+                # A newer one takes its place.
+                if wait_s is None or self._changed.wait_for(lambda: bool(self._waiting) or self._ended, wait_s):
+                    break
         if not self._ended:
             log.warning("Checkpoint %d is not in %s (%s): training continues.", step, self._store.address, failure[0])
         return failure
-
-    def _is_replaced_within(self, wait_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: bool(self._waiting) or self._ended, wait_s)
 
     def _copy(self, step: int) -> None:
         folder = self._twins / str(step)
@@ -411,13 +375,28 @@ class StoredCheckpoints:
             log.warning("The damaged checkpoint %d in %s is replaced.", step, self._store.address)
         self._remove_step(step, there)
         self._store.copy_in({f"{step}/{name}": path for name, path in files.items()})
-        for name, content in files_of(self._run_dir, step):
-            self._store.write(f"{step}/{name}", content)
+        self._write_run_files(step)
+        self._require_arrived(step, {name: path.stat().st_size for name, path in files.items()})
+
+    def _write_run_files(self, step: int) -> None:
+        """Curves end at the step."""
+        for name in CURVES:
+            if (path := self._run_dir / name).exists():
+                lines = path.read_bytes().splitlines(keepends=True)
+                last = (n for n in reversed(range(len(lines))) if _step_of(lines[n]) <= step)
+                self._store.write(f"{step}/{RUN}/{name}", b"".join(lines[: next(last, -1) + 1]))
+        others = [self._run_dir / name for name in COMPANIONS]
+        for path in (*others, *(self._run_dir / TOKENIZER).rglob("*")):
+            if path.is_file():
+                self._store.write(f"{step}/{RUN}/{path.relative_to(self._run_dir).as_posix()}", path.read_bytes())
+
+    def _require_arrived(self, step: int, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The files of a step in the store and their sizes. Raises StoreError if one of `sizes` has another there."""
         found = self._store.steps(step).get(step, {})
-        for name, path in files.items():
-            if found.get(name) != path.stat().st_size:
-                arrived = f"{name} has arrived with {found.get(name, 0)} bytes of {path.stat().st_size}"
-                raise StoreError(arrived, passes=True)
+        for name, size in sizes.items():
+            if found.get(name) != size:
+                raise StoreError(f"{name} has arrived with {found.get(name, 0)} bytes of {size}", passes=True)
+        return found
 
     def _prune(self, newest: int, there: dict[int, dict[str, int]] | None = None) -> None:
         """Deletes what checkpoint.keep no longer covers and what was copied in part. Damaged ones stay and do not count. A
@@ -445,6 +424,11 @@ class StoredCheckpoints:
         self._store.remove(f"{step}/{name}" for name in sorted(names, key=lambda name: name != FILES))
 
 
+def _step_of(line: bytes) -> float:
+    """The step of a line of metrics; infinity for a damaged one."""
+    return math.inf if (record := parse(line)) is None else record["step"]
+
+
 @contextmanager
 def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[StoredCheckpoints | None, bool]]:
     """Holds checkpoint.store for this run; every process must call it. Yields its checkpoints on process 0, None on the others
@@ -456,23 +440,19 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
     if config.store is None:
         yield None, False
         return
-    lock, stored, has_one, refusal = None, None, False, None
-    if distributed.is_main_process():
-        try:
-            store = Store(config.store)
-            lock = StoreLock(store)
-            lock.take()
-            has_one = bool(committed_steps(store.steps()))
-            stored = StoredCheckpoints(store, lock, run_dir, config)
-        except ConfigError as error:
-            refusal = error
-        except (StoreError, OSError) as error:
-            refusal = unusable(config.store, error)
-    try:
+    with ExitStack() as stack:
+        stored, has_one, refusal = None, False, None
+        if distributed.is_main_process():
+            try:
+                store = Store(config.store)
+                lock = StoreLock(store)
+                stack.callback(lock.release)
+                lock.take()
+                has_one = bool(store.committed())
+                stored = stack.enter_context(closing(StoredCheckpoints(store, lock, run_dir, config)))
+            except ConfigError as error:
+                refusal = error
+            except OSError as error:
+                refusal = unusable(config.store, error)
         raise_together(refusal)
         yield stored, bool(distributed.broadcast("yes" if has_one else ""))
-    finally:
-        if stored is not None:
-            stored.close()
-        if lock is not None:
-            lock.release()

@@ -143,7 +143,7 @@ def generate(
 ) -> None:
     """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
     from jaxllm.commands import predict
-    from jaxllm.inference.text_stream import InTurn
+    from jaxllm.inference.generate import InTurn
 
     before = [f"> {text}\n" for text in prompt] if chat else prompt
     on_text = InTurn(before, show_at_once)

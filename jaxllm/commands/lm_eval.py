@@ -32,11 +32,10 @@ from jaxllm.config import ConfigError
 from jaxllm.cost_model.inference_memory import bucket
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.inference.continuations import Scorer
-from jaxllm.inference.generate import Generator, complete
+from jaxllm.inference.generate import Generator, Sampling, complete
 from jaxllm.inference.prompts import require_ids, stop_ids
-from jaxllm.inference.sampling import Sampling
-from jaxllm.weights.load_model import KEY, Adapters, paths_of
-from jaxllm.weights.weights import find_weights
+from jaxllm.weights.load_model import KEY
+from jaxllm.weights.weights import Adapters, find_weights
 
 log = logging.getLogger(__name__)
 USUAL_LENGTH = 2048
@@ -87,7 +86,7 @@ class JaxLLM(TemplateLM):
     ):
         super().__init__()
         overrides = overrides.split() if isinstance(overrides, str) else overrides
-        home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
+        home = find_weights(KEY, model, adapters=adapter).outline
         self._home, self._vocab_size = home, home.model["vocab_size"]
         self._reader = predict.tokenizer_of(home, tokenizer, say)
         self.max_length = max_length or predict.longest_of(home) or USUAL_LENGTH

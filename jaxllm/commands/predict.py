@@ -23,13 +23,12 @@ from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
 from jaxllm.inference.evaluate import evaluate as score
-from jaxllm.inference.generate import Completion, Generator, complete
+from jaxllm.inference.generate import Completion, Generator, Sampling, complete
 from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, stop_ids
-from jaxllm.inference.sampling import Sampling
 from jaxllm.machine.host import require_host_memory
 from jaxllm.weights.folder import Folder
-from jaxllm.weights.load_model import KEY, Adapters, LoadedModel, config_of, open_model, paths_of
-from jaxllm.weights.weights import find_weights
+from jaxllm.weights.load_model import KEY, LoadedModel, config_of, open_model
+from jaxllm.weights.weights import Adapters, find_weights
 
 USUAL_LENGTH = 1024
 """Tokens per window, unless the model was made for fewer."""
@@ -70,7 +69,7 @@ def evaluate(
     Raises:
       ConfigError: a file is invalid, the text is too short, or the model does not fit the mesh.
     """
-    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
+    home = find_weights(KEY, model, adapters=adapter).outline
     length = min(USUAL_LENGTH, longest_of(home) or USUAL_LENGTH) if sequence_length is None else sequence_length
     reader = tokenizer_of(home, tokenizer, say)
     ids, starts = tokenize(reader, read_text(text))
@@ -147,7 +146,7 @@ def generate(
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise ConfigError("No prompt is given: give one with --prompt.")
-    home = find_weights(KEY, str(model), adapters=paths_of(adapter)).outline()
+    home = find_weights(KEY, model, adapters=adapter).outline
     reader, vocab_size = tokenizer_of(home, tokenizer, say), home.model["vocab_size"]
     template = _template(home, reader, how.chat, how.system)
     if template is None:
@@ -238,7 +237,7 @@ def open_model_for(model: str | Path, overrides: Sequence[str], sequence_length:
     # Errors in the overrides are reported here, before any device is used.
     if "sequence_length" in (with_overrides({}, overrides).get("train") or {}):
         raise ConfigError("train.sequence_length applies only to training: leave it out and use --sequence-length.")
-    config = config_of(find_weights(KEY, str(model)), overrides, sequence_length)
+    config = config_of(find_weights(KEY, model), overrides, sequence_length)
     distributed.start(config.run)
     if "compute_dtype" not in (with_overrides({}, overrides).get("model") or {}):
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -65,7 +65,7 @@ class Scorer:
             together: all have as many positions as the longest, rounded up to a power of two.
         """
         S = bucket(max(len(ids) for ids, _ in pairs) - 1, SMALLEST_PROMPT)
-        B = self.rows(S)
+        B = self._ranks * (MOST_ROWS if self._on_cpu else bucket(evaluation_rows(S)))
         found: list[ScoredContinuation] = []
         for first in range(0, len(pairs), B):
             some = pairs[first : first + B]
@@ -77,10 +77,6 @@ class Scorer:
                 last = slice(len(ids) - 1 - count, len(ids) - 1)
                 found.append(ScoredContinuation(-float(losses_BS[row, last].sum()), bool(greedy_BS[row, last].all())))
         return found
-
-    def rows(self, positions: int) -> int:
-        """Texts of one call."""
-        return self._ranks * (MOST_ROWS if self._on_cpu else bucket(evaluation_rows(positions)))
 
 
 def score_tokens(

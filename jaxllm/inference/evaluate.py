@@ -9,7 +9,7 @@ context. Tokens at the end that do not fill a window are dropped, as is usual; t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -83,20 +83,17 @@ class Score:
 
     def lines(self) -> list[str]:
         plural = "s" if self.windows > 1 else ""
-        return [
+        lines = [
             f"loss {self.loss:.6f} nats per token, perplexity {self.perplexity:.4f}, {self.bits_per_byte:.6f} bits per byte",
             f"{self.tokens:,} tokens of {self.bytes:,} bytes scored in {self.windows:,} window{plural}; "
             f"{self.dropped_tokens:,} at the end fill no window",
-            *self._table(),
         ]
-
-    def _table(self) -> Iterator[str]:
         if self.by_position:
-            yield ""
-            yield f"{'tokens before it':>17}{'tokens':>12}{'loss':>10}"
+            lines += ["", f"{'tokens before it':>17}{'tokens':>12}{'loss':>10}"]
         for bucket in self.by_position:
             before = f"{bucket.first:,} to {bucket.last:,}" if bucket.last > bucket.first else f"{bucket.first:,}"
-            yield f"{before:>17}{bucket.tokens:>12,}{'-' if bucket.loss is None else f'{bucket.loss:.4f}':>10}"
+            lines.append(f"{before:>17}{bucket.tokens:>12,}{'-' if bucket.loss is None else f'{bucket.loss:.4f}':>10}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -224,10 +221,7 @@ def evaluate(
     firsts = 2 ** np.arange((windows.length - 1).bit_length()) if by_position else np.array([1])
     program = partial(_sums_by_position, functions, firsts) if by_position else functions.loss_sum
     loss_sum = jax.jit(program, out_shardings=replicated(mesh))
-
-    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        return windows.rows(numbers, width)
-
+    read = partial(windows.rows, width=width)
     # Float64, because a float32 sum over a large text would lose its last digits.
     nats, tokens = np.zeros(len(firsts)), np.zeros(len(firsts), np.int64)
     progress("windows", 0, windows.count)

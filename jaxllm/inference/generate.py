@@ -20,14 +20,94 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
+from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import SMALLEST_PROMPT, bucket, cache_positions
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.inference.cache import Cache, decode, prefill
-from jaxllm.inference.sampling import Sampling, next_ids
-from jaxllm.inference.text_stream import TextStream
 from jaxllm.mesh.axes import DATA, TENSOR
 from jaxllm.model.llama import Llama
+
+# --------------------------------------------------------------------------------------------------------------- sampling
+
+GREEDY, ALL, CUT = "greedy", "all", "cut"
+SMALLEST_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters. Temperature is applied first, then top_k, then top_p to the rest."""
+
+    temperature: float = 0.0
+    """Divides the logits. 0 selects the likeliest token (greedy)."""
+    top_p: float = 1.0
+    """Sample from the smallest set of likeliest tokens whose total probability reaches this value (Holtzman et al.,
+    2020)."""
+    top_k: int | None = None
+    """Sample from this many of the likeliest tokens. None: from all."""
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature={self.temperature} is not valid: use 0 for the likeliest token, or a positive value."
+            )
+        if 0 < self.temperature < SMALLEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature={self.temperature} is so small that logits overflow: use 0 for the likeliest token."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} is not a probability: use a number above 0, up to 1.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k={self.top_k} leaves no token to sample: use 1 or more.")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"seed={self.seed} is not in 0 .. 2^31 - 1: choose one in this range.")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k is not None):
+            raise ConfigError("top_p and top_k limit sampling, but temperature=0 does not sample: set temperature.")
+
+    @property
+    def kind(self) -> str:
+        """The static part, for which a program is compiled. The numbers are its inputs."""
+        if self.temperature == 0:
+            return GREEDY
+        return ALL if self.top_p == 1 and self.top_k is None else CUT
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "temperature": np.float32(self.temperature),
+            "top_p": np.float32(self.top_p),
+            "top_k": np.int32(np.iinfo(np.int32).max if self.top_k is None else self.top_k),
+            "seed": np.int32(self.seed),
+        }
+
+
+def next_ids(logits_BV: Float[Array, "B V"], kind: str, numbers: dict[str, Any], step: Int[Array, ""]) -> Int[Array, " B"]:
+    """Chooses one id per row. A sample depends on the seed, the step and the row's number.
+
+    Args:
+      kind, numbers: of a Sampling.
+      step: number of ids chosen before.
+    """
+    if kind == GREEDY:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    key = jax.random.fold_in(jax.random.key(numbers["seed"]), step)
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(logits_BV.shape[0]))
+    scaled_BV = logits_BV / numbers["temperature"]
+    if kind == ALL:
+        return jax.vmap(jax.random.categorical)(keys_B, scaled_BV).astype(jnp.int32)
+    ids_BV = jnp.argsort(scaled_BV, axis=-1, descending=True)
+    sorted_BV = jnp.take_along_axis(scaled_BV, ids_BV, axis=-1)
+    sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[1])[None] < numbers["top_k"], sorted_BV, -jnp.inf)
+    p_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+    sorted_BV = jnp.where(before_BV < numbers["top_p"], sorted_BV, -jnp.inf)
+    ranks_B = jax.vmap(jax.random.categorical)(keys_B, sorted_BV)
+    return jnp.take_along_axis(ids_BV, ranks_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+# -------------------------------------------------------------------------------------------------------------- generation
 
 
 class Generator:
@@ -102,6 +182,102 @@ def mesh_of(params) -> Mesh | None:
     """The mesh of the parameters; None for one device without a mesh."""
     meshes = (p.sharding.mesh for p in jax.tree.leaves(params) if isinstance(p.sharding, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and TENSOR in mesh.shape), None)
+
+
+# ---------------------------------------------------------------------------------------------------------- ids as text
+
+CONTEXT_IDS = 8
+"""Number of prompt ids decoded together with new ids: some tokenizers drop the space before the first decoded word."""
+HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""Result of decoding bytes that do not form a complete character (yet)."""
+
+
+class TextStream:
+    """The new ids of one row as text. A character made of several tokens is returned with its last token. A possible start of
+    a stop text is held back until it is decided.
+
+    Args:
+      prompt: the ids before the new ones.
+      stop_texts: the text ends before the first of them.
+
+    Attributes:
+      stopped: True after a stop text. No text is returned after that.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, stop_texts: Sequence[str] = ()):
+        self._tokenizer, self._stop_texts = tokenizer, tuple(stop_texts)
+        self.stopped = False
+        # `_before`: ids with final text, enough to decode the next ones. `_new`: ids whose text may still change.
+        self._before, self._new = [int(i) for i in prompt[-CONTEXT_IDS:]], []
+        self._text, self._given = "", 0
+
+    def push(self, token: int) -> str:
+        """Adds an id and returns the text that is now final."""
+        self._new.append(token)
+        self._settle()
+        return self._give(hold=True)
+
+    def rest(self) -> str:
+        """Returns the text that was held back, after the last id."""
+        self._settle(last=True)
+        return self._give(hold=False)
+
+    def _settle(self, last: bool = False) -> None:
+        """Decodes the new ids, unless their end may still change: byte tokens decode to half characters, including earlier
+        complete characters, until the last token of a character arrives.
+        """
+        before, text = (self._tokenizer.decode(ids) for ids in (self._before, self._before + self._new))
+        if len(text) > len(before) and (last or not text.endswith(HALF_CHARACTER)):
+            self._text += text[len(before) :]
+            self._before, self._new = self._new, []
+
+    def _give(self, hold: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._text
+        if (end := min((at for stop in self._stop_texts if (at := text.find(stop)) >= 0), default=None)) is not None:
+            self.stopped, text = True, text[:end]
+        elif hold:
+            text = text[: len(text) - max((_overlap(text, stop) for stop in self._stop_texts), default=0)]
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return new
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of the text that is a prefix of the stop text."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def printable(text: str) -> str:
+    """Replaces control characters by U+FFFD, because a terminal would execute those that a model writes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else HALF_CHARACTER for c in text)
+
+
+class InTurn:
+    """Shows texts that grow at the same time one after the other. The first unfinished text is shown live, each later one in
+    its turn. Output is printable.
+
+    Args:
+      headings: shown before each text.
+      write: writes a string at once.
+    """
+
+    def __init__(self, headings: Sequence[str], write: Callable[[str], None]):
+        self._write = write
+        self._waiting, self._ended = list(headings), [False] * len(headings)
+        self._row = 0
+
+    def __call__(self, row: int, text: str, ended: bool) -> None:
+        """Takes the new part of a text, and whether the text has ended."""
+        self._waiting[row] += text
+        self._ended[row] = ended
+        while self._row < len(self._waiting):
+            text, self._waiting[self._row] = self._waiting[self._row], ""
+            self._write(printable(text))
+            if not self._ended[self._row]:
+                break
+            self._write("\n")
+            self._row += 1
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 EXAMINE = """
 import sys
 from pathlib import Path
-from jaxllm.checkpoint.checksums import changed
+from jaxllm.checkpoint.files import changed
 from jaxllm.checkpoint.files import damage
 for folder in map(Path, sys.argv[1:]):
     reason = damage(folder) if folder.is_dir() else "it is missing"

@@ -16,8 +16,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.data.loader import PackedDocuments, SampleStream
 from jaxllm.data.sources import Data
-from jaxllm.inference.generate import sample
-from jaxllm.inference.text_stream import printable
+from jaxllm.inference.generate import printable, sample
 from jaxllm.mesh.axes import CONTEXT
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.zigzag import inverse

@@ -51,7 +51,7 @@ def keep_companions(folder: Path, trainer: Any) -> None:
     files that accompanied its initial weights, whose folder may be deleted later.
     """
     home, aside, before = folder / TOKENIZER, folder / ".tokenizer", folder / ".tokenizer-before"
-    beside = None if trainer.start.weights is None else trainer.start.weights.outline().companions
+    beside = None if trainer.start.weights is None else trainer.start.weights.outline.companions
     if trainer.step:
         # Left by a start that was killed between the two renames below.
         beside = home if home.exists() else before

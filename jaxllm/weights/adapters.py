@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,11 @@ from jaxllm.config.hub import is_hub_name
 from jaxllm.config.model_spec import LORA_A, LORA_B, LORA_TARGETS
 from jaxllm.config.types import PositiveFloat, PositiveInt
 from jaxllm.untrusted import RefusedInput, checked, shown
-from jaxllm.weights.folder import Folder, HuggingFaceFolder, Index, LayerElements, require_shape, tensors_in
-from jaxllm.weights.names import Entry
-from jaxllm.weights.streaming import Move, in_files, stream
+from jaxllm.weights.folder import Entry, Folder, HuggingFaceFolder, Index, require_shape, tensors_in
+from jaxllm.weights.safetensors import FOR_TORCH, Elements, new_file
+from jaxllm.weights.streaming import Move, stream, total_bytes
 
-ADAPTER_CONFIG, STEM = "adapter_config.json", "adapter_model"
-WEIGHTS = f"{STEM}.safetensors"
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNUSED: dict[str, Sequence[Any]] = {
     "bias": ("none", None),
     # The others take a part out of the base model's matrices, which PEFT takes out again when it loads the adapter.
@@ -63,10 +63,6 @@ class AdapterFolder(HuggingFaceFolder):
         super().__post_init__()
         self.entries = {path: entry for path, entry in self.entries.items() if entry.is_lora}
 
-    @property
-    def scale(self) -> float:
-        return self.model["lora"]["alpha"] / self.model["lora"]["rank"]
-
 
 def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder:
     """Opens an adapter in PEFT's format and checks it. It does not read values.
@@ -91,7 +87,7 @@ def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder
         said = checked({name: content[name] for name in AdapterFile.__dataclass_fields__ if name in content}, AdapterFile)
     except RefusedInput as error:
         raise ConfigError(f"{where} is not the config of a LoRA adapter ({error}): use another adapter.") from None
-    tensors = tensors_in(path, [WEIGHTS], "get the file again", {})
+    tensors = tensors_in(path, [WEIGHTS], "get the file again")
     # The names of the tensors, because target_modules may be a pattern.
     targets = [target for target in LORA_TARGETS if any(f".{target}.lora_A." in name for name in tensors)]
     if not targets:
@@ -121,10 +117,10 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
         if entry.is_lora:
             stored = dtype or folder.dtype(entry.path)
             for layer, name in enumerate(entry.tensors):
-                moves.append(Move(name, LayerElements(folder, entry, layer), entry.matrix, stored, name))
+                moves.append(Move(name, folder.layer(entry, layer), entry.matrix, stored, name))
                 tensors[name] = (stored, entry.their_shape)
-    layout = in_files(tensors, STEM, 2**63, {"format": "pt"})
-    stream(moves, layout, aside)
+    layout = {WEIGHTS: tensors}
+    stream(moves, layout, aside, create=partial(new_file, metadata=FOR_TORCH))
     lora = folder.model["lora"]
     # PEFT has the commit in a key of its own: huggingface.co/docs/peft/package_reference/config.
     name, _, revision = base.partition("@") if base and is_hub_name(base) and not Path(base).exists() else (base, "", "")
@@ -141,7 +137,7 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
         "inference_mode": True,
     }
     (aside / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    return moves, layout.total_bytes
+    return moves, total_bytes(layout)
 
 
 @dataclass
@@ -155,19 +151,12 @@ class MergedFolder(Folder):
     def __post_init__(self):
         super().__post_init__()
         self._factors: tuple[tuple[str, ...], list[tuple[np.ndarray, np.ndarray, float]]] = ((), [])
-        self._last: tuple[Any, np.ndarray] = (None, np.empty(0))
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
         return self.base.dtype(path)
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
-        # Files are written in blocks of one layer, which ask for the same part again and again.
-        if self._last[0] != (path, box := self.box(path, index)):
-            self._last = ((path, box), self._read(path, [slice(begin, end) for begin, end in box]))
-        return self._last[1]
-
-    def _read(self, path: tuple[str, ...], index: Sequence[slice]) -> np.ndarray:
-        factors = self._factors_of(path)
+        index, factors = [slice(*span) for span in self.box(path, index)], self._factors_of(path)
         weight, columns, (layers, *dims) = self.base.read(path, index), self.entries[path].columns, index
         merged = weight
         for a, b, scale in factors:
@@ -186,5 +175,5 @@ class MergedFolder(Folder):
             self._factors = (path, found)
         return self._factors[1]
 
-    def slab(self, entry: Entry, layer: int) -> Any:
-        return LayerElements(self, entry, layer) if entry.columns else self.base.slab(entry, layer)
+    def slab(self, entry: Entry, layer: int) -> Elements:
+        return self.layer(entry, layer) if entry.columns else self.base.slab(entry, layer)

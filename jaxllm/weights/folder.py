@@ -11,11 +11,16 @@ jaxllm's own format 2:
     tokenizer/             tokenizer files, generation_config.json and the original config.json
 
 Format 1 consists of Orbax files; weights/weights.py reads it.
+
+Hugging Face stores one tensor per layer, each projection as [out, in], with heads and head size merged. jaxllm stacks layers in
+a leading dim. Each Hugging Face matrix is the transpose of a jaxllm parameter that is viewed as a matrix: the first `columns`
+dims of the parameter are the matrix's columns in Hugging Face, and the other dims are its rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +29,13 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, model_section, read_object, stored_section
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, model_section, read_object, stored_section
 from jaxllm.config.hub import folder_of
+from jaxllm.config.model_config import LoraConfig, ModelConfig
+from jaxllm.config.model_spec import LORA_A, LORA_B, parameters
 from jaxllm.config.types import PositiveInt, Switch
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked
-from jaxllm.weights.names import BUFFERS, EMBEDDING, HEAD, Entry, entries
-from jaxllm.weights.safetensors import DTYPES, Tensor, TensorFile
+from jaxllm.weights.safetensors import DTYPES, Elements, Tensor, TensorFile
 from jaxllm.weights.staging import GENERATION
 
 FORMAT = 2
@@ -41,22 +47,78 @@ Index = Sequence[slice]
 """One slice with step 1 for each dim of a parameter."""
 
 
-@dataclass(frozen=True)
-class Slab:
-    """Consecutive elements of a tensor in a file: the array of one layer, in the file's order."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BUFFERS = (".rotary_emb.inv_freq",)
+"""Name suffixes of tensors that are not weights: old folders store the rotary frequencies, which follow from the config."""
 
-    tensor: Tensor
-    first: int
-    size: int
+
+@dataclass(frozen=True)
+class Entry:
+    """One jaxllm parameter and its Hugging Face tensors."""
+
+    path: tuple[str, ...]
+    template: str
+    layers: int | None
+    """L for a stack, whose tensors are template.format(layer). None for a parameter that is one tensor."""
+    dims: tuple[int, ...]
+    """Sizes of one layer's array, or of the complete array if there are no layers."""
+    columns: int
+    """Number of leading dims that are the columns of Hugging Face's matrix. 0: both sides have the same order."""
 
     @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
+    def name(self) -> str:
+        return ".".join(self.path)
 
-    def read(self, begin: int, end: int) -> np.ndarray:
-        """Reads elements [begin, end) as a flat array."""
-        elements = self.tensor.nbytes // self.dtype.itemsize
-        return self.tensor.read([(self.first + begin, self.first + end)], (elements,))
+    @property
+    def is_lora(self) -> bool:
+        """Whether it is a matrix of an adapter."""
+        return self.path[-1].endswith((LORA_A, LORA_B))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of jaxllm's parameter."""
+        return self.dims if self.layers is None else (self.layers, *self.dims)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Hugging Face's names, in the order of the layers."""
+        return (self.template,) if self.layers is None else tuple(self.template.format(i) for i in range(self.layers))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of one layer's array as a matrix, if `columns` is above 0."""
+        return math.prod(self.dims[: self.columns]), math.prod(self.dims[self.columns :])
+
+    @property
+    def their_dims(self) -> tuple[int, ...]:
+        """Dims of Hugging Face's tensor, with heads and head size separate."""
+        return self.dims[self.columns :] + self.dims[: self.columns]
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """Shape of each Hugging Face tensor."""
+        if self.columns:
+            return self.matrix[::-1]
+        return self.dims if self.template in (EMBEDDING, HEAD) else (math.prod(self.dims),)
+
+
+def entries(model: Mapping[str, Any]) -> list[Entry]:
+    """All parameters of the network that a `model` section describes."""
+    # Not validated: the file may be damaged, and its reader says so. Scaled frequencies are of the same shape.
+    shape = {key: model[key] for key in SHAPE_KEYS if key in model and key != "rope_scaling"}
+    if model.get("lora") is not None:
+        shape["lora"] = LoraConfig.model_validate(model["lora"])
+    network = ModelConfig.model_construct(**shape)
+    return [
+        Entry(
+            path=tuple(spec.path.split(".")),
+            template=spec.hugging_face,
+            layers=network.num_layers if spec.in_layer else None,
+            dims=spec.shape,
+            columns=spec.inputs,
+        )
+        for spec in parameters(network)
+    ]
 
 
 @dataclass
@@ -79,6 +141,7 @@ class Folder:
 
     def __post_init__(self):
         self.entries: dict[tuple[str, ...], Entry] = {entry.path: entry for entry in entries(self.model)}
+        self._last: tuple[tuple[tuple[str, ...], int], np.ndarray] | None = None
 
     @property
     def tokenizer(self) -> Path | None:
@@ -105,10 +168,9 @@ class Folder:
     @property
     def common_dtype(self) -> np.dtype:
         """The dtype of most values."""
-        sizes: dict[np.dtype, int] = {}
+        sizes: Counter[np.dtype] = Counter()
         for entry in self.entries.values():
-            dtype = self.dtype(entry.path)
-            sizes[dtype] = sizes.get(dtype, 0) + int(np.prod(entry.shape, dtype=np.int64))
+            sizes[self.dtype(entry.path)] += math.prod(entry.shape)
         return max(sizes, key=sizes.__getitem__)
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
@@ -123,40 +185,29 @@ class Folder:
         """
         raise NotImplementedError
 
-    def slab(self, entry: Entry, layer: int) -> Any:
-        """The array of one layer in the file's order: `size`, `dtype`, `read(begin, end)`. Without layers, `layer` is 0."""
-        raise NotImplementedError
+    def slab(self, entry: Entry, layer: int) -> Elements:
+        """The array of one layer in the file's order. Without layers, `layer` is 0."""
+        return self.layer(entry, layer)
+
+    def layer(self, entry: Entry, layer: int) -> Elements:
+        """The same in jaxllm's order of dims. The last one read is kept: files are written in blocks of a layer."""
+
+        def read(begin: int, end: int) -> np.ndarray:
+            key = entry.path, layer
+            if self._last is None or self._last[0] != key:
+                self._last = None
+                index = [slice(None)] * len(entry.dims)
+                index = index if entry.layers is None else [slice(layer, layer + 1), *index]
+                self._last = key, self.read(entry.path, index).reshape(-1)
+            return self._last[1][begin:end]
+
+        return Elements(math.prod(entry.dims), self.dtype(entry.path), read)
 
     def box(self, path: tuple[str, ...], index: Index | None) -> list[tuple[int, int]]:
         """Converts an index to [begin, end) of each dim."""
         shape = self.entries[path].shape
         index = (slice(None),) * len(shape) if index is None else index
         return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-
-    def flat_layer(self, entry: Entry, layer: int) -> np.ndarray:
-        """One layer's elements of a parameter in layers, in order."""
-        index = [slice(layer, layer + 1), *[slice(None)] * len(entry.dims)]
-        return self.read(entry.path, index).reshape(-1)
-
-
-@dataclass(frozen=True)
-class LayerElements:
-    """One layer's array of a parameter, read on demand, in jaxllm's order of dims. It stands for a Slab."""
-
-    folder: Folder
-    entry: Entry
-    layer: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.entry.dims)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.folder.dtype(self.entry.path)
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        return self.folder.flat_layer(self.entry, self.layer)[begin:end]
 
 
 @dataclass
@@ -192,9 +243,8 @@ class HuggingFaceFolder(Folder):
         theirs = tensor.read(box[c:] + box[:c], entry.their_dims)
         return theirs.transpose(*range(n - c, n), *range(n - c))
 
-    def slab(self, entry: Entry, layer: int) -> Slab:
-        tensor = self.stored(entry)[layer]
-        return Slab(tensor, 0, tensor.nbytes // tensor.dtype.itemsize)
+    def slab(self, entry: Entry, layer: int) -> Elements:
+        return self.stored(entry)[layer].elements()
 
 
 @dataclass
@@ -207,14 +257,9 @@ class JaxllmFolder(Folder):
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
         return self.tensors[".".join(path)].read(self.box(path, index))
 
-    def slab(self, entry: Entry, layer: int) -> Slab:
-        size = int(np.prod(entry.dims, dtype=np.int64))
-        return Slab(self.tensors[entry.name], layer * size, size)
-
-
-def is_model_folder(path: Path) -> bool:
-    """Whether the path looks like a model folder. `open_folder` checks whether it is complete."""
-    return (path / MODEL).is_file() or (path / CONFIG).is_file()
+    def slab(self, entry: Entry, layer: int) -> Elements:
+        size = math.prod(entry.dims)
+        return self.tensors[entry.name].elements(layer * size, size)
 
 
 def open_folder(key: str, text: str) -> Folder:
@@ -271,7 +316,7 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
         raise ConfigError(f"{key}={path} has format {said.format}, whose weights are Orbax's: export it again.")
     section = stored_section(said.model, str(path / MODEL))
     expected = {entry.name: entry for entry in entries(section)}
-    tensors = tensors_in(path, said.files, "convert or export it again", {})
+    tensors = tensors_in(path, said.files, "convert or export it again")
     for name, entry in expected.items():
         if name not in tensors:
             raise ConfigError(f"{path} has no parameter {name}: convert or export it again.")
@@ -289,7 +334,10 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
 def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     section = model_section(read_object(path / CONFIG), str(path / CONFIG))
     files, promises = _files_and_promises(key, path)
-    tensors = tensors_in(path, files, "get the file again", promises)
+    tensors = tensors_in(path, files, "get the file again")
+    for tensor, name in promises.items():
+        if tensor not in tensors or tensors[tensor].file.path.name != name:
+            raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
     dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
     for name in dropped:
         del tensors[name]
@@ -327,10 +375,10 @@ def require_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _require_equal(path: Path, one: Tensor, other: Tensor) -> None:
-    size = int(np.prod(one.shape, dtype=np.int64))
-    for begin in range(0, size, BLOCK):
-        span = [(begin, min(size, begin + BLOCK))]
-        if one.code != other.code or one.read(span, (size,)).tobytes() != other.read(span, (size,)).tobytes():
+    first, second = one.elements(), other.elements()
+    for begin in range(0, first.size, BLOCK):
+        span = begin, min(first.size, begin + BLOCK)
+        if one.code != other.code or first.read(*span).tobytes() != second.read(*span).tobytes():
             raise ConfigError(
                 f"{path} holds a {HEAD} that differs from {EMBEDDING}, while its {CONFIG} says tie_word_embeddings=true: "
                 f"set it to false to load both."
@@ -360,12 +408,11 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], dict[str, str]
     raise ConfigError(f"{key}={path} has a {CONFIG} but no *.safetensors: get the weights too.")
 
 
-def tensors_in(path: Path, files: Sequence[str], again: str, promises: Mapping[str, str]) -> dict[str, Tensor]:
+def tensors_in(path: Path, files: Sequence[str], again: str) -> dict[str, Tensor]:
     """Lists all tensors of the files in a folder. Each name must be unique.
 
     Args:
       again: what to do about a damaged file, for error messages.
-      promises: the file of each tensor as the index says, if there is one.
     """
     found: dict[str, Tensor] = {}
     for name in files:
@@ -378,7 +425,4 @@ def tensors_in(path: Path, files: Sequence[str], again: str, promises: Mapping[s
                 where = found[tensor.name].file.path.name
                 raise ConfigError(f"{path} holds {tensor.name} twice, in {where} and {name}: remove one.")
             found[tensor.name] = tensor
-    for tensor, name in promises.items():
-        if tensor not in found or found[tensor].file.path.name != name:
-            raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
     return found

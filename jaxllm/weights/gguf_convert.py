@@ -2,33 +2,178 @@
 
 The values are those of `--to hf` with the same dtype, one tensor at a time, each read back and compared, as there. The file
 gets its name last. It is not quantised: llama.cpp's `llama-quantize` does that.
+
+llama.cpp computes some networks otherwise than transformers. What it would compute otherwise is refused by name, as read in its
+source (src/models/*.cpp, src/llama-model.cpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, SpecialVocab, TokenType
+from gguf import (
+    GGML_QUANT_VERSION,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    SpecialVocab,
+    TokenType,
+    get_tensor_name_map,
+)
 
 from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.config.hf_kinds import KINDS
+from jaxllm.config.model_config import RopeScaling
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.tokenizer import DOCUMENT_END, Tokenizer, byte_characters, load_tokenizer
 from jaxllm.model.layers import rotary_frequencies
 from jaxllm.untrusted import read_json
-from jaxllm.weights.beside_weights import reads_bytes, write_companions
 from jaxllm.weights.folder import Folder, HuggingFaceFolder
-from jaxllm.weights.gguf_network import ROPE_FREQS, GGUFFile, architecture, describe_network, pairs_together, tensor_names
-from jaxllm.weights.hf_convert import Conversion, Tensors, config_json, progress
-from jaxllm.weights.safetensors import DTYPES
+from jaxllm.weights.hf_convert import Conversion, config_json, progress, reads_bytes, write_companions
+from jaxllm.weights.safetensors import CODES, DTYPES, Described, Elements, Tensor, ValuesFile
 from jaxllm.weights.staging import companion_files, new_folder, require_new
-from jaxllm.weights.streaming import Elements, Layout, Move, stream
+from jaxllm.weights.streaming import Move, nbytes, stream, total_bytes
 from jaxllm.weights.weights import dtype_named, find_weights
+
+# ------------------------------------------------------------------------------------------------------- values in a file
+# The values of a GGUF file, whose header the library gguf writes. They are written and read in pieces, as those of safetensors:
+# the library's writer needs a tensor whole, and pages of its reader's memory map count as the process's own memory.
+#
+# Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+TYPES = {code: GGMLQuantizationType[code] for code in CODES.values()}
+"""ggml's types, by the names that safetensors has for dtypes."""
+
+
+def new_gguf(header: GGUFWriter, path: Path, tensors: Described) -> dict[str, Tensor]:
+    """Creates a file of full length for these tensors, whose values are still to be written.
+
+    Args:
+      header: with all keys, and without tensors.
+    """
+    for name, (dtype, shape) in tensors.items():
+        raw = TYPES[CODES[dtype]]
+        header.add_tensor_info(name, shape, np.dtype(np.float32), nbytes(dtype, shape), raw_dtype=raw)
+    header.write_header_to_file(path)
+    header.write_kv_data_to_file()
+    header.write_ti_data_to_file()
+    header.close()
+    file, found = ValuesFile(path, os.O_RDWR), {}
+    end = file.size
+    for name, (dtype, shape) in tensors.items():
+        begin = GGUFWriter.ggml_pad(end, header.data_alignment)
+        end = begin + nbytes(dtype, shape)
+        found[name] = Tensor(name, CODES[dtype], shape, file, begin, end)
+    os.truncate(path, GGUFWriter.ggml_pad(end, header.data_alignment))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- parameters
+
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+}
+"""By transformers' model_type."""
+FILE_TYPES = {"F32": LlamaFileType.ALL_F32, "F16": LlamaFileType.MOSTLY_F16, "BF16": LlamaFileType.MOSTLY_BF16}
+ROPE_FREQS = "rope_freqs.weight"
+"""By what the frequency of each rotary pair is divided (Llama 3)."""
+GEMMA_27B_LAYERS = 62
+"""So many layers are Gemma 3 27B for llama.cpp, which then divides scores by the square root of hidden_size / num_heads."""
+
+
+def architecture(kind: str, model: ModelConfig) -> MODEL_ARCH:
+    """llama.cpp's architecture of a network.
+
+    Args:
+      kind: transformers' model_type.
+
+    Raises:
+      ConfigError: llama.cpp computes it otherwise. The message says what.
+    """
+    found = ARCHITECTURES[kind]
+    for reason in _differences(found, model):
+        raise ConfigError(f"llama.cpp's {MODEL_ARCH_NAMES[found]} has no {reason}: use --to hf and another server.")
+    return found
+
+
+def _differences(arch: MODEL_ARCH, model: ModelConfig) -> Iterator[str]:
+    scaling = model.rope_scaling
+    if model.sliding_window is not None and arch != MODEL_ARCH.GEMMA3:
+        yield f"model.sliding_window={model.sliding_window}"
+    if model.num_heads * model.head_dim != model.hidden_size and arch in (MODEL_ARCH.QWEN2, MODEL_ARCH.OLMO2):
+        yield f"model.head_dim={model.head_dim} that is not hidden_size / num_heads"
+    if model.tie_embeddings and arch == MODEL_ARCH.OLMO2:
+        yield "model.tie_embeddings=true"
+    if arch == MODEL_ARCH.GEMMA3:
+        usual = model.hidden_size // model.num_heads if model.num_layers == GEMMA_27B_LAYERS else model.head_dim
+        if (scalar := model.query_pre_attn_scalar or model.head_dim) != usual:
+            yield f"model.query_pre_attn_scalar={scalar} but {usual} for {model.num_layers} layers"
+    if scaling is None:
+        return
+    if (scaling.rope_type == "llama3" and arch != MODEL_ARCH.LLAMA) or (
+        scaling.rope_type == "yarn" and arch == MODEL_ARCH.GEMMA3
+    ):
+        yield f"model.rope_scaling.rope_type={scaling.rope_type}"
+    for name in ("beta_slow", "beta_fast", "attention_factor"):
+        if (value := getattr(scaling, name)) != (default := RopeScaling.model_fields[name].default):
+            yield f"model.rope_scaling.{name}={value} but {default or 'its default'}"
+
+
+def describe_network(writer: GGUFWriter, model: ModelConfig, positions: int, dtype: np.dtype) -> None:
+    """Writes the keys of a network.
+
+    Args:
+      positions: how many the model was trained for.
+      dtype: of most tensors.
+    """
+    writer.add_type("model")
+    writer.add_file_type(FILE_TYPES[CODES[dtype]])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_context_length(positions)
+    writer.add_vocab_size(model.vocab_size)
+    writer.add_block_count(model.num_layers)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_key_length(model.head_dim)
+    writer.add_value_length(model.head_dim)
+    writer.add_layer_norm_rms_eps(model.norm_eps)
+    writer.add_rope_dimension_count(model.head_dim)
+    writer.add_rope_freq_base(model.rope_theta)
+    if model.sliding_window is not None:
+        writer.add_sliding_window(model.sliding_window)
+        writer.add_sliding_window_pattern([window is not None for window in model.windows])
+        writer.add_rope_freq_base_swa(model.local_rope_theta or model.rope_theta)
+    if (scaling := model.rope_scaling) is None or scaling.rope_type == "llama3":
+        # Llama 3's scaling is a tensor: ROPE_FREQS.
+        return
+    writer.add_rope_scaling_type(RopeScalingType(scaling.rope_type))
+    writer.add_rope_scaling_factor(scaling.factor)
+    if scaling.rope_type == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
+
+
+def tensor_names(arch: MODEL_ARCH, layers: int, theirs: list[str]) -> dict[str, str]:
+    """GGUF's names, by Hugging Face's."""
+    names = get_tensor_name_map(arch, layers)
+    found = {name: names.get_name(name, (".weight", ".bias")) for name in theirs}
+    return {name: ours for name, ours in found.items() if ours is not None}
+
 
 # -------------------------------------------------------------------------------------------------------------- tokenizer
 # A tokenizer.json as the vocabulary of a GGUF file.
@@ -261,108 +406,67 @@ def to_gguf(
     config, model = config_json(folder, wanted, max_position), ModelConfig.model_validate(folder.model)
     arch = architecture(config["model_type"], model)
     moves, tensors = _moves(folder, arch, model, wanted)
-    layout = Layout({Path(destination).name: tensors}, {})
+    layout = {Path(destination).name: tensors}
     writer = GGUFWriter(None, MODEL_ARCH_NAMES[arch])
     writer.add_name(Path(destination).stem)
     positions = config.get("max_position_embeddings") or KINDS[config["model_type"]].defaults["max_position_embeddings"]
     describe_network(writer, model, positions, wanted or folder.common_dtype)
-    with new_folder(destination, layout.total_bytes, force, only=Path(destination).name) as aside:
+    with new_folder(destination, total_bytes(layout), force, only=Path(destination).name) as aside:
         write_companions(folder, aside / "beside")
         describe_tokenizer(writer, aside / "beside", model.vocab_size, found.description)
         with progress(moves, "to GGUF") as advance:
-            stream(moves, layout, aside, advance, GGUFFile(writer))
-    names = tuple(sorted({dtype.name for dtype, _ in tensors.values()}))
-    return Conversion(found.description, destination, len(moves), layout.total_bytes, names, 1)
+            stream(moves, layout, aside, advance, partial(new_gguf, writer))
+    dtypes = {dtype.name for dtype, _ in tensors.values()}
+    return Conversion(found.description, destination, len(moves), total_bytes(layout), dtypes, 1)
 
 
-def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Tensors]:
+def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Described]:
     theirs = [name for entry in folder.entries.values() for name in entry.tensors]
     ours = tensor_names(arch, model.num_layers, theirs)
-    moves: list[Move] = []
-    tensors: Tensors = {}
+    moves, tensors = [], {}
     # Slabs of a Hugging Face folder are in its order already.
     is_theirs = isinstance(folder, HuggingFaceFolder)
     for entry in folder.entries.values():
         dtype = wanted or folder.dtype(entry.path)
         for layer, name in enumerate(entry.tensors):
-            source: Elements = folder.slab(entry, layer)
+            source, passed = folder.slab(entry, layer), dtype
             if model.norm_plus_one and name.endswith("norm.weight"):
-                source = _PlusOne(source, dtype)
+                source, passed = _plus_one(source, dtype), FLOAT32
             if arch == MODEL_ARCH.LLAMA and name.endswith(ROTATED):
                 rows = model.num_heads if name.endswith(ROTATED[0]) else model.num_kv_heads
                 shape = (rows, model.head_dim, model.hidden_size) if is_theirs else (model.hidden_size, rows, model.head_dim, 1)
-                source = _PairsTogether(source, shape)
+                source = _pairs_together(source, shape)
             matrix = entry.matrix if entry.columns and not is_theirs else None
-            passed = FLOAT32 if isinstance(source, _PlusOne) else dtype
             moves.append(Move(name, source, matrix, passed, ours[name]))
             # llama.cpp adds and multiplies vectors in float32 alone.
             tensors[ours[name]] = (dtype if len(entry.their_shape) > 1 else FLOAT32, entry.their_shape)
     if model.rope_scaling is not None and model.rope_scaling.rope_type == "llama3":
         plain = rotary_frequencies(model.model_copy(update={"rope_scaling": None}))
-        factors = _Values(plain / rotary_frequencies(model))
-        moves.append(Move(ROPE_FREQS, factors, None, FLOAT32, ROPE_FREQS))
+        factors = plain / rotary_frequencies(model)
+        elements = Elements(factors.size, factors.dtype, lambda begin, end: factors[begin:end])
+        moves.append(Move(ROPE_FREQS, elements, None, FLOAT32, ROPE_FREQS))
         tensors[ROPE_FREQS] = (FLOAT32, (factors.size,))
     return moves, tensors
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Elements of an array."""
-
-    array: np.ndarray
-
-    @property
-    def size(self) -> int:
-        return self.array.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.array.dtype
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        return self.array[begin:end]
-
-
-@dataclass(frozen=True)
-class _PlusOne:
+def _plus_one(source: Elements, through: np.dtype) -> Elements:
     """Scales of norms that begin at 0. llama.cpp's begin at 1."""
-
-    source: Elements
-    through: np.dtype
-
-    @property
-    def size(self) -> int:
-        return self.source.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        return FLOAT32
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        return 1 + self.source.read(begin, end).astype(self.through).astype(FLOAT32)
+    return Elements(source.size, FLOAT32, lambda begin, end: 1 + source.read(begin, end).astype(through).astype(FLOAT32))
 
 
-@dataclass(frozen=True)
-class _PairsTogether:
-    """The query or key matrix of Llama, with rotary pairs as llama.cpp has them.
+def _pairs_together(source: Elements, shape: tuple[int, ...]) -> Elements:
+    """The query or key matrix of Llama with the rows of each head in llama.cpp's order. A rotary pair is one row in each half
+    of a head in Hugging Face's order, and two neighbours in llama.cpp's.
 
     Args:
       shape: [..., N, H, rest].
     """
+    *outer, H, rest = shape
 
-    source: Elements
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return self.source.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.source.dtype
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        whole = self.source.read(0, self.size).reshape(self.shape)
+    def read(begin: int, end: int) -> np.ndarray:
+        whole = source.read(0, source.size).reshape(*outer, 2, H // 2, rest)
         # NumPy calls a function for each bfloat16.
-        unsigned = pairs_together(whole.view(f"u{whole.dtype.itemsize}"))
-        return unsigned.reshape(-1)[begin:end].view(self.dtype)
+        unsigned = whole.view(f"u{whole.dtype.itemsize}").swapaxes(-3, -2)
+        return unsigned.reshape(-1)[begin:end].view(source.dtype)
+
+    return Elements(source.size, source.dtype, read)

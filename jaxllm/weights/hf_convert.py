@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,13 @@ from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
 from jaxllm.data.stores import is_address
+from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
 from jaxllm.stderr import bytes_bar
-from jaxllm.weights.beside_weights import token_ids, write_companions
-from jaxllm.weights.folder import INDEX, Folder, HuggingFaceFolder, open_folder
-from jaxllm.weights.names import EMBEDDING, HEAD, Entry
-from jaxllm.weights.safetensors import DTYPES
-from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
-from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream
+from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFolder, open_folder
+from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
+from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
+from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream, total_bytes
 
-Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
-"""Name, dtype and shape of each tensor in a set of files."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -46,7 +44,7 @@ class Conversion:
     """Number of Hugging Face's tensors. Each was read once and compared once."""
     nbytes: int
     """Bytes of weights written."""
-    dtypes: tuple[str, ...]
+    dtypes: set[str]
     files: int
     dropped: tuple[str, ...] = ()
     agreement: Agreement | None = None
@@ -56,7 +54,7 @@ class Conversion:
         files = f"{self.files} files" if self.files > 1 else "1 file"
         lines = [
             f"converted {self.source} to {self.destination}: {self.tensors:,} tensors, {self.nbytes:,} bytes of "
-            f"{' and '.join(self.dtypes)} in {files}",
+            f"{' and '.join(sorted(self.dtypes))} in {files}",
             "every tensor was read back, and its checksum is the source's",
         ]
         if self.dropped:
@@ -100,22 +98,25 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     folder = _opened(source)
     if not isinstance(folder, HuggingFaceFolder):
         raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
-    require_ours(folder)
+    try:
+        # The config may refuse the shape, for example because heads do not divide.
+        ModelConfig.model_validate(folder.model)
+    except ValidationError as error:
+        raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
     companion_files(folder.companions)
     tensors = {entry.name: (folder.dtype(entry.path), entry.shape) for entry in folder.entries.values()}
-    layout = in_files(tensors, "weights", LARGEST_FILE, {})
-    moves = list(_moves_in(folder))
-    with new_folder(destination, layout.total_bytes, force) as aside:
+    layout = in_files(tensors, "weights")
+    moves = _moves_in(folder)
+    with new_folder(destination, total_bytes(layout), force) as aside:
         with progress(moves, "from Hugging Face") as advance:
             stream(moves, layout, aside, advance)
         more = {"hugging_face": _remembered(folder)}
         (aside / MODEL).write_text(describe_model(folder.model, folder.description, folder.common_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
         agreement = require_agreement(folder.path, aside) if verify else None
-    names = tuple(sorted({move.dtype.name for move in moves}))
     # If a tied matrix was stored under both names, both count.
-    count, files = len(folder.tensors), len(layout.files)
-    return Conversion(source, destination, count, layout.total_bytes, names, files, folder.dropped, agreement)
+    count, files, dtypes = len(folder.tensors), len(layout), {move.dtype.name for move in moves}
+    return Conversion(source, destination, count, total_bytes(layout), dtypes, files, folder.dropped, agreement)
 
 
 def to_hf(
@@ -159,18 +160,19 @@ def to_hf(
             f"--max-position={max_position} is not valid: give the number of positions that the model was trained for."
         )
     found = find_weights("SRC", source, step, adapters)
-    if isinstance(found.opened, HuggingFaceFolder) and not adapters:
+    if isinstance(found.outline, HuggingFaceFolder) and not adapters:
         raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
     folder = found.as_folder()
     companion_files(folder.companions)
     config = config_json(folder, wanted, max_position)
     moves, tensors = _moves_out(folder, wanted)
-    layout = in_files(_in_their_order(folder, tensors), "model", largest_file, {"format": "pt"})
-    with new_folder(destination, layout.total_bytes, force) as aside:
+    layout = in_files(_in_their_order(folder, tensors), "model", largest_file)
+    with new_folder(destination, total_bytes(layout), force) as aside:
         with progress(moves, "to Hugging Face") as advance:
-            stream(moves, layout, aside, advance)
-        if len(layout.files) > 1:
-            index = {"metadata": {"total_size": layout.total_bytes}, "weight_map": layout.home}
+            stream(moves, layout, aside, advance, partial(new_file, metadata=FOR_TORCH))
+        if len(layout) > 1:
+            homes = {tensor: file for file, inside in layout.items() for tensor in inside}
+            index = {"metadata": {"total_size": total_bytes(layout)}, "weight_map": homes}
             (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         write_companions(folder, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -178,9 +180,8 @@ def to_hf(
         agreement = None
         if verify:
             agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, source, step, adapters)
-    names = tuple(sorted({move.dtype.name for move in moves}))
-    described = found.description
-    return Conversion(described, destination, len(moves), layout.total_bytes, names, len(layout.files), (), agreement)
+    dtypes, files = {move.dtype.name for move in moves}, len(layout)
+    return Conversion(found.description, destination, len(moves), total_bytes(layout), dtypes, files, (), agreement)
 
 
 def adapter_to_peft(
@@ -197,7 +198,7 @@ def adapter_to_peft(
     require_new(destination, force)
     from jaxllm.cluster import distributed
     from jaxllm.weights.adapters import write_adapter
-    from jaxllm.weights.weights import dtype_named, find_weights, initial_folder
+    from jaxllm.weights.weights import dtype_named, find_weights
 
     wanted = None if dtype is None else dtype_named(dtype)
     found = find_weights("SRC", source, step)
@@ -206,9 +207,8 @@ def adapter_to_peft(
     distributed.start_without_devices()
     folder = found.unmerged()
     with new_folder(destination, 0, force) as aside:
-        moves, nbytes = write_adapter(folder, aside, wanted, initial_folder(found))
-    names = tuple(sorted({move.dtype.name for move in moves}))
-    return Conversion(found.description, destination, len(moves), nbytes, names, 1)
+        moves, nbytes = write_adapter(folder, aside, wanted, found.began_from)
+    return Conversion(found.description, destination, len(moves), nbytes, {move.dtype.name for move in moves}, 1)
 
 
 def parse_size(text: str) -> int:
@@ -221,14 +221,6 @@ def parse_size(text: str) -> int:
     if found is None or found[2].upper() not in UNITS or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
         raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
     return size
-
-
-def require_ours(folder: Folder) -> None:
-    """Raises ConfigError if the config would refuse the shape, for example because heads do not divide."""
-    try:
-        ModelConfig.model_validate(folder.model)
-    except ValidationError as error:
-        raise ConfigError(f"{folder.path / CONFIG}: {one_sentence(error, Config)}") from None
 
 
 def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:
@@ -251,12 +243,14 @@ def _opened(source: str) -> Folder:
     return folder
 
 
-def _moves_in(folder: HuggingFaceFolder) -> Iterator[Move]:
+def _moves_in(folder: HuggingFaceFolder) -> list[Move]:
+    moves = []
     for entry in folder.entries.values():
         matrix = (entry.matrix[1], entry.matrix[0]) if entry.columns else None
         for layer, tensor in enumerate(folder.stored(entry)):
             elements = folder.slab(entry, layer)
-            yield Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size)
+            moves.append(Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size))
+    return moves
 
 
 def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
@@ -267,11 +261,15 @@ def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
     return {"vocabulary": vocabulary, "dtypes": differ}
 
 
-def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Tensors]:
+def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Described]:
     differ = folder.hugging_face.get("dtypes") or {}
     moves, tensors = [], {}
     for entry in folder.entries.values():
-        for layer, names in enumerate(_their_names(folder, entry)):
+        stored = [(name,) for name in entry.tensors]
+        if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
+            # It may have both names, or only the head's.
+            stored = [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
+        for layer, names in enumerate(stored):
             for name in names:
                 dtype = wanted or (DTYPES[differ[name]] if name in differ else folder.dtype(entry.path))
                 moves.append(Move(name, folder.slab(entry, layer), entry.matrix if entry.columns else None, dtype, name))
@@ -279,14 +277,7 @@ def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Ten
     return moves, tensors
 
 
-def _their_names(folder: Folder, entry: Entry) -> list[tuple[str, ...]]:
-    """Names under which each layer is stored. A tied embedding may have both names, or only the head's."""
-    if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
-        return [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
-    return [(name,) for name in entry.tensors]
-
-
-def _in_their_order(folder: Folder, tensors: Tensors) -> Tensors:
+def _in_their_order(folder: Folder, tensors: Described) -> Described:
     """Orders tensors as embedding, layer after layer, norm and head, so that a file holds complete layers."""
     stacks = [entry for entry in folder.entries.values() if entry.layers is not None]
     layered = [entry.template.format(layer) for layer in range(folder.model["num_layers"]) for entry in stacks]
@@ -317,6 +308,39 @@ def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | Non
     dtype = (wanted or folder.common_dtype).name
     tokens = token_ids(folder)
     return hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original, tokens=tokens)
+
+
+# -------------------------------------------------------------------------------------------------------- beside the weights
+# What an export holds: tokenizer, generation config and the ids of the tokens that begin and end a text.
+
+
+def write_companions(folder: Folder, target: Path) -> None:
+    """Writes the files beside the weights. A run has no tokenizer.json if it reads bytes, and no generation_config.json, by
+    which servers stop, if it began from nothing: these are made."""
+    copy_companions(folder.companions, target)
+    if reads_bytes(folder):
+        save_byte_tokenizer(target)
+    tokens = {name: token for name, token in token_ids(folder).items() if token is not None}
+    # Where there is a config.json, its end tokens hold.
+    if tokens and (reads_bytes(folder) or not (folder.generation or folder.original_config)):
+        (target / GENERATION).write_text(json.dumps(tokens | folder.generation, indent=2) + "\n")
+
+
+def token_ids(folder: Folder) -> dict[str, int | None]:
+    """bos_token_id and eos_token_id of the folder's tokenizer."""
+    if folder.tokenizer is None and not reads_bytes(folder):
+        return {}
+    try:
+        tokenizer = load_tokenizer(BYTES if reads_bytes(folder) else str(folder.tokenizer))
+    except ConfigError:
+        # A tokenizer that is unusable for training is not a reason to refuse the export.
+        return {}
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
+def reads_bytes(folder: Folder) -> bool:
+    """Whether ids are bytes: those of a run on bytes, or 256 ids without a tokenizer.json."""
+    return folder.tokenizer is None and (folder.trained_on_bytes or folder.model["vocab_size"] == 2**8)
 
 
 # -------------------------------------------------------------------------------------------------------------- comparing

@@ -30,14 +30,9 @@ from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
 from jaxllm.parallel.types import Parallelized
 from jaxllm.weights.safetensors import DTYPES
-from jaxllm.weights.weights import WeightsSource, find_weights, read_weights, without_lora
+from jaxllm.weights.weights import Adapters, WeightsSource, find_weights, read_weights, without_lora
 
 KEY = "--model"
-Adapters = str | Path | Sequence[str | Path]
-
-
-def paths_of(adapters: Adapters) -> list[str]:
-    return [str(path) for path in ([adapters] if isinstance(adapters, str | Path) else adapters)]
 
 
 @dataclass(frozen=True)
@@ -91,19 +86,21 @@ def open_model(
     Raises:
       ConfigError: there is no model, or it does not fit the mesh of the overrides.
     """
-    source = find_weights(KEY, str(path), step, paths_of(adapter))
+    source = find_weights(KEY, path, step, adapter)
     config = config_of(source, overrides, sequence_length)
     distributed.start(config.run)
     if is_address(str(path)):
         # Each host has listed the store for itself.
         distributed.require_same(source.description, f"found different checkpoints in {path}: give the address of one.")
     devices = jax.devices()
-    if not any(override.strip().startswith("parallel.") for override in overrides):
+    if not _sets(overrides, "parallel."):
         config, devices = _shared_out(config, devices)
     elif jax.process_count() == 1:
-        # The mesh may have fewer devices than exist. Training refuses that as waste; here it is harmless.
-        devices = devices[: config.devices if config.parallel.data != AUTO else _most(config, len(devices))]
-    return _load(source, config, devices, follows=_says_no_batch(overrides))
+        # The mesh may have fewer devices than exist. Training refuses that as waste; here it is harmless. Too few for one data
+        # rank are all kept, which resolving the config reports.
+        others = _beside_data(config)
+        devices = devices[: config.devices if config.parallel.data != AUTO else len(devices) // others * others or None]
+    return _load(source, config, devices, follows=not _sets(overrides, "train.global_batch_sequences"))
 
 
 def load_model(
@@ -126,7 +123,7 @@ def load_model(
     Raises:
       ConfigError: there is no model, or it does not fit the mesh.
     """
-    source = find_weights("load_model", str(path), step, paths_of(adapter))
+    source = find_weights("load_model", path, step, adapter)
     sizes = {"data": 1, **(parallel or {})}
     overrides = [f"parallel.{key}={value}" for key, value in sizes.items()]
     if compute_dtype is not None:
@@ -146,8 +143,8 @@ def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: 
     """Makes a config for using weights: the model of the weights, with the overrides applied. Uses no device."""
     # The matmul dtype is for training. FP8 would be refused on devices without FP8 that can run the model.
     model = {name: value for name, value in without_lora(source.model).items() if name not in ("name", "matmul_dtype")}
-    if source.opened is not None:
-        stored = "bfloat16" if source.opened.common_dtype == DTYPES["BF16"] else "float32"
+    if source.arrays is None:
+        stored = "bfloat16" if source.outline.common_dtype == DTYPES["BF16"] else "float32"
         model = {"compute_dtype": stored, **model}
     train = {"steps": 1, "sequence_length": sequence_length, "microbatch_sequences": 1}
     # This config reads no text: the caller supplies token ids, one document per sequence.
@@ -183,7 +180,7 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
     mesh = mesh_on_hosts(config.parallel, devices)
     with jax.set_mesh(mesh):
         functions = parallelize(config, mesh)
-    opened = source.merged() if source.merges else source.opened
+    opened = source.merged() if source.merges or source.arrays is None else None
 
     def described(parameter: Parameter, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return stored if opened is None else stored.update(dtype=opened.dtype(tuple(parameter.path.split("."))))
@@ -193,20 +190,14 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
         size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         require_host_memory(size_bytes * jax.local_device_count() // jax.device_count(), f"The weights of {source.description}")
     params = read_weights(source, like, functions.table)
-    companions = source.outline()
-    return LoadedModel(config, mesh, functions, params, companions.tokenizer, companions.generation, source.description)
+    outline = source.outline
+    return LoadedModel(config, mesh, functions, params, outline.tokenizer, outline.generation, outline.description)
 
 
 def _beside_data(config: Config) -> int:
     """Number of devices per data rank."""
     p = config.parallel
     return p.pipe * p.context * p.tensor * p.replica
-
-
-def _most(config: Config, available: int) -> int:
-    """Devices that complete data ranks use. All, if there are too few for one rank, which resolving the config reports."""
-    others = _beside_data(config)
-    return available // others * others or available
 
 
 def _shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list[jax.Device]]:
@@ -225,5 +216,5 @@ def _shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list
     return config.model_copy(update={"parallel": parallel}), devices
 
 
-def _says_no_batch(overrides: Sequence[str]) -> bool:
-    return not any(override.strip().startswith("train.global_batch_sequences") for override in overrides)
+def _sets(overrides: Sequence[str], key: str) -> bool:
+    return any(override.strip().startswith(key) for override in overrides)

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from jaxllm.untrusted import RefusedInput, Text, Whole, checked, checked_map, pa
 DTYPES = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2")}
 """Supported dtypes of weights, by their names in a header."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+FOR_TORCH = {"format": "pt"}
+"""What transformers requires in a header."""
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the library's reader."""
 
@@ -43,6 +45,18 @@ class _Described:
 
 Box = Sequence[tuple[int, int]]
 """[begin, end) of each dim."""
+Described = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Consecutive elements that can be read in pieces: a part of a tensor in a file, or what is made of one."""
+
+    size: int
+    dtype: np.dtype
+    read: Callable[[int, int], np.ndarray]
+    """Reads elements [begin, end) as a flat array."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +102,29 @@ class Tensor:
             self.file.read_into(row, self.begin + first * self.dtype.itemsize)
         return out
 
+    def elements(self, first: int = 0, size: int | None = None) -> Elements:
+        """`size` elements from `first` on, in the file's order; default: all."""
+        count = self.nbytes // self.dtype.itemsize
+        size = count if size is None else size
+        return Elements(size, self.dtype, lambda begin, end: self.read([(first + begin, first + end)], (count,)))
+
+    def write(self, values: np.ndarray, first: int = 0) -> None:
+        """Writes `values` from element `first` on, in C order. Raises OSError."""
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        self.file.write(view, self.begin + first * values.dtype.itemsize)
+
 
 class ValuesFile:
-    """An open file that is read in pieces.
+    """An open file that is read, and with os.O_RDWR written, in pieces.
 
     Raises:
       ConfigError: the file cannot be read.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, flags: int = os.O_RDONLY):
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._descriptor = os.open(path, flags)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): get the file again.") from None
         self.size = os.fstat(self._descriptor).st_size
@@ -120,6 +145,15 @@ class ValuesFile:
                 raise self._damaged("it ends before its last tensor")
             done += got
 
+    def write(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._descriptor, view[done:], offset + done)
+
+    def sync(self) -> None:
+        """Returns when all is on the disk. Some file systems report a full disk only at this point."""
+        os.fsync(self._descriptor)
+
     def __del__(self):
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
@@ -136,8 +170,8 @@ class TensorFile(ValuesFile):
       ConfigError: the file cannot be read or is damaged. The message names file and reason.
     """
 
-    def __init__(self, path: Path):
-        super().__init__(path)
+    def __init__(self, path: Path, flags: int = os.O_RDONLY):
+        super().__init__(path, flags)
         self.tensors = {tensor.name: tensor for tensor in self._header()}
 
     def _header(self) -> Iterator[Tensor]:
@@ -171,73 +205,24 @@ class TensorFile(ValuesFile):
             raise self._damaged(f"it has {self.size:,} bytes, and its tensors end at {reached:,}")
 
 
-class ValuesWriter:
-    """Puts values at any position of tensors, in any order, into a file that has its full length already.
+def new_file(path: Path, tensors: Described, metadata: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Creates a file of full length for these tensors, whose values are still to be written. Larger dtypes come first, so each
+    tensor is aligned to its item size.
 
     Args:
-      begin: name -> position of its first byte in the file.
-      descriptor: of the open file, which `close` closes.
+      metadata: strings for the header, such as FOR_TORCH.
 
     Raises:
-      OSError: the file cannot be written (any method).
+      OSError: the file exists or cannot be written.
     """
-
-    def __init__(self, begin: Mapping[str, int], descriptor: int):
-        self._begin = begin
-        self._descriptor: int | None = descriptor
-
-    def write(self, name: str, values: np.ndarray, first: int = 0) -> None:
-        """Writes `values` from element `first` of a tensor on, in C order."""
-        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        self._write_all(view, self._begin[name] + first * values.dtype.itemsize)
-
-    def close(self, sync: bool = True) -> None:
-        """Closes the file when all of it is on the disk. Some file systems report a full disk only at this point."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            try:
-                if sync:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-    def _write_all(self, view: memoryview, offset: int) -> None:
-        assert self._descriptor is not None, "closed"
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._descriptor, view[done:], offset + done)
-
-
-class TensorWriter(ValuesWriter):
-    """Writes a safetensors file whose layout is fixed at the start. Larger dtypes come first, so each tensor is aligned to its
-    item size.
-
-    Args:
-      tensors: name -> (dtype, shape) of all tensors of the file.
-      metadata: strings for the header. transformers requires {"format": "pt"}.
-
-    Raises:
-      OSError: the file cannot be written (any method).
-    """
-
-    def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-    ):
-        self.path = path
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        begins, end = {}, 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-            begins[name], end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
-        positions = {name: start + begin for name, begin in begins.items()}
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        super().__init__(positions, descriptor)
-        try:
-            self._write_all(memoryview(len(text).to_bytes(8, "little") + text), 0)
-            os.ftruncate(descriptor, start + end)
-        except OSError:
-            self.close(sync=False)
-            raise
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return TensorFile(path, os.O_RDWR).tensors

@@ -120,7 +120,8 @@ def new_folder(destination: str, size_bytes: int, force: bool = False, only: str
         yield aside
         if os.path.lexists(target):
             require_new(destination, force, only is not None)
-            target.rename(_before(target))
+            names = (target.with_name(f"{target.name}.before-{number}") for number in itertools.count(1))
+            target.rename(next(path for path in names if not os.path.lexists(path)))
         if only is None:
             aside.rename(target)
         else:
@@ -150,8 +151,3 @@ def _put(file: Path, target: Path) -> None:
     except OSError:
         # Not every file system has links.
         file.rename(target)
-
-
-def _before(target: Path) -> Path:
-    names = (target.with_name(f"{target.name}.before-{number}") for number in itertools.count(1))
-    return next(path for path in names if not os.path.lexists(path))

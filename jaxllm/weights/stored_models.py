@@ -18,21 +18,28 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from jaxllm.checkpoint.checksums import changed
-from jaxllm.checkpoint.files import FILES, META, STATE, by_step, damage, differs
+import jax
+
+from jaxllm.checkpoint.files import FILES, META, STATE, by_step, changed, damage, differs
+from jaxllm.checkpoint.store import Store, unusable
 from jaxllm.checkpoint.stored_checkpoints import RUN
 from jaxllm.cluster import distributed
-from jaxllm.config import ConfigError
+from jaxllm.cluster.distributed import raise_together
+from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER
+from jaxllm.config.hub import pin, stays
+from jaxllm.config.load import read_recipe
 from jaxllm.data.cached import ObjectCache, is_copy, locked, placing, write_blocks
 from jaxllm.data.parts import InputFile
 from jaxllm.data.shards import remove_leftovers
-from jaxllm.data.stores import blocks, files_below, require_unchanged
+from jaxllm.data.stores import blocks, files_below, is_address, require_unchanged
 from jaxllm.stderr import bytes_bar
-from jaxllm.untrusted import shown
+from jaxllm.untrusted import MIB, RefusedInput, checked, parse_json, shown
 from jaxllm.weights.folder import INDEX
 from jaxllm.weights.staging import BESIDE, OF_TOKENIZER
 
@@ -98,11 +105,6 @@ def copied(key: str, address: str, step: int | None = None) -> tuple[Path, str]:
     )
 
 
-def names_same_run(address: str, pinned: str) -> bool:
-    """Whether the second is what `copied` says of a run at the first address."""
-    return re.fullmatch(re.escape(address.rstrip("/")) + r"/\d+", pinned) is not None
-
-
 def _is_part(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a folder's file is copied. A * of these patterns stands for more than one name only behind a slash."""
     return not fnmatch(name, OTHER_FORMATS) and any(
@@ -129,7 +131,11 @@ def _kept(key: str, address: str, name: str, wanted: Files, damaged: Callable[[P
         if not set(PurePosixPath(one).parts).isdisjoint(("..", "/")) or "\\" in one or "\0" in one:
             raise ConfigError(f"{key}={address} holds {shown(one)}, which is no name of a file: remove it.")
     described = json.dumps([address, sorted((one, file.size, file.version) for one, file in wanted.items())])
-    folder, size = _cache(key), sum(file.size for file in wanted.values())
+    try:
+        folder, size = distributed.cache_folder() / "models", sum(file.size for file in wanted.values())
+    except RuntimeError:
+        # A user without a home, as in containers.
+        raise ConfigError(f"There is no home folder to copy the model of {key} to: set XDG_CACHE_HOME to a folder.") from None
     cache = ObjectCache(
         folder,
         lambda reason: ConfigError(
@@ -163,13 +169,73 @@ def _copy(address: str, wanted: Files, aside: Path, size: int) -> None:
             write_blocks(aside / name, blocks(wanted[name]), advance)
             require_unchanged(wanted[name])
 
-        aside.mkdir()
         list(pool.map(copy, wanted))
 
 
-def _cache(key: str) -> Path:
+# ----------------------------------------------------------------------------------------------------------- pinned names
+# What a run began with, for good: the commits of names of the Hub, and the step of a run in a store.
+#
+# Process 0 asks, once for a run, and all take its answer. The run's config holds it. A start that resumes reads it there: in
+# run.dir, or where process 0 has none in the newest checkpoint of the store.
+
+META_BYTES = 16 * MIB
+PINNED = (("train", "init_from"), ("data", "tokenizer"))
+
+
+def with_commits(config: Config) -> Config:
+    """The config with the commits of names of the Hub in train.init_from and data.tokenizer, and with the step of a run in a
+    store: those of the run if it began with the same names, else those of now. All processes that have met call it together.
+
+    Raises:
+      ConfigError: on all processes, if the Hub or the store has no such name or does not give it.
+    """
+    if not jax.distributed.is_initialized():
+        found = _pins(config)
+    else:
+        found, refusal = {}, None
+        if distributed.is_main_process():
+            try:
+                found = _pins(config)
+            except ConfigError as error:
+                refusal = error
+        raise_together(refusal)
+        found = parse_json(distributed.broadcast(json.dumps(found)))
+    return config.model_copy(update={key: getattr(config, key).model_copy(update=pins) for key, pins in found.items()})
+
+
+def _pins(config: Config) -> dict[str, dict[str, str]]:
+    """{section: {key: name for good}} of what is set."""
+    named = {(section, key): text for section, key in PINNED if (text := getattr(getattr(config, section), key)) is not None}
+    if not named:
+        return {}
+    run_dir, ran = Path(config.run.dir), _config_of_run(config)
+    found: dict[str, dict[str, str]] = {}
+    for (section, key), text in named.items():
+        before, name = ran.get(section), f"{section}.{key}"
+        old = before.get(key) if isinstance(before, Mapping) else None
+        # What `copied` says of a run at this address.
+        a_checkpoint = re.escape(text.rstrip("/")) + r"/\d+"
+        # The name that the run stored may be of a folder that is gone, which a resumed run does not read.
+        if isinstance(old, str) and (old == text or re.fullmatch(a_checkpoint, old) or stays(name, text, old, run_dir)):
+            pinned = old
+        else:
+            pinned = copied(name, text)[1] if key == "init_from" and is_address(text) else pin(name, text)
+        found.setdefault(section, {})[key] = pinned
+    return found
+
+
+def _config_of_run(config: Config) -> Mapping[str, Any]:
+    """As it ran so far; {} if it begins now."""
+    if (path := Path(config.run.dir) / "config.yaml").is_file():
+        return read_recipe(path)
+    if (address := config.checkpoint.store) is None:
+        return {}
+    store = Store(address)
     try:
-        return distributed.cache_folder() / "models"
-    except RuntimeError:
-        # A user without a home, as in containers.
-        raise ConfigError(f"There is no home folder to copy the model of {key} to: set XDG_CACHE_HOME to a folder.") from None
+        for step in reversed(store.committed()):
+            with suppress(FileNotFoundError, RefusedInput):
+                meta = parse_json(store.read(f"{step}/{META}/metadata", META_BYTES), META_BYTES, finite=False)
+                return checked(checked(meta, dict[str, Any]).get("config"), dict[str, Any])
+    except OSError as error:
+        raise unusable(address, error) from None
+    return {}

@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import BLOCK_BYTES
 from jaxllm.machine.host import versions
-from jaxllm.weights.folder import FORMAT, Slab
-from jaxllm.weights.safetensors import DTYPES, Tensor, TensorFile, TensorWriter, ValuesWriter
+from jaxllm.weights.folder import FORMAT
+from jaxllm.weights.safetensors import DTYPES, Described, Elements, Tensor, new_file
 
 TILE = 64
 LARGEST_FILE = 5 * 10**9
@@ -31,20 +30,10 @@ EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80),
 
 Advance = Callable[[int], Any]
 """Called with the number of bytes processed since the last call."""
-Described = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-"""Dtype and shape of each tensor of a file."""
-
-
-class Elements(Protocol):
-    """Consecutive elements that can be read in pieces, such as folder.Slab."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    def read(self, begin: int, end: int) -> np.ndarray: ...
+Create = Callable[[Path, Described], Mapping[str, Tensor]]
+"""Makes a file of some format for these tensors; safetensors.new_file is one."""
+Layout = Mapping[str, Described]
+"""A set of files to write: file names and the tensors of each."""
 
 
 @dataclass(frozen=True)
@@ -64,30 +53,15 @@ class Move:
     """First element of the target tensor to write."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A set of files to write: file names and the tensors of each."""
-
-    files: Mapping[str, Mapping[str, tuple[np.dtype, tuple[int, ...]]]]
-    metadata: Mapping[str, str]
-
-    @property
-    def home(self) -> dict[str, str]:
-        """Name of the file of each tensor."""
-        return {tensor: file for file, tensors in self.files.items() for tensor in tensors}
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(nbytes(*tensor) for tensors in self.files.values() for tensor in tensors.values())
-
-
 def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def in_files(
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], stem: str, largest: int, metadata: Mapping[str, str]
-) -> Layout:
+def total_bytes(layout: Layout) -> int:
+    return sum(nbytes(*tensor) for tensors in layout.values() for tensor in tensors.values())
+
+
+def in_files(tensors: Described, stem: str, largest: int = LARGEST_FILE) -> Layout:
     """Distributes tensors, in order, over files of at most `largest` bytes. A single file is named STEM.safetensors."""
     groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     filled = 0
@@ -98,35 +72,17 @@ def in_files(
         groups[-1][name] = tensor
         filled += nbytes(*tensor)
     if len(groups) == 1:
-        return Layout({f"{stem}.safetensors": groups[0]}, metadata)
+        return {f"{stem}.safetensors": groups[0]}
     names = [f"{stem}-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    return Layout(dict(zip(names, groups, strict=True)), metadata)
-
-
-class FileFormat(Protocol):
-    """A format of files with tensors."""
-
-    def writer(self, path: Path, tensors: Described, metadata: Mapping[str, str]) -> ValuesWriter: ...
-
-    def reader(self, path: Path) -> Mapping[str, Tensor]:
-        """The tensors of a file that `writer` has made."""
-        ...
-
-
-class Safetensors:
-    def writer(self, path: Path, tensors: Described, metadata: Mapping[str, str]) -> ValuesWriter:
-        return TensorWriter(path, tensors, metadata)
-
-    def reader(self, path: Path) -> Mapping[str, Tensor]:
-        return TensorFile(path).tensors
+    return dict(zip(names, groups, strict=True))
 
 
 def stream(
-    moves: Iterable[Move],
+    moves: Sequence[Move],
     layout: Layout,
     folder: Path,
     advance: Advance = lambda count: None,
-    file_format: FileFormat = Safetensors(),
+    create: Create = new_file,
 ) -> None:
     """Writes the files of `layout` into `folder`, reads them again and compares.
 
@@ -138,34 +94,23 @@ def stream(
         tensor.
       OSError: the files cannot be written.
     """
-    moves = list(moves)
-    sums = _write(moves, layout, folder, advance, file_format)
-    files = {name: file_format.reader(folder / name) for name in layout.files}
+    targets: dict[str, Tensor] = {}
+    for name, tensors in layout.items():
+        targets |= create(folder / name, tensors)
+    sums = []
+    for move in moves:
+        sums.append(_move(move, targets[move.target]))
+        advance(move.source.size * move.source.dtype.itemsize)
+    for file in {tensor.file for tensor in targets.values()}:
+        file.sync()
     for move, expected in zip(moves, sums, strict=True):
-        tensor = files[layout.home[move.target]][move.target]
         matrix = None if move.matrix is None else (move.matrix[1], move.matrix[0])
-        found = checksum(Slab(tensor, move.first, move.source.size), matrix, move.dtype)
-        if found != expected:
+        if checksum(targets[move.target].elements(move.first, move.source.size), matrix, move.dtype) != expected:
             raise ConfigError(f"{move.name} reads back differently from {folder}: check the disk and the memory.")
         advance(move.source.size * move.source.dtype.itemsize)
 
 
-def _write(moves: list[Move], layout: Layout, folder: Path, advance: Advance, file_format: FileFormat) -> list[int]:
-    home, sums, writers = layout.home, [], {}
-    with ExitStack() as stack:
-        for name, tensors in layout.files.items():
-            writers[name] = file_format.writer(folder / name, tensors, layout.metadata)
-            stack.callback(writers[name].close, sync=False)
-        for move in moves:
-            file = home[move.target]
-            sums.append(_move(move, writers[file], layout.files[file][move.target][0]))
-            advance(move.source.size * move.source.dtype.itemsize)
-        for writer in writers.values():
-            writer.close()
-    return sums
-
-
-def _move(move: Move, writer: ValuesWriter, dtype: np.dtype) -> int:
+def _move(move: Move, target: Tensor) -> int:
     """Writes one tensor and returns the checksum of its values in the source's order."""
     crc, whole = 0, _whole(move.source, move.matrix)
     for begin, values in _blocks(move.source, whole):
@@ -175,10 +120,10 @@ def _move(move: Move, writer: ValuesWriter, dtype: np.dtype) -> int:
             _require_finite(passed, move.name, f"holds values too large for {move.dtype.name}: choose another --dtype")
         crc = zlib.crc32(passed.view(np.uint8).data, crc)
         if whole is None:
-            writer.write(move.target, _cast(passed, dtype), move.first + begin)
+            target.write(_cast(passed, target.dtype), move.first + begin)
     if whole is not None:
         for begin, values in _transposed(whole):
-            writer.write(move.target, _cast(_cast(values, move.dtype), dtype), move.first + begin)
+            target.write(_cast(_cast(values, move.dtype), target.dtype), move.first + begin)
     return crc
 
 
@@ -243,5 +188,5 @@ def describe_model(
     model: Mapping[str, Any], source: str, dtype: np.dtype, layout: Layout, more: Mapping[str, Any] | None = None
 ) -> str:
     """Returns the text of model.json for the files of `layout`."""
-    said = {"format": FORMAT, "model": dict(model), "source": source, "dtype": dtype.name, "files": list(layout.files)}
+    said = {"format": FORMAT, "model": dict(model), "source": source, "dtype": dtype.name, "files": list(layout)}
     return json.dumps({**said, **(more or {}), "versions": versions()}, indent=2) + "\n"

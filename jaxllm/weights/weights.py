@@ -8,9 +8,9 @@ weights with Orbax: DST/weights/ with {"params": ...}.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import give_up, read_arrays, restacked
-from jaxllm.checkpoint.checksums import DamagedError, changed, verified
-from jaxllm.checkpoint.files import BACKSLASH, META, STATE, damage, newest_whole, read_meta, require_plain_path
+from jaxllm.checkpoint.arrays import give_up, names_of, read_arrays, restacked
+from jaxllm.checkpoint.files import (
+    BACKSLASH,
+    META,
+    STATE,
+    DamagedError,
+    changed,
+    damage,
+    newest_whole,
+    read_meta,
+    require_plain_path,
+    verified,
+    why,
+)
 from jaxllm.cluster import distributed
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, VARIANTS, read_object, stored_section
@@ -32,13 +44,12 @@ from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.parallel.trained import chosen, with_part
 from jaxllm.weights.adapters import AdapterFolder, MergedFolder, open_adapter
-from jaxllm.weights.folder import Folder, is_model_folder, open_folder
-from jaxllm.weights.orbax_reader import OrbaxFolder, in_one_sentence
+from jaxllm.weights.folder import Folder, Index, open_folder
 from jaxllm.weights.read_weights import load_params
-from jaxllm.weights.safetensors import DTYPES
+from jaxllm.weights.safetensors import CODES, DTYPES
 from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.stored_models import copied
-from jaxllm.weights.streaming import LARGEST_FILE, Move, describe_model, in_files, stream
+from jaxllm.weights.streaming import Move, describe_model, in_files, stream, total_bytes
 
 WEIGHTS = "weights"
 ADAPTER = "--adapter"
@@ -46,31 +57,106 @@ MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
 """Model keys that may differ from the initial weights, for example to extend the context. A warning names them."""
 MUST_AGREE = tuple(key for key in SHAPE_KEYS if key not in MAY_DIFFER)
 
+Adapters = str | Path | Sequence[str | Path]
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class OrbaxFolder(Folder):
+    """A checkpoint, or an export of format 1, read as NumPy arrays. It removes what pads the arrays for a mesh.
+
+    Reading loads a parameter with all its layers, because an Orbax chunk may hold all of them: reading layer by layer would
+    load the chunk again for each. The last parameter read is cached.
+    """
+
+    arrays: Path = Path()
+    """The Orbax folder, {"params": ...}."""
+    _kept: tuple[tuple[str, ...], np.ndarray] | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._handler = ocp.PyTreeCheckpointHandler()
+        with in_one_sentence(self.arrays):
+            found = self._handler.metadata(self.arrays)  # pyright: ignore[reportArgumentType]  # a pathlib path works
+        leaves = jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found)["params"])
+        self._saved = {names_of(path): leaf for path, leaf in leaves}
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        dtype = np.dtype(self._described_at(path).dtype)
+        if dtype not in CODES:
+            raise ConfigError(f"{'.'.join(path)} in {self.arrays} has dtype {dtype}: it is not a checkpoint of jaxllm.")
+        return dtype
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        whole = self._whole(path)
+        return whole if index is None else whole[tuple(index)]
+
+    def _described_at(self, path: tuple[str, ...]) -> Any:
+        if path not in self._saved:
+            raise ConfigError(f"{self.arrays} has no parameter {'.'.join(path)}: it was saved by another model.")
+        return self._saved[path]
+
+    def _whole(self, path: tuple[str, ...]) -> np.ndarray:
+        """Reads one parameter in the shape of the model."""
+        if self._kept is not None and self._kept[0] == path:
+            return self._kept[1]
+        self._kept = None
+        entry, item = self.entries[path], self._described_at(path)
+        arguments: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+        for name in reversed(("params", *path)):
+            item, arguments = {name: item}, {name: arguments}
+        with in_one_sentence(self.arrays):
+            restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
+            found: Any = self._handler.restore(self.arrays, args=restore)  # pyright: ignore[reportArgumentType]  # as above
+        (array,) = map(np.asarray, jax.tree.leaves(found))
+        if entry.layers is not None:
+            # Chunks of virtual pipeline stages, in execution order (parallel/layer_stacking.py).
+            leading = array.ndim - len(entry.dims)
+            array = array.reshape(-1, *array.shape[leading:])
+        if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)):
+            raise ConfigError(
+                f"{entry.name} has shape {array.shape} in {self.arrays}, not {entry.shape}: it was saved by another model."
+            )
+        # Zeros pad layers for a pipeline, vocabulary rows for a mesh, and the dim that ZeRO shards.
+        self._kept = (path, array[tuple(slice(size) for size in entry.shape)])
+        return self._kept[1]
+
+
+@contextmanager
+def in_one_sentence(arrays: Path) -> Iterator[None]:
+    """Turns errors of Orbax, of any type, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"The weights in {arrays} cannot be read ({why(error)}): use others.") from None
 
 
 @dataclass(frozen=True)
 class WeightsSource:
     """Weights on disk."""
 
-    description: str
-    """Path for messages, with the step if it is a run."""
-    folder: Path
-    """The Orbax folder, or the folder of the safetensors files."""
-    model: dict[str, Any]
-    """The model section of the config they were trained with, with at least the keys of the shape."""
-    run_dir: Path | None
-    """The run directory of a checkpoint; None for a model folder."""
-    opened: Folder | None = None
-    """The opened model folder in safetensors; None otherwise."""
-    train: dict[str, Any] | None = None
-    """The train section of a checkpoint's config; None otherwise."""
-    trained_on_bytes: bool = False
-    """Whether the run's text was bytes."""
+    outline: Folder
+    """The opened model folder in safetensors; else the description only: reading values of a run would start JAX."""
+    arrays: Path | None = None
+    """The Orbax folder of a run or of format 1; None otherwise."""
+    checkpoint: Path | None = None
+    """The folder of a run's checkpoint; None otherwise."""
+    began_from: str | None = None
+    """The train.init_from of a run."""
     adapters: tuple[str, ...] = ()
     """Folders of adapters to merge, in PEFT's format."""
     version: str = ""
     """The same for the same objects of a store, on each host; "" for a local path."""
+
+    @property
+    def description(self) -> str:
+        return self.outline.description
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.outline.model
 
     @property
     def merges(self) -> bool:
@@ -80,44 +166,32 @@ class WeightsSource:
     def as_folder(self) -> Folder:
         """Returns a folder that reads one parameter at a time as NumPy arrays, with adapters merged. It needs no device: it
         starts JAX on the CPU."""
-        if self.opened is None:
+        if self.arrays is not None:
             distributed.start_without_devices()
         return self.merged()
 
     def unmerged(self) -> Folder:
         """The same with adapters apart. For a run, JAX must have started."""
-        if self.opened is not None:
-            return self.opened
-        if self.run_dir is not None and (reason := changed(self.folder.parent)):
-            raise DamagedError(self.folder.parent, reason)
-        return OrbaxFolder(**self._described(), arrays=self.folder.absolute())
+        if self.arrays is None:
+            return self.outline
+        if self.checkpoint is not None and (reason := changed(self.checkpoint)):
+            raise DamagedError(self.checkpoint, reason)
+        return OrbaxFolder(**about(self.outline), arrays=self.arrays)
 
     def merged(self) -> Folder:
         """A folder with adapters merged. For a run, JAX must have started."""
         base, plain = self.unmerged(), without_lora(self.model)
         if not self.merges:
             return base
-        own = [(base, LoraConfig.model_validate(self.model["lora"]).scale)] if "lora" in self.model else []
+        own = [base] if "lora" in self.model else []
         given = [open_adapter(ADAPTER, text, plain) for text in self.adapters]
-        adapters = [*own, *((folder, folder.scale) for folder in given)]
-        kept = ("path", "description", "companions", "hugging_face", "sequence_length", "trained_on_bytes")
-        about = {name: getattr(base, name) for name in kept}
-        return MergedFolder(**about, model=plain, base=base, adapters=adapters)
+        adapters = [(folder, LoraConfig.model_validate(folder.model["lora"]).scale) for folder in (*own, *given)]
+        return MergedFolder(**about(base) | {"model": plain}, base=base, adapters=adapters)
 
-    def outline(self) -> Folder:
-        """Returns a folder with the model's description only. Reading values of a run would start JAX."""
-        return self.opened or Folder(**self._described())
 
-    def _described(self) -> dict[str, Any]:
-        home = (self.run_dir or self.folder.parent) / TOKENIZER
-        return {
-            "path": self.folder,
-            "description": self.description,
-            "model": self.model,
-            "companions": home if home.is_dir() else None,
-            "sequence_length": (self.train or {}).get("sequence_length"),
-            "trained_on_bytes": self.trained_on_bytes,
-        }
+def about(folder: Folder) -> dict[str, Any]:
+    """What each kind of folder says of a model."""
+    return {field.name: getattr(folder, field.name) for field in fields(Folder)}
 
 
 def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,22 +199,23 @@ def without_lora(model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if name != "lora"}
 
 
-def find_weights(key: str, text: str, step: int | None = None, adapters: Sequence[str] = ()) -> WeightsSource:
+def find_weights(key: str, text: str | Path, step: int | None = None, adapters: Adapters = ()) -> WeightsSource:
     """Finds the weights at a path: a run directory (its newest complete checkpoint, or that of `step`), one of its checkpoints,
     or a model folder, Hugging Face's or jaxllm's own; or at an address of one of them in a store, or of a run's
     checkpoint.store, which is copied into the cache. Uses no device.
 
     Args:
       key: the option or key that the user set to `text`, for error messages.
-      adapters: folders in PEFT's format, to be merged one after the other.
+      adapters: a folder in PEFT's format, or several, to be merged one after the other.
 
     Raises:
       ConfigError: the path has no weights, or there is no adapter for them.
     """
-    found = _find_weights(key, text, step)
-    for adapter in adapters:
+    found = _find_weights(key, str(text), step)
+    named = tuple(map(str, [adapters] if isinstance(adapters, str | Path) else adapters))
+    for adapter in named:
         open_adapter(ADAPTER, adapter, without_lora(found.model))
-    return replace(found, adapters=tuple(adapters))
+    return replace(found, adapters=named)
 
 
 def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
@@ -150,10 +225,8 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
         path, address = copied(key, text, step)
         found = _find_weights(key, str(path), None)
         # A run's says the step.
-        found = replace(found, description=address, version=path.relative_to(distributed.cache_folder()).as_posix())
-        if found.opened is not None:
-            found.opened.description = address
-        return found
+        found.outline.description = address
+        return replace(found, version=path.relative_to(distributed.cache_folder()).as_posix())
     path = folder_of(key, text, weights=True)
     if step is not None and path.is_dir() and not (path / "checkpoints").is_dir():
         raise ConfigError(
@@ -161,12 +234,12 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
         )
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
-    if (path / MODEL).is_file() and read_object(path / MODEL).get("format") == 1:
+    if (path / MODEL).is_file() and (content := read_object(path / MODEL)).get("format") == 1:
         require_plain_path(key, path, BACKSLASH)
-        return _read_format_1(key, path)
-    if is_model_folder(path):
-        opened = open_folder(key, str(path))
-        return WeightsSource(opened.description, path, opened.model, None, opened)
+        section = stored_section(content.get("model"), str(path / MODEL))
+        return WeightsSource(Folder(path / WEIGHTS, str(path), section, _tokenizer_in(path)), (path / WEIGHTS).absolute())
+    if (path / MODEL).is_file() or (path / CONFIG).is_file():
+        return WeightsSource(open_folder(key, str(path)))
     if (path / "checkpoints").is_dir():
         folder = path / "checkpoints"
         if step is None:
@@ -195,13 +268,14 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     # one.
     kept, named = (run_dir / TOKENIZER / "tokenizer.json").is_file(), data.get("tokenizer")
     on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", GIVEN, None})
-    about = {"train": config.get("train"), "trained_on_bytes": on_bytes}
-    return WeightsSource(f"{run_dir} at step {meta['step']}", path / STATE, section, run_dir, **about)
+    where, train = f"{run_dir} at step {meta['step']}", config["train"]
+    more = {"sequence_length": train["sequence_length"], "trained_on_bytes": on_bytes}
+    outline = Folder(path / STATE, where, section, _tokenizer_in(run_dir), **more)
+    return WeightsSource(outline, (path / STATE).absolute(), path, train.get("init_from"))
 
 
-def _read_format_1(key: str, path: Path) -> WeightsSource:
-    section = stored_section(read_object(path / MODEL).get("model"), str(path / MODEL))
-    return WeightsSource(str(path), path / WEIGHTS, section, None)
+def _tokenizer_in(home: Path) -> Path | None:
+    return home / TOKENIZER if (home / TOKENIZER).is_dir() else None
 
 
 def initial_weights(config: Config) -> WeightsSource | None:
@@ -213,7 +287,7 @@ def initial_weights(config: Config) -> WeightsSource | None:
     if config.train.init_from is None:
         return None
     source = find_weights("train.init_from", config.train.init_from)
-    companion_files(source.outline().companions)
+    companion_files(source.outline.companions)
     for key in MUST_AGREE:
         theirs, ours = source.model.get(key, VARIANTS.get(key)), getattr(config.model, key)
         if theirs != ours:
@@ -231,11 +305,6 @@ def initial_weights(config: Config) -> WeightsSource | None:
                 "The weights of train.init_from come from a model with model.%s=%s; this run sets %s.", key, theirs, ours
             )
     return source
-
-
-def initial_folder(source: WeightsSource) -> str | None:
-    """The folder from which a run began, if its config names one."""
-    return (source.train or {}).get("init_from")
 
 
 def initial_adapter(config: Config) -> AdapterFolder | None:
@@ -283,14 +352,14 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     Raises:
       ConfigError: the files are damaged, or hold values that are not finite.
     """
-    if source.opened is not None or source.merges:
+    if source.arrays is None or source.merges:
         params = load_params(source.merged(), like, table)
     else:
         with ExitStack() as stack:
-            stack.enter_context(in_one_sentence(source.folder))
-            if source.run_dir is not None:
-                stack.enter_context(verified(source.folder.parent))
-            read = read_arrays(source.folder.absolute(), {"params": like}, {"params": table})["params"]
+            stack.enter_context(in_one_sentence(source.outline.path))
+            if source.checkpoint is not None:
+                stack.enter_context(verified(source.checkpoint))
+            read = read_arrays(source.arrays, {"params": like}, {"params": table})["params"]
         params = restacked(read, like)
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         if not _all_finite(array):
@@ -332,10 +401,15 @@ def export(
     source = find_weights("SRC", text, step, adapters)
     folder = source.as_folder()
     companion_files(folder.companions)
-    tensors = {entry.name: (numpy_dtype, entry.shape) for entry in folder.entries.values()}
-    layout = in_files(tensors, WEIGHTS, LARGEST_FILE, {})
-    with new_folder(destination, layout.total_bytes, force) as aside:
-        stream(own_moves(folder, numpy_dtype), layout, aside)
+    moves, tensors = [], {}
+    for entry in folder.entries.values():
+        tensors[entry.name] = (numpy_dtype, entry.shape)
+        for layer in range(entry.layers or 1):
+            elements = folder.slab(entry, layer)
+            moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, layer * elements.size))
+    layout = in_files(tensors, WEIGHTS)
+    with new_folder(destination, total_bytes(layout), force) as aside:
+        stream(moves, layout, aside)
         more = {"sequence_length": folder.sequence_length, "trained_on_bytes": folder.trained_on_bytes}
         (aside / MODEL).write_text(describe_model(folder.model, source.description, numpy_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
@@ -348,13 +422,3 @@ def dtype_named(name: str) -> np.dtype:
     if name not in found:
         raise ConfigError(f"--dtype={name} is not one of the choices: use {', '.join(found)}.")
     return found[name]
-
-
-def own_moves(folder: Folder, dtype: np.dtype) -> list[Move]:
-    """Copies each parameter of a folder, layer by layer, under the same name."""
-    moves = []
-    for entry in folder.entries.values():
-        for layer in range(entry.layers or 1):
-            elements = folder.slab(entry, layer)
-            moves.append(Move(entry.name, elements, None, dtype, entry.name, layer * elements.size))
-    return moves

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint import host_shares, stored_checkpoints
-from jaxllm.checkpoint.checksums import describe_files
-from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.files import describe_files, describe_run
 from jaxllm.checkpoint.host_shares import DiskGroups
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import Store
@@ -93,7 +92,7 @@ class Run:
     def begin(self) -> int | None:
         """Starts the run. Returns the step that it resumes from."""
         self.groups = DiskGroups(tuple(map(self.folders.index, self.folders)))
-        self.on_all(lambda rank: (self.choose(rank), self.joined[rank].begin(self.latest, lambda: None)))
+        self.on_all(lambda rank: (self.choose(rank), self.joined[rank].begin(self.latest)))
         return self.latest
 
     def choose(self, rank) -> None:
@@ -101,7 +100,8 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         lock = SimpleNamespace(require=lambda: None)
         self.joined[rank] = JoinedCheckpoints(self._store, lock, folder, self._config.checkpoint, self.groups)
-        step, said = self.joined[rank].choose(lambda: None, self._accept)
+        self.joined[rank].accept = self._accept
+        step, said = self.joined[rank].choose()
         if rank == 0:
             self.latest, self.said = step, said
         distributed.exchange("", lambda texts: "")

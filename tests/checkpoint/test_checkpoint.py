@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import TINY
 
 import jaxllm
-from jaxllm.checkpoint import checksums, manager
+from jaxllm.checkpoint import files, manager
 from jaxllm.checkpoint.arrays import give_up, read_arrays
 from jaxllm.checkpoint.files import describe_run, read_meta, saved_steps
 from jaxllm.checkpoint.manager import Checkpoints, SaveError
@@ -200,18 +200,18 @@ def test_a_flipped_bit_of_a_large_file_is_found_by_the_process_that_reads_it(tmp
     small.write_text("{}")
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "metadata").write_text(LEAST_METADATA % 2)
-    checksums.describe_files(tmp_path)
-    assert checksums.changed(tmp_path) is None
+    files.describe_files(tmp_path)
+    assert files.changed(tmp_path) is None
     with large.open("r+b") as file:
         file.seek(offset)
         file.write(b"\x10")
     reason = "state/ocdbt.process_1/d/large has changed"
-    assert [checksums.changed(tmp_path, process, 2) for process in range(2)] == [None, reason]
-    assert checksums.changed(tmp_path) == reason
+    assert [files.changed(tmp_path, process, 2) for process in range(2)] == [None, reason]
+    assert files.changed(tmp_path) == reason
     in_format_1 = {"state/ocdbt.process_1/d/large": [66 * 2**20, zlib.crc32(bytes(2 * 2**20))]}
     (tmp_path / "files.json").write_text(json.dumps(in_format_1))
     (tmp_path / "meta" / "metadata").write_text(LEAST_METADATA % 1)
-    assert checksums.changed(tmp_path) == (None if 2**20 <= offset < 65 * 2**20 else reason)
+    assert files.changed(tmp_path) == (None if 2**20 <= offset < 65 * 2**20 else reason)
 
 
 def test_the_checksums_of_a_save_are_those_of_its_files(trainer, whole, tmp_path, monkeypatch):
@@ -219,8 +219,8 @@ def test_the_checksums_of_a_save_are_those_of_its_files(trainer, whole, tmp_path
     parts = []
 
     def spy(folder):
-        parts.extend(json.loads(path.read_text()) for path in folder.glob(f"{checksums.PART}*"))
-        checksums.describe_files(folder)
+        parts.extend(json.loads(path.read_text()) for path in folder.glob(f"{files.PART}*"))
+        files.describe_files(folder)
 
     monkeypatch.setattr(manager, "describe_files", spy)
     restore(trainer, whole[0])
@@ -229,19 +229,19 @@ def test_the_checksums_of_a_save_are_those_of_its_files(trainer, whole, tmp_path
         checkpoints.wait()
     folder = tmp_path / "checkpoints" / "4"
     listed = json.loads((folder / "files.json").read_text())
-    files = [path for item in ("state", "meta") for path in (folder / item).rglob("*") if path.is_file()]
-    there = {path.relative_to(folder).as_posix(): [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in files}
+    written = [path for item in ("state", "meta") for path in (folder / item).rglob("*") if path.is_file()]
+    there = {path.relative_to(folder).as_posix(): [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in written}
     assert listed == there
     assert parts == [{name: value for name, value in listed.items() if name.startswith("state/ocdbt.process_0/")}]
     assert len(parts[0]) > 1
-    assert not list(folder.glob(f"{checksums.PART}*"))
+    assert not list(folder.glob(f"{files.PART}*"))
 
 
 def test_a_file_that_this_machine_cannot_read_now_is_not_damage(run, trainer, monkeypatch):
     def out_of_descriptors(*arguments):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(checksums, "checksum", out_of_descriptors)
+    monkeypatch.setattr(files, "checksum", out_of_descriptors)
     with pytest.raises(ConfigError, match=r"checkpoints/4 cannot be read here \(Too many open files\): it shows no damage"):
         restore(trainer, run)
     assert saved_steps(run / "checkpoints") == [2, 4]

@@ -107,7 +107,7 @@ def test_a_checkpoint_copied_without_its_tokenizer_is_not_of_bytes(run, tmp_path
     monkeypatch.setattr(weights, "read_meta", lambda path: meta)
     for tokenizer, on_bytes in ((None, True), ("bytes", True), ("words", False)):
         meta["config"]["data"]["tokenizer"] = tokenizer
-        assert weights.find_weights("SRC", str(path)).trained_on_bytes is on_bytes
+        assert weights.find_weights("SRC", str(path)).outline.trained_on_bytes is on_bytes
 
 
 def test_bytes_stay_bytes_in_a_second_export(tiny_config, tmp_path):
@@ -121,7 +121,7 @@ def test_bytes_stay_bytes_in_a_second_export(tiny_config, tmp_path):
     assert contents(tmp_path / "second hf") == contents(tmp_path / "first hf") == contents(tmp_path / "run hf")
     assert load_tokenizer(tmp_path / "second hf").encode("Grüße").tolist() == list("Grüße".encode())
     said = []
-    assert tokenizer_of(weights.find_weights("x", str(tmp_path / "second")).outline(), None, said.append).name == BYTES
+    assert tokenizer_of(weights.find_weights("x", str(tmp_path / "second")).outline, None, said.append).name == BYTES
     assert said == []
 
 

@@ -16,6 +16,7 @@ from jaxllm.data.tokenizer import load_tokenizer, save_byte_tokenizer
 from jaxllm.run.loop import fit
 from jaxllm.weights import staging
 from jaxllm.weights.hf_convert import from_hf, to_hf
+from jaxllm.weights.safetensors import Tensor
 
 gguf = pytest.importorskip("gguf")
 
@@ -263,10 +264,8 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 
 def test_a_damaged_disk_is_noticed(tmp_path, monkeypatch):
     source = make_source(tmp_path / "hf", BASE)
-    from jaxllm.weights.safetensors import ValuesWriter
-
-    write = ValuesWriter.write
-    monkeypatch.setattr(ValuesWriter, "write", lambda self, name, values, first=0: write(self, name, values[::-1], first))
+    write = Tensor.write
+    monkeypatch.setattr(Tensor, "write", lambda self, values, first=0: write(self, values[::-1], first))
     with pytest.raises(ConfigError, match="reads back differently"):
         to_gguf(str(source), str(tmp_path / "out.gguf"))
     assert not (tmp_path / "out.gguf").exists()

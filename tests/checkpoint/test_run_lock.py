@@ -61,7 +61,7 @@ def left(monkeypatch):
 
 
 def put(folder, holder: Holder) -> bytes:
-    (folder / ".holder.json").write_bytes(holder.to_json())
+    (folder / ".holder.json").write_text(json.dumps(vars(holder) | {"born": holder.started_at}))
     return (folder / ".holder.json").read_bytes()
 
 

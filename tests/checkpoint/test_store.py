@@ -23,8 +23,7 @@ from run_files import saved_state, steps_of
 from store_servers import gcs_door
 
 from jaxllm.checkpoint import manager, run_lock, store, stored_checkpoints
-from jaxllm.checkpoint.checksums import describe_files
-from jaxllm.checkpoint.files import saved_steps
+from jaxllm.checkpoint.files import describe_files, saved_steps
 from jaxllm.checkpoint.host_shares import DiskGroups
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import FILES_AT_ONCE, Store, StoreLock
@@ -421,7 +420,7 @@ def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
     config = tiny_config(f"checkpoint.store={place.address}").checkpoint
     for launch, code in (("a job", exit_codes.LOST), (None, exit_codes.BAD_INPUT)):
         me = run_lock.this_process(launch, 0)
-        place.write("holder.json", me.to_json())
+        place.write("holder.json", me.beat())
         monkeypatch.setattr(store, "this_process", lambda *_, me=me: replace(me, token="another"))
         with pytest.raises(ConfigError, match="is in use by") as error, stored_checkpoints.hold_store(tmp_path, config):
             pass
@@ -434,7 +433,7 @@ def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
             pass
     # The holder's process has ended, or was silent.
     for ended in (replace(run_lock.this_process(None, 0), pid=2**30), ELSEWHERE):
-        place.write("holder.json", ended.to_json())
+        place.write("holder.json", ended.beat())
         with held(place):
             assert json.loads(place.read("holder.json", 2**16))["pid"] == os.getpid()
     # Bytes that could be taken for an end of a line.
@@ -509,7 +508,7 @@ def test_a_run_that_lost_its_store_writes_nothing_more_there(door, bucket, fille
         stored = stored_checkpoints.StoredCheckpoints(place, lock, filled, config)
         stored.offer(2)
         assert stored.wait() is None
-        place.write("holder.json", ELSEWHERE.to_json())
+        place.write("holder.json", ELSEWHERE.beat())
         before = objects(door, bucket)
         stored.offer(4)
         why = "the store was taken over by pid 1234 on h1"

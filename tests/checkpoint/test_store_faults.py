@@ -25,8 +25,7 @@ from outside import wait_until
 from store_servers import committed, gcs_door, s3_door
 
 from jaxllm.checkpoint import store, stored_checkpoints
-from jaxllm.checkpoint.checksums import describe_files
-from jaxllm.checkpoint.files import describe_run
+from jaxllm.checkpoint.files import describe_files, describe_run
 from jaxllm.checkpoint.store import Store, StoreLock
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
 from jaxllm.cluster import distributed, exit_codes

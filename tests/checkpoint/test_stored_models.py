@@ -27,7 +27,7 @@ from jaxllm.run.loop import fit
 from jaxllm.run.trainer import Trainer
 from jaxllm.weights import stored_models
 from jaxllm.weights.load_model import load_model
-from jaxllm.weights.pinned_names import with_commits
+from jaxllm.weights.stored_models import with_commits
 from jaxllm.weights.weights import export, find_weights, initial_weights
 
 pytest.importorskip("fsspec")
@@ -116,8 +116,8 @@ def test_each_kind_has_the_values_and_companions_of_the_local_one(door, folders,
     np.testing.assert_equal(arrays(address), arrays(folders[kind]))
     ours, theirs = (find_weights("--model", str(one)) for one in (address, folders[kind]))
     assert ours.model == theirs.model
-    assert ours.trained_on_bytes == theirs.trained_on_bytes == (kind in ("run", "checkpoint"))
-    assert (ours.outline().tokenizer is None) == (theirs.outline().tokenizer is None) == (kind != "hf")
+    assert ours.outline.trained_on_bytes == theirs.outline.trained_on_bytes == (kind != "hf")
+    assert (ours.outline.tokenizer is None) == (theirs.outline.tokenizer is None) == (kind != "hf")
     assert ours.description == ours.as_folder().description == address + ("/4" if kind == "run" else "")
     (home,) = cached(tmp_path)
     names = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}

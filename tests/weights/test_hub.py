@@ -18,7 +18,7 @@ from jaxllm.data.sources import load_data
 from jaxllm.run.loop import fit
 from jaxllm.weights.folder import open_folder
 from jaxllm.weights.hf_convert import adapter_to_peft, from_hf
-from jaxllm.weights.pinned_names import with_commits
+from jaxllm.weights.stored_models import with_commits
 from jaxllm.weights.weights import initial_weights
 
 pytest.importorskip("huggingface_hub")
@@ -62,7 +62,7 @@ def text_file(tmp_path):
 
 
 def embedding(config):
-    return np.asarray(initial_weights(config).outline().read(("embedding",)))
+    return np.asarray(initial_weights(config).outline.read(("embedding",)))
 
 
 def test_the_shape_needs_no_weights_and_a_run_keeps_its_commit(hub, versions, tmp_path, text_file, caplog):

@@ -25,10 +25,9 @@ from jaxllm.parallel.parameters import parameter_table
 from jaxllm.run.loop import fit
 from jaxllm.run.run_dir import keep_companions
 from jaxllm.weights import read_weights
-from jaxllm.weights.folder import open_folder
+from jaxllm.weights.folder import entries, open_folder
 from jaxllm.weights.hf_convert import from_hf, to_hf
 from jaxllm.weights.load_model import open_model
-from jaxllm.weights.names import entries
 from jaxllm.weights.read_weights import load_params
 from jaxllm.weights.safetensors import TensorFile
 from jaxllm.weights.weights import initial_weights
@@ -129,7 +128,7 @@ def test_a_process_reads_the_bytes_of_its_devices_alone(kind, folders, monkeypat
         }
         read.clear()
         for box in boxes:
-            read_weights._PaddedParameter(folder, names, whole.shape, 0).read(box)
+            read_weights._read_padded(folder, names, whole.shape, 0, box)
         # Half of the elements, of two bytes each.
         assert sum(read) == int(np.prod(folder.entries[names].shape))
 

@@ -8,7 +8,7 @@ import pytest
 from hf_folders import read_file, write_file
 
 from jaxllm.config import ConfigError
-from jaxllm.weights.safetensors import TensorFile, TensorWriter
+from jaxllm.weights.safetensors import TensorFile, new_file
 
 
 @pytest.fixture
@@ -63,11 +63,10 @@ def test_a_box_may_be_meant_in_another_shape(array, tmp_path):
 def test_what_is_written_in_pieces_others_read(array, tmp_path):
     half = array[..., 0].astype(ml_dtypes.bfloat16)
     tensors = {"half": (half.dtype, half.shape), "x": (array.dtype, array.shape)}
-    writer = TensorWriter(tmp_path / "a", tensors, {"format": "pt"})
-    writer.write("x", array[2:], first=2 * 30)
-    writer.write("half", half)
-    writer.write("x", array[:2])
-    writer.close()
+    made = new_file(tmp_path / "a", tensors, {"format": "pt"})
+    made["x"].write(array[2:], first=2 * 30)
+    made["half"].write(half)
+    made["x"].write(array[:2])
     for found in (read_file(tmp_path / "a"), pytest.importorskip("safetensors.numpy").load_file(tmp_path / "a")):
         np.testing.assert_array_equal(found["x"], array)
         np.testing.assert_array_equal(np.asarray(found["half"]).view(np.uint16), half.view(np.uint16))
