@@ -19,9 +19,9 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm import api, config, notebook
-from jaxllm.commands.plan import plan
 from jaxllm.compile.inspect import Report, inspect_config
 from jaxllm.compile.inspect_text import in_columns
+from jaxllm.compile.plan import plan
 from jaxllm.compile.report import CompileReport
 from jaxllm.config import load_config
 from jaxllm.display import table

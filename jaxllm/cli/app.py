@@ -13,7 +13,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -33,12 +33,14 @@ from jaxllm.cli.options import (
     Recipe,
     RestartMinutes,
     Tokens,
+    compile_cache,
     epilog,
     example,
     fitted,
     load,
     load_other,
     print_report,
+    progress_bar,
 )
 from jaxllm.config import Config, ConfigError, json_schema
 
@@ -146,14 +148,12 @@ def compile_(
     if save:
         compile_and_save(loaded, save, found, gpus, gpus_per_host, as_json)
         return
-    from jaxllm.cluster.distributed import cache_folder
     from jaxllm.compile.compare import compare, render_comparison
     from jaxllm.compile.report import compile_report
     from jaxllm.compile.text import account_of, render, render_kernels
 
     other = load_other(recipe, against) if against else None
-    folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
-    options: dict[str, Any] = {"real_memory": real_memory, "cache": folder}
+    options: dict[str, Any] = {"real_memory": real_memory, "cache": compile_cache(cache, no_cache)}
     report = compile_report(loaded, found, gpus, gpus_per_host, **options)
     if kernels:
         account_of(report)
@@ -223,29 +223,26 @@ def plan(
 ) -> None:
     """Searches for the fastest config that fits. Tries mesh, ZeRO, microbatch, schedule, remat, host; compiles the best."""
     loaded = load(recipe)
-    from jaxllm.commands.plan import Request, outcome, progress_bar
+    from jaxllm.compile.plan import outcome
     from jaxllm.plan.quote import Terms
     from jaxllm.plan.recipe import check_new, write_recipe
 
-    request = Request(
-        gpu=gpu,
-        gpus=gpus,
-        gpus_per_host=gpus_per_host,
-        compile=compile_,
-        objective=cast(Any, objective),
-        keep=tuple(keep or ()),
-        across_hosts=across_hosts,
-        host_gib_per_gpu=host_gib_per_gpu,
-        terms=Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s),
-        sweep=sweep,
-        cache=cache,
-        no_cache=no_cache,
-    )
+    options = {
+        "compile": compile_,
+        "objective": objective,
+        "terms": Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s),
+        "sweep": sweep,
+        # The folder's name needs JAX, which a plan by estimates alone does not.
+        "cache": compile_cache(cache, no_cache) if compile_ else None,
+        "keep": tuple(keep or ()),
+        "across_hosts": across_hosts,
+        "host_bytes_per_gpu": None if host_gib_per_gpu is None else host_gib_per_gpu * 2**30,
+    }
     if out is not None:
         check_new(out)
     try:
         with nullcontext() if as_json else progress_bar() as progress:
-            found = outcome(loaded, request, progress)
+            found = outcome(loaded, gpu, gpus, gpus_per_host, progress=progress, **options)
     except KeyboardInterrupt:
         print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -23,6 +23,7 @@ from jaxllm.cli.options import (
     Verify,
     fitted,
     load,
+    progress_bar,
     show,
     show_at_once,
     tell,
@@ -98,8 +99,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
-    from jaxllm.commands import predict
-    from jaxllm.commands.plan import progress_bar
+    from jaxllm.inference import predict
 
     options = {
         "sequence_length": sequence_length,
@@ -142,7 +142,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
-    from jaxllm.commands import predict
+    from jaxllm.inference import predict
     from jaxllm.inference.text_stream import InTurn
 
     before = [f"> {text}\n" for text in prompt] if chat else prompt
@@ -191,7 +191,7 @@ def lm_eval(
     """Scores a model by the tasks of lm-evaluation-harness. EleutherAI's own code, on any mesh (extra lm-eval)."""
     if find_spec("lm_eval") is None:
         raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
-    from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table, to_json
+    from jaxllm.inference.lm_eval import JaxLLM, run_tasks, table, to_json
 
     harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), max_length=max_length, say=tell)
     options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}

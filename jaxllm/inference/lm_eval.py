@@ -1,7 +1,7 @@
 """`jaxllm lm-eval`: the tasks of EleutherAI's lm-evaluation-harness, by its own code, on any mesh (extra lm-eval).
 
     import lm_eval
-    from jaxllm.commands.lm_eval import JaxLLM
+    from jaxllm.inference.lm_eval import JaxLLM
 
     results = lm_eval.simple_evaluate(model=JaxLLM("models/mine", ["parallel.tensor=2"]), tasks=["arc_easy"])
 
@@ -27,10 +27,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
-from jaxllm.commands import predict
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.inference_memory import bucket
 from jaxllm.data.chat import ChatTemplate, load_chat_template
+from jaxllm.inference import predict
 from jaxllm.inference.continuations import Scorer
 from jaxllm.inference.generate import Generator, complete
 from jaxllm.inference.prompts import require_ids, stop_ids
