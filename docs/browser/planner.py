@@ -20,9 +20,7 @@ from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.cost_model.hosts import MOST_GPUS
 from jaxllm.display import readable
 from jaxllm.plan.estimate import Estimate, estimate
-from jaxllm.plan.plan_notes import beside_lines, certainty_lines
-from jaxllm.plan.plan_result import Candidate
-from jaxllm.plan.recipe import recipe
+from jaxllm.plan.plan_result import Candidate, beside_lines, certainty_lines, recipe
 from jaxllm.untrusted import RefusedInput, parse_json, whole_number
 
 ROWS = 10

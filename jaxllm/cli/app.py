@@ -224,8 +224,8 @@ def plan(
     """Searches for the fastest config that fits. Tries mesh, ZeRO, microbatch, schedule, remat, host; compiles the best."""
     loaded = load(recipe)
     from jaxllm.compile.plan import outcome
+    from jaxllm.plan.plan_result import check_new, write_recipe
     from jaxllm.plan.quote import Terms
-    from jaxllm.plan.recipe import check_new, write_recipe
 
     options = {
         "compile": compile_,

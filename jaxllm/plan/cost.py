@@ -1,6 +1,6 @@
-"""Cost of a training run: days, GPU-hours and energy, from parameters, tokens and achieved FLOP/s.
+"""Cost of a training run: days, GPU-hours and energy, from tokens, their FLOPs and achieved FLOP/s.
 
-cost = training_cost(175e9, 300e9, achieved_flops_per_s=140e12, gpus=1024, flops_per_parameter_and_token=WITH_RECOMPUTATION)
+cost = training_cost(300e9, WITH_RECOMPUTATION * 175e9, 140e12, gpus=1024)
 cost.days        33.9
 """
 
@@ -15,11 +15,9 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.hardware import Gpu
 
-FORWARD_AND_BACKWARD = 6.0
-"""FLOPs for each parameter and token: 2 forward, 4 backward (Kaplan et al. 2020, "Scaling Laws for Neural Language Models")."""
 WITH_RECOMPUTATION = 8.0
 """FLOPs for each parameter and token if the forward pass runs twice, as in Narayanan et al. 2021 ("Efficient Large-Scale
-Language Model Training on GPU Clusters Using Megatron-LM"): time = 8 T P / (n X)."""
+Language Model Training on GPU Clusters Using Megatron-LM"): time = 8 T P / (n X). Two for each forward pass, four backward."""
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -83,39 +81,19 @@ class TrainingCost:
 
 
 def training_cost(
-    parameters: float,
-    tokens: float,
-    achieved_flops_per_s: float,
-    gpus: int = 1,
-    *,
-    flops_per_parameter_and_token: float = FORWARD_AND_BACKWARD,
-    flops_per_token: float | None = None,
-    watts_per_gpu: float | None = None,
+    tokens: float, flops_per_token: float, flops_per_s: float, gpus: int = 1, watts_per_gpu: float | None = None
 ) -> TrainingCost:
-    """seconds = FLOPs per token x tokens / (gpus x achieved_flops_per_s), and what follows from that.
+    """seconds = FLOPs per token x tokens / (gpus x FLOP/s), and what follows from that.
 
-    Achieved FLOP/s and FLOPs per token must be counted in the same way. With 8 per parameter and token (the forward pass
+    FLOP/s, of each GPU, and FLOPs per token must be counted in the same way. With 8 per parameter and token (the forward pass
     twice), 175e9 parameters and 300e9 tokens take 34 days on 1,024 GPUs at 140e12 FLOP/s, and 288 years on one at 46.2e12; with
     6, those 288 years need 34.7e12 FLOP/s.
 
     Args:
-      parameters: of the model.
       tokens: trained on; repeated tokens count each time.
-      achieved_flops_per_s: per GPU.
-      gpus: number of GPUs that each reach this rate.
-      flops_per_token: replaces flops_per_parameter_and_token x parameters, to include attention
-        (cost_model/flops.py: train_flops_per_token).
       watts_per_gpu: of a board; None: the energy is not computed.
-
-    Raises:
-      ConfigError: a number is not above zero.
     """
-    given = {"parameters": parameters, "tokens": tokens, "achieved_flops_per_s": achieved_flops_per_s, "gpus": gpus}
-    for name, value in given.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name}={value} has no cost: it should be a number above 0.")
-    flops = flops_per_parameter_and_token * parameters if flops_per_token is None else flops_per_token
-    seconds = flops * tokens / (gpus * achieved_flops_per_s)
+    seconds = flops_per_token * tokens / (gpus * flops_per_s)
     gpu_hours = gpus * seconds / HOUR_S
     energy = None if watts_per_gpu is None else gpu_hours * watts_per_gpu * OVERHEAD / 1e3
     return TrainingCost(tokens, gpus, seconds, gpu_hours, watts_per_gpu, energy)

@@ -339,14 +339,14 @@ def quote(
     """
     if (tokens := terms.number_of_tokens) is None:
         return None
-    parameters, achieved = parameter_count(config.model), terms.achieved_tflops
+    achieved = terms.achieved_tflops
     flops = train_flops_per_token(config.model, config.train.sequence_length, frozen=config.frozen)
     rate = flops * tokens_per_s_per_gpu
     if achieved is not None:
         _require_possible(achieved, gpu)
-        flops, rate = WITH_RECOMPUTATION * parameters, achieved * 1e12
-    watts, gpus = board_watts(gpu), config.devices
-    cost = training_cost(parameters, tokens, rate, gpus, flops_per_token=flops, watts_per_gpu=watts)
+        flops, rate = WITH_RECOMPUTATION * parameter_count(config.model), achieved * 1e12
+    gpus = config.devices
+    cost = training_cost(tokens, flops, rate, gpus, board_watts(gpu))
     speed = error_range(config, gpu, gpus_per_host) if achieved is None else None
     stops = interruptions(config, gpu, gpus, gpus_per_host, terms)
     offer = Quote(config, cost, terms, speed, stops, fits)

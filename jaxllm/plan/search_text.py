@@ -18,8 +18,7 @@ from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_lines
 from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.fastest_remat import MESH
-from jaxllm.plan.plan_notes import beside_lines, certainty_lines
-from jaxllm.plan.plan_result import Candidate, Plan
+from jaxllm.plan.plan_result import Candidate, Plan, beside_lines, certainty_lines
 from jaxllm.plan.quote import Quote
 from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
 from jaxllm.plan.sweep import Sweep, SweepRow

@@ -84,20 +84,21 @@ class Choice:
         """Whether activations or state wait in the host's memory."""
         return self.offload_state != "none" or offloads(self.remat)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Key -> value: microbatch_sequences of the section train, all others of parallel."""
+        settings = {**vars(self), **vars(self.mesh)}
+        del settings["mesh"]
+        return settings
+
     def applied_to(self, config: Config) -> Config:
         """The config with these values, resolved. Nothing is validated again: a choice divides by construction."""
-        parallel = config.parallel.model_copy(
-            update={
-                **vars(self.mesh),
-                "zero": self.zero,
-                "schedule": self.schedule,
-                "virtual_stages": self.virtual_stages,
-                "remat": self.remat,
-                "offload_state": self.offload_state,
-            }
-        )
-        train = config.train.model_copy(update={"microbatch_sequences": self.microbatch_sequences})
-        update: dict[str, Any] = {"parallel": parallel, "train": train}
+        parallel = self.settings
+        train = {"microbatch_sequences": parallel.pop("microbatch_sequences")}
+        update: dict[str, Any] = {
+            "parallel": config.parallel.model_copy(update=parallel),
+            "train": config.train.model_copy(update=train),
+        }
         if config.run.cpu_devices is not None:
             # A recipe for a small test names CPU devices; a plan is for GPUs.
             update["run"] = config.run.model_copy(update={"cpu_devices": None})

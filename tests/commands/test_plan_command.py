@@ -29,7 +29,7 @@ from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan import search as search_module
 from jaxllm.plan.plan_result import TIE_SHARE
-from jaxllm.plan.recipe import recipe as recipe_of
+from jaxllm.plan.plan_result import recipe as recipe_of
 from jaxllm.plan.search import SearchOptions, search
 
 RECIPE = {
