@@ -19,15 +19,7 @@ from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.quote import Quote, Terms, interruptions, quote
 from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search, why_nothing
-from jaxllm.plan.sweep import (
-    OBJECTIVES,
-    Objective,
-    Sweep,
-    longest_sequence,
-    objective_line,
-    smallest_cluster,
-    sweep_gpus,
-)
+from jaxllm.plan.sweep import OBJECTIVES, Objective, Sweep, longest_sequence, objective_line, smallest_cluster, sweep_gpus
 
 WORKERS = 2
 """Compilations at the same time; each uses one core most of the time."""

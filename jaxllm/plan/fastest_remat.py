@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 
 from jaxllm.config import Config, Remat
 from jaxllm.config.remat_policy import offloads
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
-from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate
+from jaxllm.cost_model.hosts import host_bytes_per_gpu
+from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate, estimate_memory
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_sizes import slots_of
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import Candidate, Rejected
 from jaxllm.plan.remat_ladder import FAMILY, Ladders, LeastStep, Rung
@@ -57,6 +60,39 @@ class Limits:
         if memory.peak_bytes > self.device_bytes:
             return DOES_NOT_FIT
         return HOST_FULL if memory.host_bytes > self.host_bytes else None
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Choices and limits of a search."""
+
+    keep: Collection[str] = ()
+    """Names of space.KEEPABLE; these settings stay as the config has them."""
+    across_hosts: bool | None = None
+    """Whether context x tensor may cross hosts; None: only if nothing fits otherwise."""
+    host_bytes_per_gpu: float | None = None
+    """Limit of host memory for offloading; default: the kind's share (hosts.host_bytes_per_gpu)."""
+    device_bytes: float | None = None
+    """Limit for the estimate; default: FIT_SHARE of the kind's capacity."""
+    largest_microbatch: bool = False
+    """Whether to rank by microbatch first."""
+    estimate: EstimateMemory | None = None
+    """Default: estimate_memory."""
+    step_time: EstimateTime = estimate_step_time
+    prune: bool = True
+    """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
+    slower than `best` others even with nothing recomputed."""
+    best: int = 100
+    """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
+
+    def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
+        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
+        host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
+        return Limits(device_bytes, host_bytes)
+
+    def reaches(self) -> tuple[bool, ...]:
+        """Values of `across_hosts` to try in turn."""
+        return (False, True) if self.across_hosts is None else (self.across_hosts,)
 
 
 @dataclass
@@ -121,21 +157,10 @@ def ways(group: Group, keep: Collection[str]) -> tuple[bool, ...]:
 class Fitting:
     """Finds the fastest remat of each trial of a search."""
 
-    def __init__(
-        self,
-        config: Config,
-        gpu: Gpu,
-        gpus_per_host: int,
-        limits: Limits,
-        estimate: EstimateMemory,
-        step_time: EstimateTime,
-        *,
-        keep: Collection[str],
-        prune: bool,
-    ):
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, options: SearchOptions):
         self.config, self.gpu, self.gpus_per_host = config, gpu, gpus_per_host
-        self.limits, self.estimate, self.step_time = limits, estimate, step_time
-        self.keep, self.prune = keep, prune
+        self.limits, self.keep, self.prune = options.limits(gpu, gpus_per_host), options.keep, options.prune
+        self.estimate, self.step_time = options.estimate or partial(estimate_memory, gpu=gpu), options.step_time
         self.ladders = Ladders()
         self.tally = Tally()
         self.over: dict[tuple, tuple[int, str]] = {}

@@ -15,29 +15,18 @@ The caller may pass other estimates. confirm.py confirms the result by compiling
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from jaxllm.config import Config
 from jaxllm.config.attention import FIRST_WITH, require_runs
 from jaxllm.config.checks import keeps_whole_layers, unlike_all_on_host
 from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
-from jaxllm.cost_model.hosts import choose_gpus_per_host, host_bytes_per_gpu
-from jaxllm.cost_model.memory import EstimateMemory, estimate_memory
+from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.fastest_remat import (
-    CONFIGURATION,
-    HOST_FULL,
-    MESH,
-    EstimateTime,
-    Fitting,
-    Limits,
-    Trial,
-    ways,
-)
+from jaxllm.plan.fastest_remat import CONFIGURATION, HOST_FULL, MESH, Fitting, SearchOptions, Trial, ways
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, Plan, ranked
 from jaxllm.plan.space import BEYOND_HOST, UNEVEN, Group, Mesh, data_ranks, groups, meshes, why_not
 
@@ -51,51 +40,6 @@ SHOWN = 256
 
 Progress = Callable[[str, int, int], None]
 """Called with (description of the work, amount done, total amount)."""
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Choices and limits of a search."""
-
-    keep: Collection[str] = ()
-    """Names of space.KEEPABLE; these settings stay as the config has them."""
-    across_hosts: bool | None = None
-    """Whether context x tensor may cross hosts; None: only if nothing fits otherwise."""
-    host_bytes_per_gpu: float | None = None
-    """Limit of host memory for offloading; default: the kind's share (hosts.host_bytes_per_gpu)."""
-    device_bytes: float | None = None
-    """Limit for the estimate; default: FIT_SHARE of the kind's capacity."""
-    largest_microbatch: bool = False
-    """Whether to rank by microbatch first."""
-    estimate: EstimateMemory | None = None
-    """Default: estimate_memory."""
-    step_time: EstimateTime = estimate_step_time
-    prune: bool = True
-    """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
-    slower than `best` others even with nothing recomputed."""
-    best: int = 100
-    """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
-
-    def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
-        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
-        host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
-        return Limits(device_bytes, host_bytes)
-
-    def fitting(self, config: Config, gpu: Gpu, gpus_per_host: int) -> Fitting:
-        return Fitting(
-            config,
-            gpu,
-            gpus_per_host,
-            self.limits(gpu, gpus_per_host),
-            self.estimate or partial(estimate_memory, gpu=gpu),
-            self.step_time,
-            keep=self.keep,
-            prune=self.prune,
-        )
-
-    def reaches(self) -> tuple[bool, ...]:
-        """Values of `across_hosts` to try in turn."""
-        return (False, True) if self.across_hosts is None else (self.across_hosts,)
 
 
 def search(
@@ -123,7 +67,7 @@ def search(
     every = list(meshes(config, gpus, options.keep))
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     for across in options.reaches():
-        run = _Run(options.fitting(config, gpu, per_host), options, progress)
+        run = _Run(Fitting(config, gpu, per_host, options), options, progress)
         try:
             run.rank(run.trials(every, across))
             interrupted = False
@@ -138,7 +82,7 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        host_bytes_per_gpu=options.limits(gpu, per_host).host_bytes,
+        host_bytes_per_gpu=run.fitting.limits.host_bytes,
         candidates=ranked(run.candidates, options.largest_microbatch),
         rejected=run.tally.rejected(),
         meshes=run.meshes,
@@ -281,7 +225,7 @@ def any_fits(
     keep = options.keep
     every = list(meshes(config, gpus, keep))
     per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
-    fitting = options.fitting(config, gpu, per_host)
+    fitting = Fitting(config, gpu, per_host, options)
     # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
     return any(

@@ -20,15 +20,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from jaxllm.config import (
-    AUTO,
-    Config,
-    ConfigError,
-    Remat,
-    all_have_layers,
-    divisors,
-    sequence_unit,
-)
+from jaxllm.config import AUTO, Config, ConfigError, Remat, all_have_layers, divisors, sequence_unit
 from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
 from jaxllm.config.remat_policy import offloads, remat_text
 from jaxllm.config.types import GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B

@@ -248,10 +248,7 @@ class _Watched:
         """Checkpoints that should be kept and are not intact."""
         kept = self._config.checkpoint
         steps = sorted(self._committed)
-        wanted = {
-            *steps[-kept.keep :],
-            *(step for step in steps if kept.keeps_forever(step)),
-        }
+        wanted = {*steps[-kept.keep :], *(step for step in steps if kept.keeps_forever(step))}
         folders = [str(self._run_dir / "checkpoints" / str(step)) for step in sorted(wanted)]
         result = subprocess.run([sys.executable, "-c", EXAMINE, *folders], capture_output=True, text=True, check=True)
         return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1] for line in result.stdout.splitlines()}

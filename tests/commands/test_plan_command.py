@@ -27,7 +27,7 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.plan import search as search_module
+from jaxllm.plan import fastest_remat
 from jaxllm.plan.plan_result import TIE_SHARE
 from jaxllm.plan.plan_result import recipe as recipe_of
 from jaxllm.plan.search import SearchOptions, search
@@ -214,7 +214,7 @@ def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     out = tmp_path / "best.yaml"
     result = run(recipe, "--gpus", "16", "--compile", "8", "--json", "--out", str(out))
     assert result.exit_code == 130
@@ -233,7 +233,7 @@ def test_ctrl_c_in_the_search_with_fp8_leaves_the_plan(recipe, monkeypatch):
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "4", "--compile", "8", "--json")
     assert result.exit_code == 130
     values = json.loads(result.stdout)
@@ -252,7 +252,7 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     arguments = [recipe, "--gpus", "16", "--compile", "0", "--sweep", "gpus", *KEEP]
     result = run(*arguments, "--json")
     assert result.exit_code == 130
@@ -318,7 +318,7 @@ def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     def stopped(config, gpu=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "16")
     assert result.exit_code == 130
     assert "interrupted before any config that fits was found" in result.stderr

@@ -17,7 +17,7 @@ from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import MEASURED, StepTime
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import COSTS, REMAT_LADDER
-from jaxllm.plan.fastest_remat import LEAN, Trial
+from jaxllm.plan.fastest_remat import LEAN, Fitting, Trial
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, ranked
 from jaxllm.plan.remat_ladder import GRAIN, PARTS, Ladder, Ladders, LeastStep
 from jaxllm.plan.search import GAINS_NOTHING, SLOWER, SearchOptions, best_with_fp8, search
@@ -248,7 +248,7 @@ def test_what_is_left_out_is_slower(monkeypatch):
 
 def test_no_remat_is_faster_than_the_least_time():
     options = SearchOptions()
-    fitting = options.fitting(TINY, H100, 4)
+    fitting = Fitting(TINY, H100, 4, options)
     rng, every = random.Random(0), list(mappings())
     for mesh in meshes(TINY, 4):
         if why_not(TINY, mesh, 4) is None:
