@@ -178,10 +178,6 @@ def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
         print(text, end=end, file=file, flush=True)
 
 
-def show_at_once(text: str) -> None:
-    show(text, end="")
-
-
 def tell(line: str) -> None:
     """Prints a line to standard error on the main process only."""
     show(line, file=sys.stderr)
