@@ -13,7 +13,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -310,7 +310,7 @@ def plan(
     from jaxllm.plan.plan_result import check_new, write_recipe
     from jaxllm.plan.quote import Terms
 
-    options = {
+    options: dict[str, Any] = {
         "compile": compile_,
         "objective": objective,
         "terms": Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s),

@@ -159,14 +159,14 @@ def outcome(
     if objective != "gpus":
         per_host, _ = choose_gpus_per_host(most, gpus_per_host, kind.gpus_per_host, config.parallel)
         interruptions(config, kind, most, per_host, terms)
-    options = {"compile": compile, "objective": objective, "cache": cache, "progress": progress, **rules}
+    options: dict[str, Any] = {"compile": compile, "objective": objective, "cache": cache, "progress": progress, **rules}
     result = plan(config, kind, gpus, gpus_per_host, **options)
     if not result.candidates:
         raise KeyboardInterrupt
     swept = None
     if sweep is not None and not result.interrupted:
         limits = SearchOptions(**rules, largest_microbatch=objective == "microbatch")
-        more = {"known": result, "tokens": tokens, "progress": progress}
+        more: dict[str, Any] = {"known": result, "tokens": tokens, "progress": progress}
         swept = sweep_gpus(result.config, kind, most, gpus_per_host, limits, **more)
     best = result.candidates[0]
     offer = quote(best.config, kind, result.gpus_per_host, best.tokens_per_s_per_gpu, terms)
