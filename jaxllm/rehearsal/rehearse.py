@@ -27,11 +27,20 @@ from jaxllm.display import readable
 from jaxllm.json_lines import read_lines
 from jaxllm.machine.cpus import available_cpus
 from jaxllm.machine.host_memory import host_memory
-from jaxllm.rehearsal import network
-from jaxllm.rehearsal.faults import Fault, Kind, plan_faults, steps_for
-from jaxllm.rehearsal.hosts import Hosts
+from jaxllm.rehearsal.faults import (
+    NAMED_WITHIN_S,
+    Fault,
+    History,
+    Kind,
+    Metrics,
+    Report,
+    Strike,
+    naming,
+    plan_faults,
+    steps_for,
+)
+from jaxllm.rehearsal.hosts import Hosts, Network, networks_are_possible
 from jaxllm.rehearsal.shrink import PEER_TIMEOUT_S, changes, count_devices, reads_own_text, shrink
-from jaxllm.rehearsal.verdict import NAMED_WITHIN_S, History, Metrics, Report, Strike, naming
 
 LOOK_S = 0.01
 STALL_S = 600.0
@@ -76,7 +85,7 @@ def rehearse(
     """
     if sys.platform != "linux":
         raise ConfigError("jaxllm rehearse needs Linux, where no process outlives its parent: run it in a container or a VM.")
-    networks = network.is_possible() if networks is None else networks
+    networks = networks_are_possible() if networks is None else networks
     if counts["cut"] and not networks:
         raise ConfigError("--cut needs network namespaces, which root may make with iproute2: run it as root, or use --cut 0.")
     seed = random.randrange(10**6) if seed is None else seed
@@ -91,7 +100,7 @@ def rehearse(
         say(f"data    {'as in the config' if reads_own_text(config) else 'made-up words, as bytes'}; nothing is evaluated")
         say(f"hosts   {'network namespaces' if networks else 'processes of this machine, on loopback'}")
         say(f"seed    {seed}: {'; '.join(map(str, faults)) or 'no fault'}")
-        with network.Network([f"h{rank}" for rank in range(hosts)], folder) if networks else nullcontext() as cables:
+        with Network([f"h{rank}" for rank in range(hosts)], folder) if networks else nullcontext() as cables:
             reference = _Watched(small, folder / "undisturbed", hosts, cables).run((), say)
             if reference.unfinished:
                 raise ConfigError(f"The shrunk config does not train here: {reference.unfinished}.")
@@ -128,7 +137,7 @@ def require_room(hosts: int, devices: int, faults: int, say: Callable[[str], Non
 class _Watched:
     """One run of the shrunk config, and what is seen of it."""
 
-    def __init__(self, config: Config, folder: Path, hosts: int, cables: network.Network | None):
+    def __init__(self, config: Config, folder: Path, hosts: int, cables: Network | None):
         folder.mkdir()
         self._config, self._folder, self._count, self._cables = config, folder, hosts, cables
         self._run_dir = folder / "run"

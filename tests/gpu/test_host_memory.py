@@ -9,7 +9,7 @@ from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig
 from jaxllm.cost_model.hardware import gpu_from_device_kind
-from jaxllm.doctor.host_link import host_copies
+from jaxllm.doctor.links import host_copies
 from jaxllm.mesh.axes import HOST
 
 pytestmark = pytest.mark.gpu
