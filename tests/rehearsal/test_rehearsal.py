@@ -270,7 +270,10 @@ def test_an_insufficient_sentence_is_shown():
 # ------------------------------------------------------------------------------------------------------- real processes
 
 # As a user without root.
-PROGRAM = "from jaxllm.cli import app as cli; from jaxllm.rehearsal import rehearse; rehearse.networks_are_possible = lambda: False; cli.main()"
+PROGRAM = (
+    "from jaxllm.cli import app as cli; from jaxllm.rehearsal import rehearse; "
+    "rehearse.networks_are_possible = lambda: False; cli.main()"
+)
 
 
 @pytest.fixture
