@@ -261,7 +261,7 @@ def folder(path: Path, measures: bool) -> list[Folder]:
         error = _write(mine, b"jaxllm doctor")
     wrote = gather_json(sees and not error)
     names = {f".doctor-{token}-{other}": other for other, there in enumerate(wrote) if there}
-    unseen = sorted(names[name] for name in _missing(path, names)) if main else []
+    unseen = tuple(sorted(names[name] for name in _missing(path, names))) if main else ()
     gather_json("looked")
     found = {"error": error, "sees_main": sees or stopped != "", "unseen": unseen, "free_bytes": _free_bytes(path) or 0}
     if sees and not error and measures:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hardware import GPUS, Gpu
 
 WITH_RECOMPUTATION = 8.0
 """FLOPs for each parameter and token if the forward pass runs twice, as in Narayanan et al. 2021 ("Efficient Large-Scale
@@ -30,8 +30,8 @@ BOARD_WATTS: Mapping[str, float] = {
     "a100-80gb": 400.0,
     "rtx3090-24gb": 350.0,
     "a10g-24gb": 300.0,
-    "rtx4090-24gb": 450.0,
     "l40s-48gb": 350.0,
+    "rtx4090-24gb": 450.0,
     "h100-80gb": 700.0,
     "h100-94gb": 700.0,
     "h100-nvl-94gb": 400.0,
@@ -42,17 +42,8 @@ BOARD_WATTS: Mapping[str, float] = {
     "b300-288gb": 1100.0,
 }
 """Maximum power of a board, by NVIDIA's data sheets: H100 SXM up to 700 W (the 94 GB board differs only in memory), H100 NVL
-350 to 400 W, HGX B200 up to 1,000 W. A GH200's 450 to 1,000 W include its CPU and the host's memory."""
-_LIKE: Mapping[tuple[int, int], str] = {
-    (7, 0): "v100-32gb",
-    (8, 0): "a100-80gb",
-    (8, 6): "rtx3090-24gb",
-    (8, 9): "l40s-48gb",
-    (9, 0): "h100-80gb",
-    (10, 0): "b200-192gb",
-    (10, 3): "b300-288gb",
-}
-"""Compute capability -> the listed board whose power is assumed for a kind that is not in the table."""
+350 to 400 W, HGX B200 up to 1,000 W. A GH200's 450 to 1,000 W include its CPU and the host's memory. The first board of a
+compute capability stands for kinds that are not in the table."""
 OVERHEAD = 1.5
 """Factor for a GPU's share of the host (processors, memory, network cards, fans), of switches and of cooling. By data sheets a
 complete host may take more, 10.2 kW for eight H100s of 0.7 kW, but training GPUs do not stay at their limit either. Chosen, not
@@ -101,8 +92,9 @@ def training_cost(
 
 def board_watts(gpu: Gpu) -> float | None:
     """Maximum power of a board: by its name, else that of its compute capability; None if neither is known."""
-    like = _LIKE.get(gpu.chip.compute_capability, "")
-    return BOARD_WATTS.get(gpu.name, BOARD_WATTS.get(like))
+    capability = gpu.chip.compute_capability
+    alike = (watts for name, watts in BOARD_WATTS.items() if GPUS[name].chip.compute_capability == capability)
+    return BOARD_WATTS.get(gpu.name, next(alike, None))
 
 
 def parse_tokens(text: str) -> int:

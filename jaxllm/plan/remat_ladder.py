@@ -120,20 +120,13 @@ class Ladder:
         layers = model.config.chunk_layers
         out_s, in_s = (free_s / layers for free_s in model.free_s)
         out, back = 1 / model.activations_out_bytes_per_s, 1 / model.one_way
-        keys = [
-            (round((spent_s + max(0.0, size * out - out_s) + max(0.0, size * back - in_s - again_s)) / self.grain_s), size)
-            for spent_s, size, again_s in (*self._costs_to_host, *(_costs(rung) for rung in more))
-        ]
-        rungs = (*self._to_host, *more)
-        return [rungs[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
 
-    @cached_property
-    def _to_host(self) -> list[Rung]:
-        return [rung for rung in self.rungs if rung.offloaded]
+        def seconds(rung: Rung) -> tuple[int, float]:
+            size = rung.offloaded
+            spent_s = rung.spent_s + max(0.0, size * out - out_s) + max(0.0, size * back - in_s - rung.again_s)
+            return round(spent_s / self.grain_s), size
 
-    @cached_property
-    def _costs_to_host(self) -> list[tuple[float, float, float]]:
-        return [_costs(rung) for rung in self._to_host]
+        return sorted((*(rung for rung in self.rungs if rung.offloaded), *more), key=seconds)
 
     @cached_property
     def bytes(self) -> dict[str, float]:
@@ -187,10 +180,6 @@ class Ladder:
     def _rung(self, kept: float, out: float, spent_s: float, again_s: float, actions: Actions) -> Rung:
         chosen = dict(actions)
         return Rung(_named(chosen, self.names), kept, out, spent_s, again_s, self.whole, _family(chosen))
-
-
-def _costs(rung: Rung) -> tuple[float, float, float]:
-    return rung.spent_s, rung.offloaded, rung.again_s
 
 
 def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:

@@ -55,16 +55,8 @@ class SweepRow:
         return None if self.best is None else self.best.tokens_per_s_per_gpu * self.gpus
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "gpus": self.gpus,
-            "gpus_per_host": self.gpus_per_host,
-            "best": None if self.best is None else self.best.to_json(),
-            "tokens_per_s": self.tokens_per_s,
-            "efficiency": self.efficiency,
-            "exposed_communication_share": None if self.best is None else self.best.exposed_communication_share,
-            "days": self.days,
-            "reduction_s": self.reduction_s,
-        }
+        best, exposed = self.best and self.best.to_json(), self.best and self.best.exposed_communication_share
+        return {**vars(self), "best": best, "tokens_per_s": self.tokens_per_s, "exposed_communication_share": exposed}
 
 
 @dataclass(frozen=True)
