@@ -38,13 +38,13 @@ def better_shape(config: Config, gpu: Gpu, gpus_per_host: int, convention: str =
     """The change of a resolved config on the same GPUs that shortens the step most, if it also wastes fewer seconds on shapes
     and fits or takes no more memory. None below LEAST_GAIN. The planner looks further: this tries a few neighbours."""
     now, bytes_now = shape_waste(config, gpu, gpus_per_host, convention), estimate_memory(config, gpu).peak_bytes
-    best, most = None, 1 - LEAST_GAIN
+    best, most, limit = None, 1 - LEAST_GAIN, max(bytes_now, FIT_SHARE * gpu.capacity_bytes)
     for keys in _neighbours(config, gpus_per_host):
         if (new := changed(config, keys)) is None:
             continue
         then, memory = shape_waste(new, gpu, gpus_per_host, convention), estimate_memory(new, gpu)
         ratio = then.step_s / now.step_s
-        if ratio <= most and then.total_s < now.total_s and memory.peak_bytes <= max(bytes_now, FIT_SHARE * gpu.capacity_bytes):
+        if ratio <= most and then.total_s < now.total_s and memory.peak_bytes <= limit:
             best, most = Change(keys, new, memory.peak_bytes, memory.host_bytes, then.step_s, ratio), ratio
     return best
 

@@ -57,31 +57,17 @@ def render(
       width: 80 or more.
     """
     narrow = width < WIDTH
-    parts = [
-        *(Text(line) for line in heading_lines(plan)),
-        *([] if objective is None else [Text(f"  {objective}")]),
-        Text(""),
-        candidates_table(plan, rows, narrow=narrow),
-        *(Text(line) for line in verdict_lines(plan, rows, narrow=narrow)),
-    ]
+    parts = [*heading_lines(plan), *([] if objective is None else [f"  {objective}"]), ""]
+    parts += [candidates_table(plan, rows, narrow=narrow), *verdict_lines(plan, rows, narrow=narrow)]
     if quote is not None:
-        parts += [Text(""), *(Text(line) for line in quote.lines())]
+        parts += ["", *quote.lines()]
     if sweep is not None:
-        parts += [
-            Text("\nMore GPUs, the same global batch"),
-            sweep_table(sweep, narrow),
-            *(Text(line) for line in sweep_lines(sweep)),
-        ]
+        parts += ["\nMore GPUs, the same global batch", sweep_table(sweep, narrow), *sweep_lines(sweep)]
     if plan.rejected:
         searched = plan.meshes - sum(line.count for line in plan.rejected if line.unit == MESH)
-        parts += [
-            Text(
-                f"\nLeft out of {plan.meshes:,} meshes, and of the {plan.configurations:,} configurations of the {searched:,} "
-                f"that divide"
-            ),
-            rejected_table(plan),
-        ]
-    return Group(*parts)
+        of = f"{plan.meshes:,} meshes, and of the {plan.configurations:,} configurations of the {searched:,} that divide"
+        parts += [f"\nLeft out of {of}", rejected_table(plan)]
+    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
 
 
 def as_html(plan: Plan) -> str:
