@@ -136,21 +136,16 @@ class InferenceEstimate:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
         parallel = self.config.parallel
+        own = ("gpus_per_host", "hosts_because", "moment", "peak_bytes", "capacity_bytes", "fits", "host_bytes")
         return {
+            **{name: getattr(self, name) for name in own},
             "for": self.use.purpose,
-            "gpu": self.gpu.name if self.gpu else None,
+            "gpu": self.gpu and self.gpu.name,
             "devices": self.config.devices,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
             "mesh": {axis: getattr(parallel, axis) for axis in ("pipe", "data", "context", "tensor")},
             "stored_dtype": self.use.stored_dtype,
-            "moment": self.moment,
             "terms_bytes": self.moments[self.moment],
-            "peak_bytes": self.peak_bytes,
             "bytes_by_moment": {moment: sum(terms.values()) for moment, terms in self.moments.items()},
-            "capacity_bytes": self.capacity_bytes,
-            "fits": self.fits,
-            "host_bytes": self.host_bytes,
             "remedies": [{"change": words, "peak_bytes": size} for words, size in self.remedies],
         }
 

@@ -6,10 +6,9 @@ write_recipe(plan, "best.yaml", command="jaxllm plan ...")
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,10 +64,6 @@ class Candidate:
         return self.time.tflops_per_gpu
 
     @property
-    def exposed_communication_share(self) -> float:
-        return self.time.exposed_communication_share
-
-    @property
     def sent_s(self) -> float:
         """Predicted seconds of all transfers of a step, hidden ones too: between GPUs, and to and from the host."""
         terms_s, hidden_s = self.predicted.terms_s, self.predicted.hidden_s
@@ -87,19 +82,14 @@ class Candidate:
         return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
 
     def to_json(self) -> dict[str, Any]:
+        speed = ("tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share")
+        own = ("estimate_bytes", "compiled_bytes", "host_bytes", "sent_s", "scheduled_transfers_s")
         return {
             **self.choice.settings,
-            "estimate_bytes": self.estimate_bytes,
-            "compiled_bytes": self.compiled_bytes,
-            "host_bytes": self.host_bytes,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "tflops_per_gpu": self.tflops_per_gpu,
-            "step_s": self.step_s,
-            "exposed_communication_share": self.exposed_communication_share,
-            "sent_s": self.sent_s,
+            **{name: getattr(self.time, name) for name in speed},
+            **{name: getattr(self, name) for name in own},
             "predicted_step_s": self.predicted.step_s,
             "predicted_transfers_s": self.predicted.transfers_s,
-            "scheduled_transfers_s": self.scheduled_transfers_s,
             "between_replicas": exchange_json(self.config, self.predicted.between_replicas_s),
         }
 
@@ -215,15 +205,12 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
+        own = ("gpus", "gpus_per_host", "hosts_because", "capacity_bytes", "host_bytes_per_gpu", "meshes", "configurations")
         return {
+            **{name: getattr(self, name) for name in (*own, "confirmed", "unconfirmed_because", "interrupted")},
             "gpu": self.gpu.name,
-            "gpus": self.gpus,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
             "replicas": self.config.parallel.replica,
-            "capacity_bytes": self.capacity_bytes,
             "fit_share": FIT_SHARE,
-            "host_bytes_per_gpu": self.host_bytes_per_gpu,
             "sequence_length": self.config.train.sequence_length,
             "global_batch_sequences": self.config.train.global_batch_sequences,
             "candidates": [candidate.to_json() for candidate in self.candidates],
@@ -232,12 +219,7 @@ class Plan:
             "undecided": len(self.undecided),
             "without_host": _beside(self, self.without_host),
             "with_fp8": _beside(self, self.with_fp8),
-            "confirmed": self.confirmed,
-            "unconfirmed_because": self.unconfirmed_because,
-            "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
-            "meshes": self.meshes,
-            "configurations": self.configurations,
-            "interrupted": self.interrupted,
+            "rejected": [asdict(rejected) for rejected in self.rejected],
         }
 
 

@@ -181,7 +181,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
         if row.best is None:
             yield from [*["-"] * (len(headings) - 2), "nothing fits"]
             return
-        yield from (f"{row.tokens_per_s:,.0f}", f"{row.efficiency:.0%}", f"{row.best.exposed_communication_share:.1%}")
+        yield from (f"{row.tokens_per_s:,.0f}", f"{row.efficiency:.0%}", f"{row.best.time.exposed_communication_share:.1%}")
         yield from [f"{row.days:,.1f}"] if with_days else []
         yield from (f"{row.reduction_s[way]:.3g}" for way in ways)
         yield str(row.best.choice)
