@@ -175,12 +175,12 @@ def lm_eval(
     """Scores a model by the tasks of lm-evaluation-harness. EleutherAI's own code, on any mesh (extra lm-eval)."""
     if find_spec("lm_eval") is None:
         raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
-    from jaxllm.inference.lm_eval import JaxLLM, run_tasks, table, to_json
+    from jaxllm.inference.lm_eval import JaxLLM, run_tasks, shown
 
     harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), max_length=max_length, say=opt.tell)
     options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}
     found = run_tasks(harnessed, [task.strip() for task in tasks.split(",")], **options)
-    opt.show(to_json(found) if as_json else table(found))
+    opt.show(shown(found, as_json))
 
 
 def data_prepare(

@@ -145,19 +145,13 @@ def fitted(lines: Iterable[str]) -> str:
     """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
     if not sys.stdout.isatty():
         return "\n".join(lines)
-    width = shutil.get_terminal_size().columns
-    return "\n".join(
-        line
-        if len(line) <= width
-        else textwrap.fill(
-            line,
-            width,
-            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines
-    )
+    width, between_words = shutil.get_terminal_size().columns, {"break_long_words": False, "break_on_hyphens": False}
+
+    def wrapped(line: str) -> str:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line, width, subsequent_indent=indent, **between_words)
+
+    return "\n".join(line if len(line) <= width else wrapped(line) for line in lines)
 
 
 def print_report(report: Any, as_json: bool, render: Callable[[Any], Any]) -> None:

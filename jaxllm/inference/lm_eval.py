@@ -295,11 +295,8 @@ def run_tasks(
         )
 
 
-def to_json(results: dict[str, Any]) -> str:
-    """The harness's results and the versions of its tasks."""
-    return json.dumps({key: results[key] for key in ("results", "versions")}, default=handle_non_serializable)
-
-
-def table(results: dict[str, Any]) -> str:
-    """The harness's table of results, in Markdown."""
+def shown(results: dict[str, Any], as_json: bool) -> str:
+    """The harness's table of results, in Markdown; or the results, and the versions of its tasks, as JSON."""
+    if as_json:
+        return json.dumps({key: results[key] for key in ("results", "versions")}, default=handle_non_serializable)
     return make_table(results).rstrip()

@@ -296,7 +296,7 @@ def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
         sizes = [stage.terms_bytes.get(name, 0) for _, stage in columns]
         if any(sizes):
             row = "".join(f"{readable(size) if size else '-':>{width}}" for size in sizes)
-            yield f"  {_words(name):<{LABEL_WIDTH}}{row}"
+            yield f"  {name.replace('_', ' '):<{LABEL_WIDTH}}{row}"
     yield f"  {'total':<{LABEL_WIDTH}}" + "".join(f"{readable(stage.total_bytes):>{width}}" for _, stage in columns)
 
 
@@ -308,7 +308,3 @@ def fold(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
         first, last = same[0].stage, same[-1].stage
         folded.append((f"stage {first}" if first == last else f"stages {first}-{last}", same[0]))
     return folded
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")

@@ -23,7 +23,7 @@ from jaxllm.cost_model.step_sizes import slots_of
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import Candidate, Rejected
-from jaxllm.plan.remat_ladder import FAMILY, Ladders, LeastStep, Rung
+from jaxllm.plan.remat_ladder import FAMILY, Ladder, LeastStep, Rung, layer_of
 from jaxllm.plan.space import Choice, Group, data_ranks
 
 MESH, CONFIGURATION = "mesh", "configuration"
@@ -161,7 +161,7 @@ class Fitting:
         self.config, self.gpu, self.gpus_per_host = config, gpu, gpus_per_host
         self.limits, self.keep, self.prune = options.limits(gpu, gpus_per_host), options.keep, options.prune
         self.estimate, self.step_time = options.estimate or partial(estimate_memory, gpu=gpu), options.step_time
-        self.ladders = Ladders()
+        self.ladders: dict[tuple, Ladder] = {}
         self.tally = Tally()
         self.over: dict[tuple, tuple[int, str]] = {}
         """Trials that differ only in their microbatch -> the smallest that does not fit, and why."""
@@ -169,6 +169,12 @@ class Fitting:
 
     def model(self, choice: Choice, kind: type[StepModel] = LeastStep) -> StepModel:
         return kind(choice.applied_to(self.config).at_largest_batch, self.gpu, self.gpus_per_host, kind.constants)
+
+    def ladder(self, model: StepModel, own: bool = False) -> Ladder:
+        key = (*layer_of(model), own)
+        if key not in self.ladders:
+            self.ladders[key] = Ladder(model, own)
+        return self.ladders[key]
 
     def least_s(self, group: Group, microbatch_sequences: int) -> dict[str, float]:
         """offload_state -> a step time that no remat makes shorter.
@@ -235,7 +241,7 @@ class Fitting:
             yield from [lean] if lean else []
             return
         model = self.model(trial.choice("selective"))
-        ladder = self.ladders.of(model)
+        ladder = self.ladder(model)
         own = [ladder.rung_of(remat) for remat in trial.group.remats if not isinstance(remat, str)]
         if trial.to_host:
             model.time()
@@ -243,7 +249,7 @@ class Fitting:
         else:
             walks = [sorted((*ladder.on_device, *(rung for rung in own if not rung.offloaded)), key=lambda rung: rung.spent_s)]
         if not trial.to_host and model.has_own_layers:
-            walks.append(list(self.ladders.of(model, own=True).on_device))
+            walks.append(list(self.ladder(model, own=True).on_device))
         over = len(refused)
         found = [one for walk in walks for one in self._first(trial, walk, refused)]
         yield from found or ([lean] if lean else [])

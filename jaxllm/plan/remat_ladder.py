@@ -1,6 +1,6 @@
 """Remat policies worth trying: of a block's named tensors some are kept, some wait on the host, and the rest is recomputed.
 
-    ladder = Ladders().of(model)                        of a config's StepModel; configs with the same layer share it
+    ladder = Ladder(model)                              of a config's StepModel; configs with the same layer share it
     for rung in ladder.on_device: ...                   fastest first: with less and less kept
     for rung in ladder.to_host(model): ...              those with tensors on the host, fastest first
 
@@ -64,26 +64,17 @@ class LeastStep(StepModel):
         return 0.0
 
 
-class Ladders:
-    """The ladders of a search for one model."""
-
-    def __init__(self):
-        self.known: dict[tuple, Ladder] = {}
-
-    def of(self, model: StepModel, own: bool = False) -> Ladder:
-        """The ladder of a config's step.
-
-        Args:
-          own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
-        """
-        shape = (model.t, model.c, model.rows, model.rings_tensor, own)
-        if shape not in self.known:
-            self.known[shape] = Ladder(model, own)
-        return self.known[shape]
+def layer_of(model: StepModel) -> tuple:
+    """What a ladder depends on, of all configs of a search: configs with the same layer have the same ladder."""
+    return model.t, model.c, model.rows, model.rings_tensor
 
 
 class Ladder:
-    """The rungs of configurations that have the same layer."""
+    """The rungs of configurations that have the same layer.
+
+    Args:
+      own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
+    """
 
     def __init__(self, model: StepModel, own: bool = False):
         self.model, self.own = model, own
