@@ -56,8 +56,6 @@ class Report:
     processes: tuple[Facts, ...] = ()
     collectives: tuple[Collective, ...] = ()
     host_copies: tuple[HostCopy, ...] = ()
-    gpu: Gpu | None = None
-    """The kind whose speed is expected."""
     is_shown_here: bool = True
     """Whether this process prints it."""
 
@@ -73,7 +71,7 @@ class Report:
             "rows": [asdict(row) for row in self.rows],
             "processes": [asdict(one) for one in self.processes],
             "collectives": [asdict(one) for one in self.collectives],
-            "host_copies": [one.to_json(self.gpu) for one in self.host_copies],
+            "host_copies": [asdict(one) | {"bytes_per_s": one.bytes_per_s} for one in self.host_copies],
         }
 
 
@@ -148,7 +146,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     measured: list[Collective] = []
     device = jax.local_devices()[0]
     known, size = gpu or gpu_from_device_kind(device.device_kind), CPU_BYTES if device.platform == "cpu" else GPU_BYTES
-    copies = tuple(links.host_copies(hosts, size))
+    copies = tuple(links.host_copies(hosts, size, known))
     rows += [links.host_copy(one, known) for one in copies]
     try:
         mesh = mesh_on_hosts(_mesh(config, parallel, hosts))
@@ -170,7 +168,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
             rows.append(Row("collectives", OK, "one device: nothing to measure"))
     # After the collectives: clocks are held down where there is work.
     rows += fabric.rows(processes, fabric.gather(asks=first_of_host))
-    return Report(tuple(rows), tuple(processes), tuple(measured), copies, known, distributed.is_main_process())
+    return Report(tuple(rows), tuple(processes), tuple(measured), copies, distributed.is_main_process())
 
 
 def _mesh(config: Config | None, parallel: ParallelConfig | None, hosts: Mapping[int, Any]) -> ParallelConfig:

@@ -2,7 +2,7 @@
 makes them. Measured and judged.
 
     for one in collectives(mesh, axis, size_bytes, limited): collective(one, group, gpu)
-    for one in host_copies(hosts, size_bytes): host_copy(one, gpu)
+    for one in host_copies(hosts, size_bytes, gpu): host_copy(one, gpu)
 
 Every process calls both, and iterates over all of them.
 """
@@ -161,21 +161,16 @@ class HostCopy:
     """What each device sends in each direction."""
     seconds: float
     """The median of REPEATS, on the slowest process."""
+    expected_bytes_per_s: float | None
+    """None without a kind of GPU."""
 
     @property
     def bytes_per_s(self) -> float:
         """The speed of one device in one direction."""
         return self.size_bytes / self.seconds
 
-    def expected_bytes_per_s(self, gpu: Gpu) -> float:
-        return host_copy_bytes_per_s(gpu, self.devices, both_ways=self.way == BOTH_WAYS)
 
-    def to_json(self, gpu: Gpu | None) -> dict[str, Any]:
-        """Plain values; expected_bytes_per_s is null without a kind of GPU."""
-        return {**vars(self), "bytes_per_s": self.bytes_per_s, "expected_bytes_per_s": gpu and self.expected_bytes_per_s(gpu)}
-
-
-def host_copies(hosts: Mapping[int, Any], size_bytes: int) -> Iterator[HostCopy]:
+def host_copies(hosts: Mapping[int, Any], size_bytes: int, gpu: Gpu | None) -> Iterator[HostCopy]:
     """Times copies to pinned host memory, from it, and both at once, of all devices; every process must call it, and iterate
     over all of them.
 
@@ -194,16 +189,17 @@ def host_copies(hosts: Mapping[int, Any], size_bytes: int) -> Iterator[HostCopy]
         # Allocates; and all processes of a host begin together.
         jax.block_until_ready(copy())
         gather_json("ready")
-        yield HostCopy(way, max(on_host.values()), size_bytes, max(gather_json(_median_s(copy))))
+        most, slowest_s = max(on_host.values()), max(gather_json(_median_s(copy)))
+        expected = gpu and host_copy_bytes_per_s(gpu, most, both_ways=way == BOTH_WAYS)
+        yield HostCopy(way, most, size_bytes, slowest_s, expected)
 
 
 def host_copy(one: HostCopy, gpu: Gpu | None) -> Row:
     """The verdict. A slow link is a warning: only offload, and loading weights, need it."""
     each = "each way " if one.way == BOTH_WAYS else ""
     found = f"{rate_text(one.bytes_per_s)} {each}for each of {count_text(one.devices, 'device')} of a host at once"
-    if gpu is None:
+    if (expected := one.expected_bytes_per_s) is None or gpu is None:
         return Row(one.way, OK, f"{found}; no speed is expected of these devices")
-    expected = one.expected_bytes_per_s(gpu)
     found += f"; {one.bytes_per_s / expected:.0%} of the {rate_text(expected)} assumed for {gpu.name}"
     if one.bytes_per_s >= GOOD_SHARE * expected:
         return Row(one.way, OK, found)
