@@ -1,7 +1,7 @@
 """Confirms the best candidates of a plan by compiling them, and ranks them by their compiled schedules.
 
     with processes(2) as start:
-        plan = confirm(plan, 8, Compiler.of(plan, cache), start, workers=2)
+        plan = confirm(plan, 8, compiler(plan, cache), start, workers=2)
 
 Compilations run in processes of their own, each with its own JAX, because one takes a core or two for half a minute. If
 processes cannot be started, they run in this process, one after another.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,26 +191,18 @@ class _Compilations:
         )
 
 
-@dataclass(frozen=True)
-class Compiler:
+def compiler(plan: Plan, cache: Path | None) -> Compile:
     """The compile function for confirm(), in a form that can be sent to another process: figures of compile_report."""
+    # Its table is read-only, which pickle refuses.
+    gpu = {**vars(plan.gpu), "dense_flops": dict(plan.gpu.dense_flops)}
+    return partial(_compiled, gpu, plan.gpus, plan.gpus_per_host, cache)
 
-    gpu: dict[str, Any]
-    """Fields of a Gpu, with its read-only table as a dict."""
-    gpus: int
-    gpus_per_host: int
-    cache: Path | None
 
-    @classmethod
-    def of(cls, result: Plan, cache: Path | None) -> Compiler:
-        parts = {**vars(result.gpu), "dense_flops": dict(result.gpu.dense_flops)}
-        return cls(parts, result.gpus, result.gpus_per_host, cache)
+def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | None, config: Config) -> Compiled:
+    from jaxllm.compile.report import compile_report
 
-    def __call__(self, config: Config) -> Compiled:
-        from jaxllm.compile.report import compile_report
-
-        report = compile_report(config, Gpu(**self.gpu), self.gpus, self.gpus_per_host, cache=self.cache)
-        return Compiled(report.total_bytes, report.host_bytes, report.exposed_transfers_s)
+    report = compile_report(config, Gpu(**gpu), gpus, gpus_per_host, cache=cache)
+    return Compiled(report.total_bytes, report.host_bytes, report.exposed_transfers_s)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxllm.compile.confirm import Compiler, confirm, processes
+from jaxllm.compile.confirm import compiler, confirm, processes
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
@@ -180,6 +180,5 @@ def _confirmed(result: Plan, count: int, cache: Path | None, workers: int, progr
         require_compiler(result.gpu)
     except ConfigError as error:
         return replace(result, unconfirmed_because=str(error))
-    compile_candidate = Compiler.of(result, cache)
     with processes(workers) as start:
-        return confirm(result, count, compile_candidate, start, workers, progress)
+        return confirm(result, count, compiler(result, cache), start, workers, progress)

@@ -17,6 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import redirect_stdout
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,6 @@ class JaxLLM(TemplateLM):
         # The rule of the tokenizer may add BOS to a text; of none it is alone.
         bos = self._reader.bos_id
         self._bos = [bos] if bos is not None and self._reader.encode("").tolist()[:1] == [bos] else []
-        self._template: ChatTemplate | None = None
         loaded = predict.open_model_for(model, overrides, predict.divisible(self.max_length, overrides), adapter)
         predict.say_model(say, loaded)
         self._generator = Generator(loaded.model)
@@ -124,7 +124,7 @@ class JaxLLM(TemplateLM):
         Raises:
           ConfigError: the model has no chat template.
         """
-        template = self._conversation()
+        template = self._template
         written_by = repr((template.source, sorted(template.special_tokens.items())))
         return f"{self._reader.name}-jaxllm-{hashlib.sha256(written_by.encode()).hexdigest()[:16]}"
 
@@ -138,10 +138,10 @@ class JaxLLM(TemplateLM):
         return [*self._bos, *found] if adds else found
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self._conversation().source if chat_template else None
+        return self._template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text = self._conversation().render(chat_history, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if not add_generation_prompt:
             # The task begins the answer, and the model continues it: without the end of its turn.
             begun = chat_history[-1]["content"].strip()
@@ -200,7 +200,7 @@ class JaxLLM(TemplateLM):
             for first in range(0, len(some), self._prompts):
                 numbers = some[first : first + self._prompts]
                 # A sample depends on the seed and its row: batches of one seed would repeat the samples of a repeated request.
-                template = self._conversation() if is_conversation(numbers[0]) else None
+                template = self._template if is_conversation(numbers[0]) else None
                 prompts, options = [encoded[number] for number in numbers], requests[numbers[0]].args[1]
                 texts = self._continue(prompts, options, numbers[0], template)
                 for number, text in zip(numbers, texts, strict=True):
@@ -211,10 +211,7 @@ class JaxLLM(TemplateLM):
     def _continue(
         self, prompts: list[list[int]], options: dict[str, Any], seed: int, template: ChatTemplate | None
     ) -> list[str]:
-        """
-        Args:
-          template: the one that wrote the prompts, whose answers also end with their turn.
-        """
+        """Texts. Answers to prompts that a template wrote also end with their turn."""
         until = options.get("until") or []
         until = [text for text in ([until] if isinstance(until, str) else until) if text]
         new_tokens = next((int(options[key]) for key in NEW_TOKENS_KEYS if options.get(key)), NEW_TOKENS)
@@ -245,12 +242,11 @@ class JaxLLM(TemplateLM):
             )
         return [ids[-most:] for ids in texts]
 
-    def _conversation(self) -> ChatTemplate:
-        if self._template is None:
-            self._template = load_chat_template(self._reader.folder)
-        if self._template is None:
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if (template := load_chat_template(self._reader.folder)) is None:
             raise ConfigError(f"{self._home.description} has no chat template: leave out --chat.")
-        return self._template
+        return template
 
 
 # As a decorator it would hide the arguments of the class from type checkers.

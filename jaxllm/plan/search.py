@@ -73,7 +73,7 @@ def search(
             interrupted = False
         except KeyboardInterrupt:
             interrupted = True
-        if run.candidates or interrupted or (MESH, BEYOND_HOST) not in run.tally.counts:
+        if run.candidates or interrupted or (MESH, BEYOND_HOST) not in run.fitting.tally.counts:
             break
 
     return Plan(
@@ -84,10 +84,10 @@ def search(
         hosts_because=because,
         host_bytes_per_gpu=run.fitting.limits.host_bytes,
         candidates=ranked(run.candidates, options.largest_microbatch),
-        rejected=run.tally.rejected(),
+        rejected=run.fitting.tally.rejected(),
         meshes=run.meshes,
-        configurations=len(run.candidates) + run.tally.count(CONFIGURATION),
-        leanest=run.tally.leanest,
+        configurations=len(run.candidates) + run.fitting.tally.count(CONFIGURATION),
+        leanest=run.fitting.tally.leanest,
         largest_microbatch=options.largest_microbatch,
         interrupted=interrupted,
     )
@@ -110,10 +110,6 @@ class _Run:
     of_base: dict[tuple[Group, int], float] = field(default_factory=dict)
     """Group and microbatch -> the shortest step so far."""
 
-    @property
-    def tally(self):
-        return self.fitting.tally
-
     def trials(self, every: list[Mesh], across: bool) -> list[Trial]:
         """Every configuration that divides, in the order in which they are looked at. Those that do not divide are
         counted."""
@@ -129,7 +125,7 @@ class _Run:
                 reason = None if left else KEPT_AWAY
             self.meshes += 1
             if reason is not None:
-                self.tally.add(MESH, reason, 1, str(mesh))
+                self.fitting.tally.add(MESH, reason, 1, str(mesh))
             for group in left:
                 found += self._of_group(group)
             if self.progress is not None:
@@ -141,7 +137,7 @@ class _Run:
         if refused := group.uneven_microbatches:
             count = len(group.offload_states) * len(both) * len(refused)
             example = group.choice(group.remats[0], refused[0], group.offload_states[0])
-            self.tally.add(CONFIGURATION, UNEVEN, count, example)
+            self.fitting.tally.add(CONFIGURATION, UNEVEN, count, example)
         for microbatch in group.microbatches:
             least_s = self.fitting.least_s(group, microbatch) if self.bounds else {}
             for state in group.offload_states:
@@ -172,7 +168,7 @@ class _Run:
                 if self.bounds and isinstance(found, Candidate) and trial.uses_host:
                     found = GAINS_NOTHING if found.step_s >= self.of_base.get(base, float("inf")) else found
             if isinstance(found, str):
-                self.tally.add(CONFIGURATION, found, 1, trial.example)
+                self.fitting.tally.add(CONFIGURATION, found, 1, trial.example)
                 continue
             self.candidates.append(found)
             self.of_base[base] = min(found.step_s, self.of_base.get(base, found.step_s))

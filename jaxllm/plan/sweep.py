@@ -92,10 +92,9 @@ def sweep_gpus(
     plans = []
     counts: list[int] = sorted({*_doubling(gpus, config), *([] if known is None else [known.gpus])})
     for number, count in enumerate(counts):
-        if known is not None and count == known.gpus:
-            plans.append(known)
-        else:
-            plans.append(search(config, gpu, count, host_size(count, gpus_per_host, config), replace(options, best=1)))
+        of_known = known if known is not None and count == known.gpus else None
+        host = host_size(count, gpus_per_host, config)
+        plans.append(of_known or search(config, gpu, count, host, replace(options, best=1)))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:

@@ -77,6 +77,9 @@ class Hosts:
         self._command = [*supervisor, "--", sys.executable, "-m", "jaxllm.cli", "train", str(recipe)]
 
     def power_on(self, rank: int) -> None:
+        """Starts a host, also again."""
+        if self._network:
+            self._network.plug(f"h{rank}")
         at_home = self._network.on(f"h{rank}") if self._network else []
         supervisor = subprocess.Popen(
             [*self._environment, f"JAXLLM_PROCESS_ID={rank}", *at_home, *self._command],
@@ -101,11 +104,6 @@ class Hosts:
         for pid in (supervisor.pid, *training):
             _signal_group(pid, signal.SIGKILL)
         supervisor.wait()
-
-    def power_on_again(self, rank: int) -> None:
-        if self._network:
-            self._network.plug(f"h{rank}")
-        self.power_on(rank)
 
     def freeze(self, rank: int) -> None:
         """Stops the training process of a host. Its supervisor lives on."""

@@ -202,7 +202,7 @@ class _Watched:
     def _repair(self, fault: Fault) -> None:
         """A frozen process is its supervisor's."""
         if fault.kind == "kill":
-            self._hosts.power_on_again(fault.host)
+            self._hosts.power_on(fault.host)
         elif fault.kind == "cut" and self._cables:
             self._cables.plug(f"h{fault.host}")
 

@@ -20,7 +20,7 @@ from jaxllm.cli.app import app
 from jaxllm.compile import confirm as confirm_module
 from jaxllm.compile import plan as plan_command
 from jaxllm.compile.aot import can_compile_for_gpus
-from jaxllm.compile.confirm import Compiled, Compiler, InlineExecutor, processes
+from jaxllm.compile.confirm import Compiled, InlineExecutor, compiler, processes
 from jaxllm.compile.overlap import total
 from jaxllm.compile.plan import outcome, plan
 from jaxllm.config import ConfigError, config_folder, load_config
@@ -408,8 +408,8 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
 
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     found = plan(load_config(SMALL), gpus=8)
-    compiler = pickle.loads(pickle.dumps(Compiler.of(found, tmp_path)))
-    assert compiler(found.best) == Compiled(3, 2, 0.5)
+    compile_candidate = pickle.loads(pickle.dumps(compiler(found, tmp_path)))
+    assert compile_candidate(found.best) == Compiled(3, 2, 0.5)
     assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
     assert pickle.loads(pickle.dumps(found.best)) == found.best
 
