@@ -199,10 +199,10 @@ class Fitting:
         if self.prune and alike in self.over and trial.microbatch_sequences >= self.over[alike][0]:
             return self.over[alike][1]
         refused: list[str] = []
-        found = [
-            Candidate(config, memory.peak_bytes, memory.host_bytes, self._time(config))
-            for config, memory in self._that_fit(trial, refused)
-        ]
+        found = []
+        for config, memory in self._that_fit(trial, refused):
+            time = self.step_time(config.at_largest_batch, self.gpu, self.gpus_per_host)
+            found.append(Candidate(config, memory.peak_bytes, memory.host_bytes, time))
         if found:
             return min(found, key=lambda one: one.step_s)
         reason = next((reason for reason in refused if reason == HOST_FULL), DOES_NOT_FIT)
@@ -220,9 +220,6 @@ class Fitting:
             if memory.peak_bytes > HOPELESS * self.limits.device_bytes:
                 break
         return None
-
-    def _time(self, config: Config) -> StepTime:
-        return self.step_time(config.at_largest_batch, self.gpu, self.gpus_per_host)
 
     def _judged(self, trial: Trial, remat: Remat) -> tuple[Config, MemoryEstimate, str | None]:
         """(configuration, estimate, reason for rejection)."""

@@ -192,12 +192,9 @@ class Plan:
     @cached_property
     def undecided(self) -> tuple[Candidate, ...]:
         """Candidates that may be faster than the winner: the larger of both layouts' errors is as large as the difference."""
-        found = []
-        for one in self.candidates[1:]:
-            error = max(layout_error(one.config, self.gpus_per_host), self.speed_range.layout_error)
-            if self.faster(one) <= error:
-                found.append(one)
-        return tuple(found)
+        own = self.speed_range.layout_error
+        errors = ((one, max(layout_error(one.config, self.gpus_per_host), own)) for one in self.candidates[1:])
+        return tuple(one for one, error in errors if self.faster(one) <= error)
 
     def faster(self, other: Candidate) -> float:
         """Share by which the winner is faster than another candidate."""

@@ -93,7 +93,11 @@ class Ladder:
                 sums = (a + b for a, b in zip(one[:4], option[:4], strict=True))
                 families.setdefault(_family(dict(actions)), []).append((*sums, actions))
             every = [one for alike in families.values() for one in _undominated(alike, self.grain_s, GRAIN * self.whole)]
-        return tuple(self._rung(*one) for one in sorted(every, key=lambda one: (one[2], one[0], one[1])))
+        rungs = []
+        for *figures, actions in sorted(every, key=lambda one: (one[2], one[0], one[1])):
+            done = dict(actions)
+            rungs.append(Rung(_named(done, self.names), *figures, self.whole, _family(done)))
+        return tuple(rungs)
 
     @cached_property
     def grain_s(self) -> float:
@@ -167,10 +171,6 @@ class Ladder:
 
     def _copied_s(self, held: float) -> float:
         return 0.0 if self.own else self.model.moved_s(2 * held)
-
-    def _rung(self, kept: float, out: float, spent_s: float, again_s: float, actions: Actions) -> Rung:
-        chosen = dict(actions)
-        return Rung(_named(chosen, self.names), kept, out, spent_s, again_s, self.whole, _family(chosen))
 
 
 def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:

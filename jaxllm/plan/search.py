@@ -130,7 +130,13 @@ class _Run:
                 found += self._of_group(group)
             if self.progress is not None:
                 self.progress("meshes", self.meshes, len(every))
-        return sorted(found, key=lambda trial: (*self.key(trial.microbatch_sequences, trial.least_s), *_on_host(trial)))
+
+        def key(trial: Trial) -> tuple:
+            # Of the same least time those with less on the host first.
+            on_host = OFFLOAD_STATES.index(trial.offload_state), trial.to_host
+            return *self.key(trial.microbatch_sequences, trial.least_s), *on_host
+
+        return sorted(found, key=key)
 
     def _of_group(self, group: Group) -> Iterator[Trial]:
         both = ways(group, self.options.keep)
@@ -190,11 +196,6 @@ class _Run:
             return key > (microbatch, step_s / (1 - TIE_SHARE))
 
         return self.bounds and beaten(self.fastest, best) and (trial.uses_host or beaten(self.fastest_alone, alone))
-
-
-def _on_host(trial: Trial) -> tuple[int, bool]:
-    """Sort key of trials with the same least time: those with less on the host first."""
-    return OFFLOAD_STATES.index(trial.offload_state), trial.to_host
 
 
 def best_with_fp8(plan: Plan, options: SearchOptions = SearchOptions()) -> Candidate | None:

@@ -191,12 +191,10 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     """The choices of a mesh for which why_not() is None."""
     parallel = config.parallel
     # With a single rank to shard over, all levels are equal.
-    zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
+    zeros = (parallel.zero,) if "zero" in keep else ZEROS if mesh.data * mesh.context > 1 else (1,)
     # A microbatch has the same size in every phase of train.batch_schedule.
     shares = [batch // data_ranks(config, mesh) for batch in config.batches]
     microbatches = divisors(math.gcd(*shares))
-    if "zero" in keep:
-        zeros = (parallel.zero,)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
     remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)
