@@ -145,11 +145,11 @@ def fitted(lines: Iterable[str]) -> str:
     """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
     if not sys.stdout.isatty():
         return "\n".join(lines)
-    width, between_words = shutil.get_terminal_size().columns, {"break_long_words": False, "break_on_hyphens": False}
+    width = shutil.get_terminal_size().columns
 
     def wrapped(line: str) -> str:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        return textwrap.fill(line, width, subsequent_indent=indent, **between_words)
+        return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
     return "\n".join(line if len(line) <= width else wrapped(line) for line in lines)
 

@@ -5,6 +5,7 @@ Every function takes the findings of probes.py from all processes, by rank, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,8 @@ def variables(processes: Sequence[Facts]) -> Iterator[Row]:
     else:
         yield Row("xla flags", OK, flags or "none")
     # Variables that identify a process or choose its GPUs differ for a reason.
-    ours = [{name: value for name, value in one.environment.items() if _is_shared(name)} for one in processes]
+    own = re.compile("XLA_FLAGS|CUDA_VISIBLE_DEVICES|JAXLLM_.*")
+    ours = [{name: value for name, value in one.environment.items() if not own.fullmatch(name)} for one in processes]
     uneven = sorted({name for one in ours for name in _differing(one, ours[0])})
     shown = ", ".join(f"{name}={value}" for name, value in ours[0].items()) or "none"
     if uneven:
@@ -109,10 +111,6 @@ def variables(processes: Sequence[Facts]) -> Iterator[Row]:
         yield Row("variables", WARN, found, "set the same on all hosts, unless their hardware differs")
     else:
         yield Row("variables", OK, shown)
-
-
-def _is_shared(name: str) -> bool:
-    return name not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES") and not name.startswith("JAXLLM_")
 
 
 def launcher(processes: Sequence[Facts], hosts: Mapping[int, Any], info: LaunchInfo) -> Iterator[Row]:

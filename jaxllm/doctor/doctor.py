@@ -161,7 +161,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
                 # The model does not cover ranks that are spread unevenly over their hosts.
                 if known is not None and group.size == one.ranks:
                     network = links_of(known, BANDWIDTH_SHARE)
-                    one = replace(one, expected_s=links.expected_s(one.what, one.size_bytes, group, network))
+                    one = replace(one, expected_s=links.COSTS[one.what](one.size_bytes, group, network))
                 measured.append(one)
                 rows.append(links.collective(one, group, known))
         if mesh.devices.size == 1:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
-from jaxllm.cost_model.network import Group, Links, all_gather_s, all_reduce_s, permute_s
+from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, permute_s
 from jaxllm.display import readable
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, count_text, rate_text
 from jaxllm.doctor.probes import gather_json
@@ -35,6 +35,8 @@ GOOD_SHARE, POOR_SHARE, POOR_SHARE_ACROSS = 0.7, 0.35, 0.1
 """Shares of the expected speed: below the first is a warning; below the second, or between hosts below the third, a failure.
 Between hosts the expectation is that of NVIDIA's reference systems, and many clusters have less."""
 REPEATS = 7
+COSTS = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}
+"""Seconds that a collective should take, from the size in bytes, the group and its links."""
 TO_HOST, FROM_HOST, BOTH_WAYS = "copies to the host", "copies from the host", "copies both ways"
 
 
@@ -115,12 +117,6 @@ def _median_s(run: Callable[[], Any]) -> float:
         jax.block_until_ready(run())
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken)
-
-
-def expected_s(what: str, size_bytes: int, group: Group, links: Links) -> float:
-    """Seconds that a collective should take."""
-    cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what]
-    return cost(size_bytes, group, links)
 
 
 def collective(one: Collective, group: Group, gpu: Gpu | None) -> Row:

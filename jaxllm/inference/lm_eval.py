@@ -174,11 +174,7 @@ class JaxLLM(TemplateLM):
         # Of a context of white space alone the harness leaves nothing.
         whole = [(context or [self.prefix_token_id]) + ending for _, context, ending in requests]
         texts = [np.array(ids) for ids in self._cut(whole, self.max_length + 1)]
-
-        def positions(number: int) -> int:
-            return bucket(len(texts[number]))
-
-        for some in together(range(len(requests)), positions):
+        for some in together(range(len(requests)), lambda number: bucket(len(texts[number]))):
             pairs = [(texts[number], len(requests[number][2])) for number in some]
             for number, score in zip(some, self._scorer(pairs), strict=True):
                 answers[number] = score.log_probability, score.is_greedy

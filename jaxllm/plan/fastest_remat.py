@@ -101,6 +101,7 @@ class Tally:
 
     counts: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     leanest: tuple[Choice, int] | None = None
+    """Of those that do not fit, which add() counts, the one that needs least, and its bytes."""
 
     def add(self, unit: str, reason: str, count: int, example: Choice | str) -> None:
         so_far, first = self.counts.get((unit, reason), (0, None))
@@ -108,11 +109,6 @@ class Tally:
 
     def count(self, unit: str) -> int:
         return sum(count for (counted, _), (count, _) in self.counts.items() if counted == unit)
-
-    def see(self, choice: Choice, memory: MemoryEstimate) -> None:
-        """Records one that does not fit. add() counts it."""
-        if self.leanest is None or memory.peak_bytes < self.leanest[1]:
-            self.leanest = choice, memory.peak_bytes
 
     def rejected(self) -> tuple[Rejected, ...]:
         rows = []
@@ -141,10 +137,6 @@ class Trial:
 
     def choice(self, remat: Remat) -> Choice:
         return self.group.choice(remat, self.microbatch_sequences, self.offload_state)
-
-    @property
-    def example(self) -> Choice:
-        return self.choice("offload" if self.to_host else "full")
 
 
 def ways(group: Group, keep: Collection[str]) -> tuple[bool, ...]:
@@ -227,8 +219,8 @@ class Fitting:
         config = choice.applied_to(self.config)
         memory = self.estimate(config.at_largest_batch)
         over = self.limits.broken_by(memory)
-        if over == DOES_NOT_FIT:
-            self.tally.see(choice, memory)
+        if over == DOES_NOT_FIT and (self.tally.leanest is None or memory.peak_bytes < self.tally.leanest[1]):
+            self.tally.leanest = choice, memory.peak_bytes
         return config, memory, over
 
     def _that_fit(self, trial: Trial, refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:

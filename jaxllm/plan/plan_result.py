@@ -64,6 +64,10 @@ class Candidate:
         return self.time.tflops_per_gpu
 
     @property
+    def exposed_communication_share(self) -> float:
+        return self.time.exposed_communication_share
+
+    @property
     def sent_s(self) -> float:
         """Predicted seconds of all transfers of a step, hidden ones too: between GPUs, and to and from the host."""
         terms_s, hidden_s = self.predicted.terms_s, self.predicted.hidden_s
@@ -82,11 +86,10 @@ class Candidate:
         return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
 
     def to_json(self) -> dict[str, Any]:
-        speed = ("tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share")
-        own = ("estimate_bytes", "compiled_bytes", "host_bytes", "sent_s", "scheduled_transfers_s")
+        speed = ("tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share", "sent_s")
+        own = (*speed, "estimate_bytes", "compiled_bytes", "host_bytes", "scheduled_transfers_s")
         return {
             **self.choice.settings,
-            **{name: getattr(self.time, name) for name in speed},
             **{name: getattr(self, name) for name in own},
             "predicted_step_s": self.predicted.step_s,
             "predicted_transfers_s": self.predicted.transfers_s,

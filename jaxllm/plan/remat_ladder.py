@@ -94,9 +94,9 @@ class Ladder:
                 families.setdefault(_family(dict(actions)), []).append((*sums, actions))
             every = [one for alike in families.values() for one in _undominated(alike, self.grain_s, GRAIN * self.whole)]
         rungs = []
-        for *figures, actions in sorted(every, key=lambda one: (one[2], one[0], one[1])):
+        for kept, out, spent_s, again_s, actions in sorted(every, key=lambda one: (one[2], one[0], one[1])):
             done = dict(actions)
-            rungs.append(Rung(_named(done, self.names), *figures, self.whole, _family(done)))
+            rungs.append(Rung(_named(done, self.names), kept, out, spent_s, again_s, self.whole, _family(done)))
         return tuple(rungs)
 
     @cached_property

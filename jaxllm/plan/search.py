@@ -174,7 +174,7 @@ class _Run:
                 if self.bounds and isinstance(found, Candidate) and trial.uses_host:
                     found = GAINS_NOTHING if found.step_s >= self.of_base.get(base, float("inf")) else found
             if isinstance(found, str):
-                self.fitting.tally.add(CONFIGURATION, found, 1, trial.example)
+                self.fitting.tally.add(CONFIGURATION, found, 1, trial.choice("offload" if trial.to_host else "full"))
                 continue
             self.candidates.append(found)
             self.of_base[base] = min(found.step_s, self.of_base.get(base, found.step_s))

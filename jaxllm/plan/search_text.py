@@ -66,7 +66,9 @@ def render(
     if plan.rejected:
         searched = plan.meshes - sum(line.count for line in plan.rejected if line.unit == MESH)
         of = f"{plan.meshes:,} meshes, and of the {plan.configurations:,} configurations of the {searched:,} that divide"
-        parts += [f"\nLeft out of {of}", rejected_table(plan)]
+        left_out = [(f"{line.count:,}", line.unit, line.reason, line.example) for line in plan.rejected]
+        headings = ("count", "of", "because", "such as")
+        parts += [f"\nLeft out of {of}", terminal_table(left_out, headings, right=("count",), whole=("of",))]
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
 
 
@@ -165,11 +167,6 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         yield "INTERRUPTED: the best so far, not of all"
 
 
-def rejected_table(plan: Plan) -> Table:
-    rows = [(f"{line.count:,}", line.unit, line.reason, line.example) for line in plan.rejected]
-    return terminal_table(rows, ("count", "of", "because", "such as"), right=("count",), whole=("of",))
-
-
 def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
     with_days = any(row.days is not None for row in sweep.rows)
     ways = list(next((row.reduction_s for row in sweep.rows if row.reduction_s), {}))
@@ -181,7 +178,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
         if row.best is None:
             yield from [*["-"] * (len(headings) - 2), "nothing fits"]
             return
-        yield from (f"{row.tokens_per_s:,.0f}", f"{row.efficiency:.0%}", f"{row.best.time.exposed_communication_share:.1%}")
+        yield from (f"{row.tokens_per_s:,.0f}", f"{row.efficiency:.0%}", f"{row.best.exposed_communication_share:.1%}")
         yield from [f"{row.days:,.1f}"] if with_days else []
         yield from (f"{row.reduction_s[way]:.3g}" for way in ways)
         yield str(row.best.choice)

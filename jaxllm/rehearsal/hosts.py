@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -228,7 +228,7 @@ class Network:
 
 def remove_namespace(name: str) -> None:
     """Removes a namespace and kills its processes."""
-    for pid in _words("ip", "netns", "pids", name):
+    for pid in _run("ip", "netns", "pids", name).stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     _run("ip", "netns", "delete", name)
@@ -236,13 +236,9 @@ def remove_namespace(name: str) -> None:
 
 def remove_forgotten_namespaces() -> None:
     """Removes the namespaces whose owner was killed."""
-    for name in _words("ip", "netns", "list"):
+    for name in _run("ip", "netns", "list").stdout.split():
         if (found := re.fullmatch(r"jaxllm-(\d+)-h\w+", name)) and not Path(f"/proc/{found[1]}").exists():
             remove_namespace(name)
-
-
-def _words(*command: str) -> Iterable[str]:
-    return _run(*command).stdout.split()
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

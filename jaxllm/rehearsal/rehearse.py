@@ -166,7 +166,8 @@ class _Watched:
                     break
                 strikes.append(self._strike(fault))
                 say(f"fault {len(strikes)} of {len(faults)}: {fault}, during {strikes[-1].during}")
-                self._wait_until_named(strikes[-1])
+                limit_s = time.monotonic() + NAMED_WITHIN_S
+                self._wait_for(lambda limit_s=limit_s: naming(strikes[-1], hosts.lines) or time.monotonic() > limit_s)
                 self._repair(fault)
             self._wait_for(lambda: len(hosts.exit_codes()) == self._count)
             unfinished = self._why_unfinished()
@@ -205,10 +206,6 @@ class _Watched:
             self._hosts.power_on(fault.host)
         elif fault.kind == "cut" and self._cables:
             self._cables.plug(f"h{fault.host}")
-
-    def _wait_until_named(self, strike: Strike) -> None:
-        limit_s = time.monotonic() + NAMED_WITHIN_S
-        self._wait_for(lambda: naming(strike, self._hosts.lines) or time.monotonic() > limit_s)
 
     def _wait_for(self, true: Callable[[], object]) -> bool:
         """Whether it came true. It cannot any more when the run has ended, has failed on a host, or stands still."""

@@ -197,7 +197,7 @@ INSIDE, ACROSS = Group(8, 1), Group(1, 8)
 @pytest.mark.parametrize("what", ["all-reduce", "all-gather", "permute"])
 def test_a_collective_is_held_against_the_model(what, group, share, status):
     cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what](GIB, group, LINKS)
-    assert links.expected_s(what, GIB, group, LINKS) == cost
+    assert links.COSTS[what](GIB, group, LINKS) == cost
     one = Collective(what, "data", 8, GIB, cost / share, right=True, expected_s=cost)
     row = links.collective(one, group, H100)
     assert (row.check, row.status) == (f"{what} over data", status)
@@ -373,7 +373,7 @@ def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, tex
     assert "a checkpoint takes" in rows["run directory"].found
     assert {one["axis"] for one in collectives} == {"data", "tensor"}
     for one in collectives:
-        expected = links.expected_s(one["what"], one["size_bytes"], Group(one["ranks"], 1), LINKS)
+        expected = links.COSTS[one["what"]](one["size_bytes"], Group(one["ranks"], 1), LINKS)
         assert one.pop("expected_s") == expected
         row = rows[Collective(**one).check]
         assert (row.status == FAIL) == (expected / one["seconds"] < links.POOR_SHARE)
