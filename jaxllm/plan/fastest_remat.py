@@ -101,7 +101,7 @@ class Tally:
 
     counts: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     leanest: tuple[Choice, int] | None = None
-    """Of those that do not fit, which add() counts, the one that needs least, and its bytes."""
+    """The one that needs least of those that do not fit, which add() counts; and its bytes."""
 
     def add(self, unit: str, reason: str, count: int, example: Choice | str) -> None:
         so_far, first = self.counts.get((unit, reason), (0, None))
