@@ -23,8 +23,7 @@ from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
-from jaxllm.plan.plan_result import TIE_SHARE, Candidate
-from jaxllm.plan.recipe import recipe
+from jaxllm.plan.plan_result import TIE_SHARE, Candidate, recipe
 from jaxllm.plan.search import SearchOptions, search, why_nothing
 from jaxllm.plan.space import MOST_VIRTUAL_STAGES, REMATS
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import jaxllm
-from jaxllm.commands.plan import plan
+from jaxllm.compile.plan import plan
 
 API = """# The API
 

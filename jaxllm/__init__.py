@@ -22,8 +22,8 @@ _HOMES = {
     "open_model": "api",
     "estimate": "plan.estimate",
     "estimate_inference": "plan.inference_estimate",
-    "evaluate": "commands.predict",
-    "generate": "commands.predict",
+    "evaluate": "inference.predict",
+    "generate": "inference.predict",
     "prepare": "data.iterables",
 }
 __all__ = [*_HOMES, "plan"]
@@ -40,8 +40,8 @@ class _Plan(types.ModuleType):
     """The package of that name, which is also the function: an import of anything in it binds its name here."""
 
     def __call__(self, *args, **options):
-        """jaxllm.commands.plan.plan(config, gpu="h100-80gb", gpus=64, ...) -> Plan."""
-        return importlib.import_module("jaxllm.commands.plan").plan(*args, **options)
+        """jaxllm.compile.plan.plan(config, gpu="h100-80gb", gpus=64, ...) -> Plan."""
+        return importlib.import_module("jaxllm.compile.plan").plan(*args, **options)
 
 
 plan.__class__ = _Plan  # type: ignore[assignment]

@@ -1,10 +1,10 @@
 """The public Python API. `import jaxllm` re-exports it."""
 
 from jaxllm import notebook
-from jaxllm.commands.plan import plan
-from jaxllm.commands.predict import evaluate, generate
 from jaxllm.compile.inspect import inspect_config
+from jaxllm.compile.plan import plan
 from jaxllm.data.iterables import prepare
+from jaxllm.inference.predict import evaluate, generate
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.inference_estimate import estimate_inference
 from jaxllm.run import advisor

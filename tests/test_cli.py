@@ -13,7 +13,8 @@ import pytest
 import typer
 
 import jaxllm
-from jaxllm.cli.app import app, fitted, load
+from jaxllm.cli.app import app
+from jaxllm.cli.options import fitted, load
 from jaxllm.config import config_folder
 
 ROOT = config_folder().parent

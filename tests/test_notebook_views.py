@@ -19,8 +19,8 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm import api, config, notebook
-from jaxllm.commands.plan import plan
 from jaxllm.compile.inspect import Report, inspect_config
+from jaxllm.compile.plan import plan
 from jaxllm.compile.report import CompileReport
 from jaxllm.compile.text import in_columns
 from jaxllm.config import load_config

@@ -18,7 +18,7 @@ import yaml
 
 import jaxllm
 from jaxllm.cli.app import app
-from jaxllm.commands import plan
+from jaxllm.compile import plan
 from jaxllm.config import Config, ConfigError, load_config, published_models
 from jaxllm.run.hooks import Run
 

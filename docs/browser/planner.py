@@ -15,14 +15,12 @@ from typing import Any
 import yaml
 
 import jaxllm
-from jaxllm.commands.plan import Outcome, Request, outcome
+from jaxllm.compile.plan import Outcome, outcome
 from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.cost_model.hosts import MOST_GPUS
 from jaxllm.display import readable
 from jaxllm.plan.estimate import Estimate, estimate
-from jaxllm.plan.plan_notes import beside_lines, certainty_lines
-from jaxllm.plan.plan_result import Candidate
-from jaxllm.plan.recipe import recipe
+from jaxllm.plan.plan_result import Candidate, beside_lines, certainty_lines, recipe
 from jaxllm.untrusted import RefusedInput, parse_json, whole_number
 
 ROWS = 10
@@ -49,8 +47,8 @@ def answer(kind: str, request: str, progress: Callable[[str, int, int], None] = 
         gpu, gpus, per_host = asked["gpu"], number(asked, "gpus"), number(asked, "gpus_per_host")
         if kind == "estimate":
             return json.dumps(of_estimate(estimate(config, gpu, gpus, per_host), config))
-        wish = Request(gpu=gpu, gpus=gpus, gpus_per_host=per_host, compile=0, objective=asked.get("objective") or "speed")
-        return json.dumps(of_plan(outcome(config, wish, progress)))
+        objective = asked.get("objective") or "speed"
+        return json.dumps(of_plan(outcome(config, gpu, gpus, per_host, objective=objective, progress=progress)))
     except ConfigError as error:
         return json.dumps({"error": str(error)})
 

@@ -18,28 +18,9 @@ from typing import Annotated, Any, cast
 import typer
 
 from jaxllm import BEGAN_S, __version__
+from jaxllm.cli import options as opt
 from jaxllm.cli.errors import ending_in_one_sentence, open_standard_streams
-from jaxllm.cli.estimates import estimate, inspect
 from jaxllm.cli.models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
-from jaxllm.cli.options import (
-    AsJson,
-    CacheDir,
-    CheckpointRate,
-    GpuCount,
-    GpusPerHost,
-    MtbfHours,
-    NoCache,
-    Price,
-    Recipe,
-    RestartMinutes,
-    Tokens,
-    epilog,
-    example,
-    fitted,
-    load,
-    load_other,
-    print_report,
-)
 from jaxllm.config import Config, ConfigError, json_schema
 
 app = typer.Typer(
@@ -47,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    epilog=epilog("train quickstart", "train --help"),
+    epilog=opt.epilog("train quickstart", "train --help"),
 )
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Turns text into tokens.")
 app.add_typer(data_app, name="data")
@@ -70,10 +51,10 @@ def callback(
     """Trains Llama, Qwen, Gemma, OLMo and Mistral models with JAX."""
 
 
-@app.command(**example("train quickstart train.steps=100 run.dir=runs/first"))
-def train(recipe: Recipe) -> None:
+@app.command(**opt.example("train quickstart train.steps=100 run.dir=runs/first"))
+def train(recipe: opt.Recipe) -> None:
     """Trains a model; resumes automatically from the run directory."""
-    loaded = load(recipe)
+    loaded = opt.load(recipe)
     from jaxllm.cluster import distributed, exit_codes
     from jaxllm.run import advisor
     from jaxllm.run.loop import fit
@@ -86,21 +67,125 @@ def train(recipe: Recipe) -> None:
         raise typer.Exit(exit_codes.RESTART)
 
 
-app.command(**example("inspect quickstart --gpus 8 parallel.tensor=2"))(inspect)
-app.command(
-    **example("estimate quickstart --gpu h100-80gb --gpus 8", "estimate quickstart --for generate --prompts 8 --gpus 1")
-)(estimate)
+@app.command(**opt.example("inspect quickstart --gpus 8 parallel.tensor=2"))
+def inspect(
+    recipe: opt.Recipe,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none is needed here.")] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="Show what shapes waste of a step on this kind of GPU.")
+    ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
+    loaded = opt.load(recipe)
+    from jaxllm.compile.inspect import inspect_config
+    from jaxllm.compile.text import render_inspect
+
+    report = inspect_config(loaded, gpus, gpus_per_host, gpu)
+    if picture is not None:
+        from jaxllm.plots.zigzag import picture as draw
+
+        draw(loaded.parallel.context, picture)
+    opt.print_report(report, as_json, render_inspect)
 
 
-@app.command("compile", **example("compile quickstart --gpu h100-80gb --gpus 8"))
+@app.command(
+    **opt.example("estimate quickstart --gpu h100-80gb --gpus 8", "estimate quickstart --for generate --prompts 8 --gpus 1")
+)
+def estimate(
+    recipe: opt.Recipe,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: memory only, no speed."),
+    ] = None,
+    gpus: opt.GpuCount = None,
+    gpus_per_host: opt.GpusPerHost = None,
+    convention: Annotated[
+        str,
+        typer.Option(
+            metavar="jaxllm|megatron", help="megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count."
+        ),
+    ] = "jaxllm",
+    picture: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw the bytes of each stage as stacked bars; .png or .svg.")
+    ] = None,
+    purpose: opt.Purpose = "train",
+    stored_dtype: opt.StoredDtype = None,
+    sequence_length: opt.WindowTokens = None,
+    prompts: opt.Prompts = None,
+    prompt_tokens: opt.PromptTokens = None,
+    max_new_tokens: opt.NewTokens = None,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
+        ),
+    ] = None,
+    tokens: opt.Tokens = None,
+    price: opt.Price = None,
+    mtbf_hours: opt.MtbfHours = None,
+    restart_minutes: opt.RestartMinutes = None,
+    checkpoint_gb_per_s: opt.CheckpointRate = None,
+    achieved_tflops: opt.AchievedTflops = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
+    loaded = opt.load(recipe)
+    terms = (tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s, achieved_tflops)
+    given = {"prompts": prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+    given |= {"stored_dtype": stored_dtype, "sequence_length": sequence_length}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    if purpose != "train" or sizes:
+        from jaxllm.plan.inference_estimate import estimate_inference
+
+        only_training = picture is not None or over is not None or convention != "jaxllm"
+        if purpose != "train" and (only_training or any(term is not None for term in terms)):
+            raise ConfigError(f"Pictures, --convention and the quote are for training: leave them out with --for={purpose}.")
+        found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
+        print(json.dumps(found.to_json()) if as_json else opt.fitted(found.lines()))
+        return
+    from jaxllm.plan.estimate import estimate as estimate_config
+    from jaxllm.plan.quote import Terms, quote_estimate
+
+    report = estimate_config(loaded, gpu, gpus, gpus_per_host, cast(Any, convention))
+    offer = quote_estimate(report, Terms(*terms))
+    draw_estimate(report, picture, over)
+    if as_json:
+        print(json.dumps(report.to_json() | ({} if offer is None else {"quote": offer.to_json()})))
+    else:
+        print(opt.fitted([*report.lines(), *([] if offer is None else ["", *offer.lines()])]))
+
+
+def draw_estimate(report: Any, picture: str | None, over: str | None) -> None:
+    """Writes the picture, if one is wanted."""
+    if over is not None and picture is None:
+        raise ConfigError(f"--over={over} draws a picture: add --picture FILE.png.")
+    if over == "step" and picture is not None:
+        from jaxllm.plots.memory_timeline import draw_step
+
+        draw_step(report, picture)
+    elif picture is not None:
+        from jaxllm.plots.memory import estimate_picture
+
+        estimate_picture(report, picture, over)
+
+
+@app.command("compile", **opt.example("compile quickstart --gpu h100-80gb --gpus 8"))
 def compile_(
-    recipe: Recipe,
+    recipe: opt.Recipe,
     gpu: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the local devices."),
     ] = None,
-    gpus: GpuCount = None,
-    gpus_per_host: GpusPerHost = None,
+    gpus: opt.GpuCount = None,
+    gpus_per_host: opt.GpusPerHost = None,
     real_memory: Annotated[
         bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
@@ -125,9 +210,9 @@ def compile_(
         int | None,
         typer.Option(metavar="STEPS", min=1, help="Run steps of rank 0 on the one local GPU: its compute, without transfers."),
     ] = None,
-    cache: CacheDir = None,
-    no_cache: NoCache = False,
-    as_json: AsJson = False,
+    cache: opt.CacheDir = None,
+    no_cache: opt.NoCache = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
     from jaxllm.cost_model.hardware import find_gpu
@@ -136,24 +221,22 @@ def compile_(
         raise ConfigError("--save makes no report: leave out --against, --kernels, --real-memory, --cache and --no-cache.")
     if run and (gpu or gpus_per_host or save or against or kernels or real_memory or cache or no_cache):
         raise ConfigError("--run runs on the local GPU and makes no report: give it only --gpus and --json.")
-    loaded = load(recipe)
+    loaded = opt.load(recipe)
     found = None if gpu is None else find_gpu(gpu)
     if run:
         from jaxllm.compile.pretend import run_rank
 
-        print_report(run_rank(loaded, gpus, run), as_json, lambda found: found.text())
+        opt.print_report(run_rank(loaded, gpus, run), as_json, lambda found: found.text())
         return
     if save:
         compile_and_save(loaded, save, found, gpus, gpus_per_host, as_json)
         return
-    from jaxllm.cluster.distributed import cache_folder
     from jaxllm.compile.compare import compare, render_comparison
     from jaxllm.compile.report import compile_report
     from jaxllm.compile.text import account_of, render, render_kernels
 
-    other = load_other(recipe, against) if against else None
-    folder = None if no_cache else Path(cache) if cache else cache_folder() / "compile"
-    options: dict[str, Any] = {"real_memory": real_memory, "cache": folder}
+    other = opt.load_other(recipe, against) if against else None
+    options: dict[str, Any] = {"real_memory": real_memory, "cache": opt.compile_cache(cache, no_cache)}
     report = compile_report(loaded, found, gpus, gpus_per_host, **options)
     if kernels:
         account_of(report)
@@ -165,9 +248,9 @@ def compile_(
         more = {"comparison": comparison.to_json()} if comparison else {}
         print(json.dumps({**report.to_json(), "against": compared.to_json(), **more}), flush=True)
     elif comparison is not None:
-        print_report(comparison, False, render_comparison)
+        opt.print_report(comparison, False, render_comparison)
     else:
-        print_report(report, as_json, partial(render_kernels, against=compared) if kernels else render)
+        opt.print_report(report, as_json, partial(render_kernels, against=compared) if kernels else render)
 
 
 def compile_and_save(config: Config, folder: str, gpu: Any, gpus: int | None, gpus_per_host: int | None, as_json: bool) -> None:
@@ -176,15 +259,15 @@ def compile_and_save(config: Config, folder: str, gpu: Any, gpus: int | None, gp
 
     saved = save_programs(config, folder, gpu, gpus, gpus_per_host)
     if is_main_process():
-        print(json.dumps({"saved": [vars(one) for one in saved]}) if as_json else fitted(saved_lines(saved, folder)))
+        print(json.dumps({"saved": [vars(one) for one in saved]}) if as_json else opt.fitted(saved_lines(saved, folder)))
 
 
-@app.command(**example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
+@app.command(**opt.example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
 def plan(
-    recipe: Recipe,
+    recipe: opt.Recipe,
     gpu: Annotated[str, typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h200-141gb.")] = "h100-80gb",
-    gpus: GpuCount = None,
-    gpus_per_host: GpusPerHost = None,
+    gpus: opt.GpuCount = None,
+    gpus_per_host: opt.GpusPerHost = None,
     compile_: Annotated[
         int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates only.")
     ] = 8,
@@ -209,43 +292,40 @@ def plan(
         float | None,
         typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU. Default: 7/8 of its share."),
     ] = None,
-    tokens: Tokens = None,
-    price: Price = None,
-    mtbf_hours: MtbfHours = None,
-    restart_minutes: RestartMinutes = None,
-    checkpoint_gb_per_s: CheckpointRate = None,
+    tokens: opt.Tokens = None,
+    price: opt.Price = None,
+    mtbf_hours: opt.MtbfHours = None,
+    restart_minutes: opt.RestartMinutes = None,
+    checkpoint_gb_per_s: opt.CheckpointRate = None,
     sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the best plan as a recipe; a new file.")] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of candidates in the table.")] = 10,
-    cache: CacheDir = None,
-    no_cache: NoCache = False,
-    as_json: AsJson = False,
+    cache: opt.CacheDir = None,
+    no_cache: opt.NoCache = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Searches for the fastest config that fits. Tries mesh, ZeRO, microbatch, schedule, remat, host; compiles the best."""
-    loaded = load(recipe)
-    from jaxllm.commands.plan import Request, outcome, progress_bar
+    loaded = opt.load(recipe)
+    from jaxllm.compile.plan import outcome
+    from jaxllm.plan.plan_result import check_new, write_recipe
     from jaxllm.plan.quote import Terms
-    from jaxllm.plan.recipe import check_new, write_recipe
 
-    request = Request(
-        gpu=gpu,
-        gpus=gpus,
-        gpus_per_host=gpus_per_host,
-        compile=compile_,
-        objective=cast(Any, objective),
-        keep=tuple(keep or ()),
-        across_hosts=across_hosts,
-        host_gib_per_gpu=host_gib_per_gpu,
-        terms=Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s),
-        sweep=sweep,
-        cache=cache,
-        no_cache=no_cache,
-    )
+    options: dict[str, Any] = {
+        "compile": compile_,
+        "objective": objective,
+        "terms": Terms(tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s),
+        "sweep": sweep,
+        # The folder's name needs JAX, which a plan by estimates alone does not.
+        "cache": opt.compile_cache(cache, no_cache) if compile_ else None,
+        "keep": tuple(keep or ()),
+        "across_hosts": across_hosts,
+        "host_bytes_per_gpu": None if host_gib_per_gpu is None else host_gib_per_gpu * 2**30,
+    }
     if out is not None:
         check_new(out)
     try:
-        with nullcontext() if as_json else progress_bar() as progress:
-            found = outcome(loaded, request, progress)
+        with nullcontext() if as_json else opt.progress_bar() as progress:
+            found = outcome(loaded, gpu, gpus, gpus_per_host, progress=progress, **options)
     except KeyboardInterrupt:
         print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -261,14 +341,14 @@ def plan(
         raise typer.Exit(130)
 
 
-@app.command(**example("schedule mesh-demo parallel.pipe=4 train.microbatch_sequences=1"))
+@app.command(**opt.example("schedule mesh-demo parallel.pipe=4 train.microbatch_sequences=1"))
 def schedule(
-    recipe: Recipe,
+    recipe: opt.Recipe,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Shows the pipeline schedule. The work of each stage over time, its idle share of the step, and what it must store."""
-    loaded = load(recipe)
+    loaded = opt.load(recipe)
     from jaxllm.plan.pipeline_report import pipeline_report
 
     report = pipeline_report(loaded)
@@ -276,10 +356,10 @@ def schedule(
         from jaxllm.plots.schedule import save, schedule_figure
 
         save(schedule_figure(report.schedule, slot_bytes=report.slot_bytes), out)
-    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
+    print(json.dumps(report.to_json()) if as_json else opt.fitted(report.lines()))
 
 
-@app.command("report", **example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
+@app.command("report", **opt.example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
 def report_(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories (run.dir); several are compared.")],
     out: Annotated[
@@ -316,16 +396,16 @@ def report_(
 
         report = report_on(runs[0], gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
     page = None if as_json and out is None else write_page(report, Path(runs[0]) / FILE_NAME if out is None else out)
-    print(json.dumps(report.to_json()) if as_json else fitted([*report.lines(), "", f"page {page}"]))
+    print(json.dumps(report.to_json()) if as_json else opt.fitted([*report.lines(), "", f"page {page}"]))
 
 
-app.command(**example("export runs/quickstart models/quickstart --to hf --dtype bfloat16"))(export)
-app.command("eval", **example("eval --model runs/quickstart --text book.txt"))(evaluate)
-app.command("lm-eval", **example("lm-eval --model smollm2 --tasks arc_easy --limit 100"))(lm_eval)
-app.command(**example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))(generate)
+app.command(**opt.example("export runs/quickstart models/quickstart --to hf --dtype bfloat16"))(export)
+app.command("eval", **opt.example("eval --model runs/quickstart --text book.txt"))(evaluate)
+app.command("lm-eval", **opt.example("lm-eval --model smollm2 --tasks arc_easy --limit 100"))(lm_eval)
+app.command(**opt.example("generate --model runs/quickstart --prompt 'def ' --temperature 0.8"))(generate)
 
 
-@app.command(**example("doctor", "doctor quickstart parallel.data=2"))
+@app.command(**opt.example("doctor", "doctor quickstart parallel.data=2"))
 def doctor(
     recipe: Annotated[
         list[str] | None,
@@ -334,7 +414,7 @@ def doctor(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the kind found.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
     from jaxllm.cost_model.hardware import find_gpu
@@ -345,14 +425,14 @@ def doctor(
     loaded, parallel, run = read([one for one in given if "=" not in one], [one for one in given if "=" in one])
     report = examine(run, parallel, loaded, found)
     if report.is_shown_here:
-        print_report(report, as_json, render)
+        opt.print_report(report, as_json, render)
     if report.failed:
         raise typer.Exit(1)
 
 
-@app.command(**example("rehearse quickstart --hosts 4 --kill 2 --freeze 1"))
+@app.command(**opt.example("rehearse quickstart --hosts 4 --kill 2 --freeze 1"))
 def rehearse(
-    recipe: Recipe,
+    recipe: opt.Recipe,
     hosts: Annotated[int, typer.Option(metavar="N", min=2, max=64, help="Hosts, with one process each.")] = 4,
     kill: Annotated[int, typer.Option(metavar="N", min=0, help="Hosts that lose their power, and come back.")] = 1,
     freeze: Annotated[int, typer.Option(metavar="N", min=0, help="Processes that freeze.")] = 1,
@@ -360,24 +440,24 @@ def rehearse(
     seed: Annotated[int | None, typer.Option(metavar="N", help="Of the faults; default: a random one, which is shown.")] = None,
 ) -> None:
     """Rehearses faults. The config, shrunk, on this machine as many hosts; exit code 1 if anything is lost or not named."""
-    loaded = load(recipe)
+    loaded = opt.load(recipe)
     from jaxllm.rehearsal.rehearse import rehearse as run
 
     # So that the processes end and their networks are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run(loaded, hosts, {"kill": kill, "freeze": freeze, "cut": cut}, seed)
-    print_report(report, False, lambda one: one.render())
+    opt.print_report(report, False, lambda one: one.render())
     if not report.held:
         raise typer.Exit(1)
 
 
-data_app.command("prepare", **example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))(data_prepare)
-data_app.command("fill", **example("data fill quickstart train.sequence_length=8192"))(data_fill)
-convert_app.command("from-hf", **example("convert from-hf smollm2 models/smollm2"))(convert_from_hf)
-convert_app.command("to-hf", **example("convert to-hf runs/quickstart models/quickstart-hf"))(convert_to_hf)
+data_app.command("prepare", **opt.example("data prepare 'books/**/*.txt' --out data/books --tokenizer bytes"))(data_prepare)
+data_app.command("fill", **opt.example("data fill quickstart train.sequence_length=8192"))(data_fill)
+convert_app.command("from-hf", **opt.example("convert from-hf smollm2 models/smollm2"))(convert_from_hf)
+convert_app.command("to-hf", **opt.example("convert to-hf runs/quickstart models/quickstart-hf"))(convert_to_hf)
 
 
-@app.command(**example("schema > recipe.schema.json"))
+@app.command(**opt.example("schema > recipe.schema.json"))
 def schema() -> None:
     """Prints the JSON schema of a recipe, for editors."""
     print(json.dumps(json_schema(), indent=2))

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from jaxllm.cli.options import (
-    Adapter,
-    AsJson,
-    Force,
-    MaxPosition,
-    MaxShardSize,
-    ModelFolder,
-    OtherTokenizer,
-    Overrides,
-    Recipe,
-    SavedStep,
-    Verify,
-    fitted,
-    load,
-    show,
-    show_at_once,
-    tell,
-)
+from jaxllm.cli import options as opt
 from jaxllm.config import ConfigError
 
 
@@ -42,16 +26,16 @@ def export(
             help="jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ...; gguf: for llama.cpp, Ollama.",
         ),
     ] = "jaxllm",
-    step: SavedStep = None,
+    step: opt.SavedStep = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: float32; --to hf and gguf: as stored."),
     ] = None,
-    max_shard_size: MaxShardSize = None,
-    max_position: MaxPosition = None,
-    adapter: Adapter = None,
-    force: Force = False,
-    verify: Verify = False,
+    max_shard_size: opt.MaxShardSize = None,
+    max_position: opt.MaxPosition = None,
+    adapter: opt.Adapter = None,
+    force: opt.Force = False,
+    verify: opt.Verify = False,
 ) -> None:
     """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf`; --to gguf writes one file."""
     if to == "hf":
@@ -79,9 +63,9 @@ def export(
 
 
 def evaluate(
-    model: ModelFolder,
+    model: opt.ModelFolder,
     text: Annotated[str, typer.Option(metavar="FILE", help="A file of UTF-8 text.")],
-    overrides: Overrides = None,
+    overrides: opt.Overrides = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
@@ -93,13 +77,12 @@ def evaluate(
     by_position: Annotated[
         bool, typer.Option("--by-position", help="Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
     ] = False,
-    tokenizer: OtherTokenizer = None,
-    adapter: Adapter = None,
-    as_json: AsJson = False,
+    tokenizer: opt.OtherTokenizer = None,
+    adapter: opt.Adapter = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
-    from jaxllm.commands import predict
-    from jaxllm.commands.plan import progress_bar
+    from jaxllm.inference import predict
 
     options = {
         "sequence_length": sequence_length,
@@ -108,17 +91,17 @@ def evaluate(
         "tokenizer": tokenizer,
         "adapter": adapter or (),
     }
-    with progress_bar() as progress:
-        score = predict.evaluate(model, text, overrides or [], **options, say=tell, progress=progress)
-    show(json.dumps(score.to_json()) if as_json else fitted(score.lines()))
+    with opt.progress_bar() as progress:
+        score = predict.evaluate(model, text, overrides or [], **options, say=opt.tell, progress=progress)
+    opt.show(json.dumps(score.to_json()) if as_json else opt.fitted(score.lines()))
 
 
 def generate(
-    model: ModelFolder,
+    model: opt.ModelFolder,
     prompt: Annotated[
         list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
     ],
-    overrides: Overrides = None,
+    overrides: opt.Overrides = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
     ] = False,
@@ -137,16 +120,16 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
     ] = None,
-    tokenizer: OtherTokenizer = None,
-    adapter: Adapter = None,
-    as_json: AsJson = False,
+    tokenizer: opt.OtherTokenizer = None,
+    adapter: opt.Adapter = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Continues prompts, to see what a model has learned. Uses a key-value cache and prints text as it is generated."""
-    from jaxllm.commands import predict
+    from jaxllm.inference import predict
     from jaxllm.inference.generate import InTurn
 
     before = [f"> {text}\n" for text in prompt] if chat else prompt
-    on_text = InTurn(before, show_at_once)
+    on_text = InTurn(before, partial(opt.show, end=""))
     found = predict.generate(
         model,
         prompt,
@@ -161,17 +144,18 @@ def generate(
         stop=stop or [],
         tokenizer=tokenizer,
         adapter=adapter or (),
-        say=tell,
+        say=opt.tell,
         **({} if as_json else {"on_text": on_text}),
     )
     if as_json:
-        show(json.dumps({"completions": [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]}))
+        completions = [{"prompt": text, **one.to_json()} for text, one in zip(prompt, found, strict=True)]
+        opt.show(json.dumps({"completions": completions}))
 
 
 def lm_eval(
-    model: ModelFolder,
+    model: opt.ModelFolder,
     tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")],
-    overrides: Overrides = None,
+    overrides: opt.Overrides = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N requests of each task.")] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Examples before each; default: the task's.")
@@ -184,19 +168,19 @@ def lm_eval(
             metavar="N", min=2, help="Tokens of a text; default: what the model supports, a run: its sequence_length."
         ),
     ] = None,
-    tokenizer: OtherTokenizer = None,
-    adapter: Adapter = None,
-    as_json: AsJson = False,
+    tokenizer: opt.OtherTokenizer = None,
+    adapter: opt.Adapter = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Scores a model by the tasks of lm-evaluation-harness. EleutherAI's own code, on any mesh (extra lm-eval)."""
     if find_spec("lm_eval") is None:
         raise ConfigError("`jaxllm lm-eval` needs lm-evaluation-harness: pip install 'jaxllm[lm-eval]'.")
-    from jaxllm.commands.lm_eval import JaxLLM, run_tasks, table, to_json
+    from jaxllm.inference.lm_eval import JaxLLM, run_tasks, shown
 
-    harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), max_length=max_length, say=tell)
+    harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), max_length=max_length, say=opt.tell)
     options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}
     found = run_tasks(harnessed, [task.strip() for task in tasks.split(",")], **options)
-    show(to_json(found) if as_json else table(found))
+    opt.show(shown(found, as_json))
 
 
 def data_prepare(
@@ -223,7 +207,7 @@ def data_prepare(
         typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
     from jaxllm.data.prepare import parse_shard, prepare
@@ -243,16 +227,16 @@ def data_prepare(
     except KeyboardInterrupt as stopped:
         print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print(json.dumps(summary.to_json()) if as_json else fitted(summary.lines()))
+    print(json.dumps(summary.to_json()) if as_json else opt.fitted(summary.lines()))
 
 
-def data_fill(recipe: Recipe, as_json: AsJson = False) -> None:
+def data_fill(recipe: opt.Recipe, as_json: opt.AsJson = False) -> None:
     """Counts how much of a step's positions the text uses. Padded, and packed as the run packs it."""
-    loaded = load(recipe)
+    loaded = opt.load(recipe)
     from jaxllm.data.fill import fill
 
     report = fill(loaded)
-    print(json.dumps(report.to_json()) if as_json else fitted(report.lines()))
+    print(json.dumps(report.to_json()) if as_json else opt.fitted(report.lines()))
 
 
 def convert_from_hf(
@@ -263,8 +247,8 @@ def convert_from_hf(
         ),
     ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
-    force: Force = False,
-    verify: Verify = False,
+    force: opt.Force = False,
+    verify: opt.Verify = False,
 ) -> None:
     """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
     from jaxllm.weights.hf_convert import from_hf
@@ -277,18 +261,18 @@ def convert_to_hf(
         str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint; s3://, gs:// too.")
     ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
-    step: SavedStep = None,
+    step: opt.SavedStep = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
     ] = None,
-    max_shard_size: MaxShardSize = None,
-    max_position: MaxPosition = None,
-    adapter: Adapter = None,
+    max_shard_size: opt.MaxShardSize = None,
+    max_position: opt.MaxPosition = None,
+    adapter: opt.Adapter = None,
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the adapter of a run with model.lora alone, in PEFT's format.")
     ] = False,
-    force: Force = False,
-    verify: Verify = False,
+    force: opt.Force = False,
+    verify: opt.Verify = False,
 ) -> None:
     """Writes a model or a run as a Hugging Face folder, with LoRA adapters merged. Verifies the result."""
     from jaxllm.weights.hf_convert import LARGEST_FILE, adapter_to_peft, parse_size, to_hf

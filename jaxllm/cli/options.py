@@ -6,7 +6,8 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -145,18 +146,12 @@ def fitted(lines: Iterable[str]) -> str:
     if not sys.stdout.isatty():
         return "\n".join(lines)
     width = shutil.get_terminal_size().columns
-    return "\n".join(
-        line
-        if len(line) <= width
-        else textwrap.fill(
-            line,
-            width,
-            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines
-    )
+
+    def wrapped(line: str) -> str:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(line if len(line) <= width else wrapped(line) for line in lines)
 
 
 def print_report(report: Any, as_json: bool, render: Callable[[Any], Any]) -> None:
@@ -177,13 +172,16 @@ def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
         print(text, end=end, file=file, flush=True)
 
 
-def show_at_once(text: str) -> None:
-    show(text, end="")
-
-
 def tell(line: str) -> None:
     """Prints a line to standard error on the main process only."""
     show(line, file=sys.stderr)
+
+
+def compile_cache(given: str | None, unused: bool) -> Path | None:
+    """The folder of compile reports; None: none is read or stored."""
+    from jaxllm.cluster.distributed import cache_folder
+
+    return None if unused else Path(given) if given else cache_folder() / "compile"
 
 
 def load(recipe: list[str]) -> Config:
@@ -207,3 +205,26 @@ def load_other(recipe: list[str], words: list[str]) -> Config:
             "benchmarks/against.py of jaxllm's repository."
         )
     return load(words if any("=" not in word for word in words) else [*recipe, *words])
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on standard error, told (description, amount done, total); nothing if that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tasks: dict[str, Any] = {}
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda what, done, total: None
+        return
+    with Bar(*columns, console=console, transient=True) as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield show

@@ -5,24 +5,21 @@ Every function takes the findings of probes.py from all processes, by rank, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.cluster.launchers import LaunchInfo
 from jaxllm.cluster.rendezvous_checks import runs_of
-from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
-from jaxllm.cost_model.network import Group, Links, all_gather_s, all_reduce_s, permute_s
+from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, gpu_from_device_kind
 from jaxllm.display import readable
-from jaxllm.doctor.probes import Collective, Facts, Folder
+from jaxllm.doctor.probes import Facts, Folder
 from jaxllm.mesh.axes import AXES, REPLICA
 from jaxllm.mesh.placement import crossings
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
-GOOD_SHARE, POOR_SHARE, POOR_SHARE_ACROSS = 0.7, 0.35, 0.1
-"""Shares of the expected speed: below the first is a warning; below the second, or between hosts below the third, a failure.
-Between hosts the expectation is that of NVIDIA's reference systems, and many clusters have less."""
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
 """Above the first, logs of two hosts can no longer be ordered; above the second, schedulers and file systems begin to refuse
 each other's tickets."""
@@ -105,7 +102,8 @@ def variables(processes: Sequence[Facts]) -> Iterator[Row]:
     else:
         yield Row("xla flags", OK, flags or "none")
     # Variables that identify a process or choose its GPUs differ for a reason.
-    ours = [{name: value for name, value in one.environment.items() if _is_shared(name)} for one in processes]
+    own = re.compile("XLA_FLAGS|CUDA_VISIBLE_DEVICES|JAXLLM_.*")
+    ours = [{name: value for name, value in one.environment.items() if not own.fullmatch(name)} for one in processes]
     uneven = sorted({name for one in ours for name in _differing(one, ours[0])})
     shown = ", ".join(f"{name}={value}" for name, value in ours[0].items()) or "none"
     if uneven:
@@ -113,10 +111,6 @@ def variables(processes: Sequence[Facts]) -> Iterator[Row]:
         yield Row("variables", WARN, found, "set the same on all hosts, unless their hardware differs")
     else:
         yield Row("variables", OK, shown)
-
-
-def _is_shared(name: str) -> bool:
-    return name not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES") and not name.startswith("JAXLLM_")
 
 
 def launcher(processes: Sequence[Facts], hosts: Mapping[int, Any], info: LaunchInfo) -> Iterator[Row]:
@@ -296,41 +290,7 @@ def mesh(grid: Any, hosts: Mapping[int, Any]) -> Iterator[Row]:
         yield Row("mesh", OK, f"{sizes}; tensor and context stay inside a host")
 
 
-def expected_s(what: str, size_bytes: int, group: Group, links: Links) -> float:
-    """Seconds that a collective of probes.py should take."""
-    cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what]
-    return cost(size_bytes, group, links)
-
-
-def collective(one: Collective, group: Group, expected: float | None, gpu: Gpu | None) -> Row:
-    across = f" across {group.hosts} hosts" if group.hosts > 1 else ""
-    found = (
-        f"{rate_text(one.size_bytes / one.seconds)} of {readable(one.size_bytes)} over {count_text(one.ranks, 'rank')}{across}"
-    )
-    if not one.right:
-        todo = "numbers arrive changed: run NVIDIA's DCGM diagnostics, and leave out the GPU or adapter it names"
-        return Row(check_name(one), FAIL, f"{found}; the result is wrong", todo)
-    if expected is None or gpu is None:
-        return Row(check_name(one), OK, f"{found}; no speed is expected of these devices")
-    share = expected / one.seconds
-    found += f"; {share:.0%} of the {rate_text(one.size_bytes / expected)} expected of {gpu.name}"
-    if share >= GOOD_SHARE:
-        return Row(check_name(one), OK, found)
-    poor = POOR_SHARE if group.hosts == 1 else POOR_SHARE_ACROSS
-    todo = (
-        "NCCL_DEBUG=INFO shows whether it goes by NVLink (P2P) or through the host (SHM); nvidia-smi topo -m shows the links"
-        if group.hosts == 1
-        else "NCCL_DEBUG=INFO shows whether it goes by InfiniBand (NET/IB) or by TCP (NET/Socket); --gpu FILE.yaml describes a "
-        "slower network than that of NVIDIA's reference system"
-    )
-    return Row(check_name(one), FAIL if share < poor else WARN, found, todo)
-
-
 # --------------------------------------------------------------------------------------------------------------------- words
-
-
-def check_name(one: Collective) -> str:
-    return f"{one.what} over {one.axis}"
 
 
 def _different(processes: Sequence[Facts], key: Callable[[Facts], Any], first: Facts | None = None) -> list[Facts]:

@@ -7,15 +7,16 @@
 It checks versions, driver, XLA's flags and variables, launcher and hosts, devices, memory, CPUs, clocks, the run directory and
 its disk. Along each mesh axis it measures all-reduce, all-gather and permute, and copies between all devices of a host and its
 memory, and compares them with the speeds that cost_model/network.py and hardware.py expect of this kind of GPU. CPU devices are
-measured without an expectation. probes.py and host_link.py measure, checks.py judges. fabric.py looks for what would make NCCL
-take a slow way: adapters without their library, locked memory, GPUs that do not reach each other, damaged or slowed GPUs.
+measured without an expectation. probes.py measures, checks.py judges; links.py does both for what is sent. fabric.py looks for
+what would make NCCL take a slow way: adapters without their library, locked memory, GPUs that do not reach each other, damaged
+or slowed GPUs.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,10 @@ from jaxllm.cost_model.flops import state_bytes
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.doctor import checks, fabric, host_link, probes
-from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
-from jaxllm.doctor.host_link import HostCopy
-from jaxllm.doctor.probes import Collective, Facts
+from jaxllm.doctor import checks, fabric, links, probes
+from jaxllm.doctor.checks import FAIL, OK, WARN, Row
+from jaxllm.doctor.links import Collective, HostCopy
+from jaxllm.doctor.probes import Facts
 from jaxllm.machine import xla_flags
 from jaxllm.mesh.placement import hosts_of, mesh_on_hosts, widest_group
 from jaxllm.stderr import print_sentence
@@ -54,11 +55,7 @@ class Report:
     rows: tuple[Row, ...]
     processes: tuple[Facts, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    expected_s: Mapping[str, float] = field(default_factory=dict)
-    """By `check_name`, for the collectives that have an expectation."""
     host_copies: tuple[HostCopy, ...] = ()
-    gpu: Gpu | None = None
-    """The kind whose speed is expected."""
     is_shown_here: bool = True
     """Whether this process prints it."""
 
@@ -73,8 +70,8 @@ class Report:
             "ok": not self.failed,
             "rows": [asdict(row) for row in self.rows],
             "processes": [asdict(one) for one in self.processes],
-            "collectives": [asdict(one) | {"expected_s": self.expected_s.get(check_name(one))} for one in self.collectives],
-            "host_copies": [one.to_json(self.gpu) for one in self.host_copies],
+            "collectives": [asdict(one) for one in self.collectives],
+            "host_copies": [asdict(one) | {"bytes_per_s": one.bytes_per_s} for one in self.host_copies],
         }
 
 
@@ -147,11 +144,10 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     has_store = config is not None and config.checkpoint.store is not None
     rows += checks.folder(run.dir, processes, folders, state_bytes(config) if config else None, has_store)
     measured: list[Collective] = []
-    expected_s: dict[str, float] = {}
     device = jax.local_devices()[0]
     known, size = gpu or gpu_from_device_kind(device.device_kind), CPU_BYTES if device.platform == "cpu" else GPU_BYTES
-    copies = tuple(host_link.host_copies(hosts, size))
-    rows += [host_link.row(one, known) for one in copies]
+    copies = tuple(links.host_copies(hosts, size, known))
+    rows += [links.host_copy(one, known) for one in copies]
     try:
         mesh = mesh_on_hosts(_mesh(config, parallel, hosts))
     except ConfigError as error:
@@ -161,18 +157,18 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
         for axis in (axis for axis in mesh.axis_names if mesh.shape[axis] > 1):
             group = widest_group(mesh.devices, hosts, axis)
             # A collective that hangs can be ended only with the process.
-            for one in probes.collectives(mesh, axis, size, limited=partial(time_limit, STUCK_S, _give_up, axis)):
+            for one in links.collectives(mesh, axis, size, limited=partial(time_limit, STUCK_S, _give_up, axis)):
                 # The model does not cover ranks that are spread unevenly over their hosts.
                 if known is not None and group.size == one.ranks:
-                    links = links_of(known, BANDWIDTH_SHARE)
-                    expected_s[check_name(one)] = checks.expected_s(one.what, one.size_bytes, group, links)
+                    network = links_of(known, BANDWIDTH_SHARE)
+                    one = replace(one, expected_s=links.COSTS[one.what](one.size_bytes, group, network))
                 measured.append(one)
-                rows.append(checks.collective(one, group, expected_s.get(check_name(one)), known))
+                rows.append(links.collective(one, group, known))
         if mesh.devices.size == 1:
             rows.append(Row("collectives", OK, "one device: nothing to measure"))
     # After the collectives: clocks are held down where there is work.
     rows += fabric.rows(processes, fabric.gather(asks=first_of_host))
-    return Report(tuple(rows), tuple(processes), tuple(measured), expected_s, copies, known, distributed.is_main_process())
+    return Report(tuple(rows), tuple(processes), tuple(measured), copies, distributed.is_main_process())
 
 
 def _mesh(config: Config | None, parallel: ParallelConfig | None, hosts: Mapping[int, Any]) -> ParallelConfig:

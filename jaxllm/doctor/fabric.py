@@ -14,17 +14,17 @@ import ctypes
 import os
 import re
 import resource
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from jaxllm.cluster import distributed
 from jaxllm.display import readable
+from jaxllm.doctor import probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row
-from jaxllm.doctor.probes import Facts, gather_json
+from jaxllm.doctor.probes import Facts, answer
 
 ADAPTERS, DEVICE_FILES, STATUS = Path("/sys/class/infiniband"), Path("/dev/infiniband"), Path("/proc/self/status")
 VERBS = "libibverbs.so.1"
@@ -38,7 +38,6 @@ LOCKED_BYTES = 2**30
 for `unlimited`; containers have 8 MiB or less by default."""
 IPC_LOCK = 1 << 14
 """CAP_IPC_LOCK in a process's capabilities (linux/capability.h): no limit applies."""
-ANSWER_LIMIT_S = 60
 
 SLOWDOWNS = {
     # NVIDIA, NVML API reference, NvmlClocksEventReasons. Not the power cap: a GPU at work is usually at it.
@@ -92,22 +91,18 @@ _Views: TypeAlias = Sequence[tuple[Facts, Fabric]]
 
 def gather(asks: bool) -> list[Fabric]:
     """The views of all processes, by rank; every process must call it. `asks`: whether this one asks for its host's GPUs."""
-    here = asdict(adapters()) | {"locked_bytes": locked_limit()}
+    here = replace(adapters(), locked_bytes=locked_limit())
     if asks:
-        rows_of_memory = _answer("nvidia-smi", f"--query-remapped-rows={','.join(REMAPPED)}", "--format=csv,noheader")
-        here |= {
-            "gpu_errors": (*ecc_errors(_query(ECC)), *pending_rows(rows_of_memory)),
-            "gpu_damage": lost_rows(rows_of_memory),
-            "slowed": slowed(_query(CLOCK_REASONS[0]) or _query(CLOCK_REASONS[1])),
-            "unreached": unreached(_answer("nvidia-smi", "topo", "-p2p", "r")),
-            "dcgm": health(_answer("dcgmi", "health", "--group", "0", "--check")),
-        }
-    return [_from_json(one) for one in gather_json(here)]
-
-
-def _from_json(values: dict[str, Any]) -> Fabric:
-    as_tuples: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
-    return Fabric(**as_tuples)
+        rows_of_memory = answer("nvidia-smi", f"--query-remapped-rows={','.join(REMAPPED)}", "--format=csv,noheader")
+        here = replace(
+            here,
+            gpu_errors=(*ecc_errors(_query(ECC)), *pending_rows(rows_of_memory)),
+            gpu_damage=lost_rows(rows_of_memory),
+            slowed=slowed(_query(CLOCK_REASONS[0]) or _query(CLOCK_REASONS[1])),
+            unreached=unreached(answer("nvidia-smi", "topo", "-p2p", "r")),
+            dcgm=health(answer("dcgmi", "health", "--group", "0", "--check")),
+        )
+    return probes.gather(here)
 
 
 # ------------------------------------------------------------------------------------------------------------------ measured
@@ -182,16 +177,7 @@ def health(text: str) -> str:
 
 def _query(field: str) -> str:
     """Lines of a GPU's number and one of its fields; '' if nvidia-smi has no such field."""
-    return _answer("nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits")
-
-
-def _answer(*command: str) -> str:
-    """Output of a program; '' if it is missing, fails or takes too long."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ANSWER_LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+    return answer("nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits")
 
 
 def _lines(text: str, fields: int) -> Iterator[list[str]]:

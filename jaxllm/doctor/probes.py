@@ -1,10 +1,9 @@
-"""Measurements of a process's machine, storage and network, without a verdict: doctor/checks.py judges them.
+"""Measurements of a process's machine, its binding and storage, without a verdict: doctor/checks.py judges them.
 
     driver, cards = gpu_cards()                 before JAX starts and takes their memory
     processes = gather(facts(driver, cards))    of all processes, by rank
     clock_ahead()                               by how much process 0's clock is ahead of this one
     folder(path, measures)                      shared, writable, how fast
-    collectives(mesh, axis, ...)                measured on all devices of a mesh
 
 Every process calls all but the first, in the same order; they do not raise where another process would wait.
 """
@@ -16,29 +15,24 @@ import os
 import platform
 import shutil
 import socket
-import statistics
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pydantic import TypeAdapter
 
 from jaxllm.cluster import distributed
-from jaxllm.doctor.numa import Binding, binding
-from jaxllm.machine.host import host_memory, visible_gpus
-from jaxllm.mesh.axes import axis_index
-from jaxllm.untrusted import MIB, parse_json
+from jaxllm.machine.host import allowed_cpus, host_memory, visible_gpus
+from jaxllm.untrusted import MIB, RefusedInput, parse_json, read_text, whole_number
+
+T = TypeVar("T")
 
 PACKAGES = (
     *("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
@@ -47,12 +41,13 @@ PACKAGES = (
 )
 """Packages whose versions change the results of a step; nvidia-*: if CUDA came from pip."""
 
+SYSFS = Path("/sys")
+ANSWER_LIMIT_S = 60
 DISK_BYTES, DISK_LIMIT_S = 256 * 2**20, 3.0
 """Size and time limit of the file that measures a disk's speed."""
 BLOCK_BYTES = 4 * 2**20
 SEEN_LIMIT_S = 20.0
 """Time that a process waits for another's file: NFS may show it after several seconds."""
-REPEATS = 7
 
 
 # ------------------------------------------------------------------------------------------------------------------ machines
@@ -69,6 +64,25 @@ class Card:
     pci: str = ""
     """PCI address."""
     uuid: str = ""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """CPUs and NUMA nodes of one process."""
+
+    cpus: int
+    """CPUs that the process may use."""
+    host_cpus: int
+    nodes: list[int]
+    """NUMA nodes of these CPUs; empty if the kernel does not tell."""
+    host_nodes: int
+    gpu_nodes: dict[str, int]
+    """NUMA node of each GPU that the process drives, by nvidia-smi's number; without those whose node is unknown."""
+
+    @property
+    def far_gpus(self) -> list[str]:
+        """GPUs on nodes where the process has no CPU."""
+        return [gpu for gpu, node in self.gpu_nodes.items() if self.nodes and node not in self.nodes]
 
 
 @dataclass(frozen=True)
@@ -130,13 +144,10 @@ def _driven_gpus() -> set[str]:
     return {uuid for number, uuid in enumerate((visible_gpus() or []) if numbers else []) if number in numbers}
 
 
-def gather(here: Facts) -> list[Facts]:
-    """Facts of all processes, by rank; every process must call it."""
-    found = gather_json(asdict(here))
-    return [
-        Facts(**{**values, "cards": [Card(**card) for card in values["cards"]], "binding": Binding(**values["binding"])})
-        for values in found
-    ]
+def gather(here: T) -> list[T]:
+    """A dataclass of all processes, by rank; every process must call it, with its own."""
+    adapter = TypeAdapter(type(here))
+    return [adapter.validate_python(values) for values in gather_json(adapter.dump_python(here))]
 
 
 def gather_json(here: Any) -> list[Any]:
@@ -157,16 +168,17 @@ def versions() -> dict[str, str]:
 
 def gpu_cards() -> tuple[str | None, list[Card]]:
     """(the driver's version, the GPUs of this machine), by nvidia-smi; (None, []) if it is missing or does not answer."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=driver_version,name,memory.total,memory.used,pci.bus_id,uuid",
-        "--format=csv,noheader,nounits",
-    ]
+    query = "--query-gpu=driver_version,name,memory.total,memory.used,pci.bus_id,uuid"
+    return parse_cards(answer("nvidia-smi", query, "--format=csv,noheader,nounits"))
+
+
+def answer(*command: str) -> str:
+    """Output of a program; '' if it is missing, fails or takes too long."""
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ANSWER_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return None, []
-    return parse_cards(answer.stdout) if answer.returncode == 0 else (None, [])
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""
 
 
 def parse_cards(text: str) -> tuple[str | None, list[Card]]:
@@ -246,18 +258,18 @@ def folder(path: Path, measures: bool) -> list[Folder]:
         error = _write(mine, b"jaxllm doctor")
     wrote = gather_json(sees and not error)
     names = {f".doctor-{token}-{other}": other for other, there in enumerate(wrote) if there}
-    unseen = sorted(names[name] for name in _missing(path, names)) if main else []
+    unseen = tuple(sorted(names[name] for name in _missing(path, names))) if main else ()
     gather_json("looked")
     found = {"error": error, "sees_main": sees or stopped != "", "unseen": unseen, "free_bytes": _free_bytes(path) or 0}
     if sees and not error and measures:
         found |= _speed(mine)
     with suppress(OSError):
         mine.unlink(missing_ok=True)
-    all_found = gather_json(found)
+    folders = gather(Folder(**found))
     for one in reversed(made):
         with suppress(OSError):
             one.rmdir()
-    return [Folder(**{**values, "unseen": tuple(values["unseen"])}) for values in all_found]
+    return folders
 
 
 def _make(path: Path) -> list[Path]:
@@ -315,71 +327,54 @@ def _speed(path: Path) -> dict[str, Any]:
     return {"write_bytes_per_s": written / write_s, "read_bytes_per_s": read / read_s}
 
 
-# --------------------------------------------------------------------------------------------------------------- collectives
+# ---------------------------------------------------------------------------------------------------------------------- CPUs
+# Linux describes NUMA nodes in /sys: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-devices-node ("cpulist") and
+# https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-bus-pci ("numa_node"; -1 where the firmware does not tell).
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One kind of collective along one axis, on all its groups at once."""
-
-    what: str
-    axis: str
-    ranks: int
-    size_bytes: int
-    """Size of the full array, as cost_model/network.py counts: an all-reduce's sum, an all-gather's result on each rank."""
-    seconds: float
-    """The median of REPEATS, on the slowest process."""
-    right: bool
-    """Whether every device has the expected numbers."""
-
-
-def collectives(
-    mesh: Mesh, axis: str, size_bytes: int, limited: Callable[[str], AbstractContextManager[None]]
-) -> Iterator[Collective]:
-    """Times all-reduce, all-gather and permute along an axis; every process must call it, and iterate over all of them.
+def binding(pci: Mapping[str, str], driven: Collection[str], sysfs: Path = SYSFS) -> Binding:
+    """Binding of this process.
 
     Args:
-      size_bytes: of the full array; each device takes about this much and twice that.
-      limited: called with the name of each; the context in which it is measured.
+      pci: PCI address by UUID, of all GPUs of the host in nvidia-smi's order.
+      driven: UUIDs of the GPUs that this process drives.
     """
-    ranks, shape = mesh.shape[axis], mesh.devices.shape
-    numbers = np.moveaxis(np.arange(mesh.devices.size).reshape(shape), axis_index(axis), -1)
-    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
-
-    def expected(values: np.ndarray) -> np.ndarray:
-        """[device, value] that a device should have, from [..., rank along the axis, value]."""
-        return np.moveaxis(values, -2, axis_index(axis) - 1).reshape(mesh.devices.size, -1)
-
-    every_rank = np.repeat(numbers[..., None, :], ranks, axis=-2)
-    kinds = {
-        "all-reduce": (partial(lax.psum, axis_name=axis), 1, expected(every_rank.sum(-1, keepdims=True))),
-        "all-gather": (partial(lax.all_gather, axis_name=axis, axis=1, tiled=True), ranks, expected(every_rank)),
-        "permute": (partial(lax.ppermute, axis_name=axis, perm=ring), 1, expected(np.roll(numbers, 1, -1)[..., None])),
-    }
-    for what, (function, parts, values) in kinds.items():
-        length = max(size_bytes // 4 // parts, 1)
-        with limited(what):
-            seconds, right = _time(mesh, function, length, values)
-            slowest, all_right = max(gather_json(seconds)), all(gather_json(right))
-        yield Collective(what, axis, ranks, 4 * length * parts, slowest, all_right)
+    mine, cpus_of = allowed_cpus(), _cpus_of_nodes(sysfs)
+    gpu_nodes = {}
+    for number, (name, address) in enumerate(pci.items()):
+        node = _node_of(address, sysfs) if name in driven else None
+        if node is not None:
+            gpu_nodes[str(number)] = node
+    nodes = sorted(node for node, cpus in cpus_of.items() if cpus & mine)
+    return Binding(len(mine), os.cpu_count() or len(mine), nodes, len(cpus_of), gpu_nodes)
 
 
-def _time(mesh: Mesh, function: Callable[[jax.Array], jax.Array], length: int, values: np.ndarray) -> tuple[float, bool]:
-    """(median seconds, whether the devices of this process have values[device, part]); a device's input is its number."""
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    shape = (mesh.devices.size, length)
-    given = jax.jit(lambda: lax.broadcasted_iota(jnp.float32, shape, 0), out_shardings=sharding)()
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
-    run = jax.jit(mapped, out_shardings=sharding)
-    # Compiles, and NCCL chooses its route.
-    answer = jax.block_until_ready(run(given))
-    right = True
-    for shard in answer.addressable_shards:
-        parts = np.asarray(shard.data).reshape(values.shape[1], -1)
-        right &= bool((parts == values[shard.index[0].start or 0][:, None]).all())
-    taken = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        jax.block_until_ready(run(given))
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken), right
+def _cpus_of_nodes(sysfs: Path) -> dict[int, set[int]]:
+    """CPUs of each NUMA node that has any; empty if the kernel does not tell."""
+    found = {}
+    for folder in sysfs.glob("devices/system/node/node[0-9]*"):
+        try:
+            found[int(folder.name.removeprefix("node"))] = _numbers(read_text(folder / "cpulist").strip())
+        except (OSError, RefusedInput):
+            continue
+    # A node may be memory alone.
+    return {node: cpus for node, cpus in found.items() if cpus}
+
+
+def _numbers(text: str) -> set[int]:
+    """The kernel's lists, such as 0-3,8."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, dash, last = part.partition("-")
+        least = whole_number(first)
+        found.update(range(least, whole_number(last if dash else first, least, 2**20) + 1))
+    return found
+
+
+def _node_of(address: str, sysfs: Path) -> int | None:
+    """NUMA node of a PCI device; nvidia-smi writes the domain with eight digits and in capitals, the kernel with four."""
+    domain, _, rest = address.lower().partition(":")
+    try:
+        return whole_number(read_text(sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").strip())
+    except (OSError, RefusedInput):
+        return None

@@ -38,13 +38,13 @@ def better_shape(config: Config, gpu: Gpu, gpus_per_host: int, convention: str =
     """The change of a resolved config on the same GPUs that shortens the step most, if it also wastes fewer seconds on shapes
     and fits or takes no more memory. None below LEAST_GAIN. The planner looks further: this tries a few neighbours."""
     now, bytes_now = shape_waste(config, gpu, gpus_per_host, convention), estimate_memory(config, gpu).peak_bytes
-    best, most = None, 1 - LEAST_GAIN
+    best, most, limit = None, 1 - LEAST_GAIN, max(bytes_now, FIT_SHARE * gpu.capacity_bytes)
     for keys in _neighbours(config, gpus_per_host):
         if (new := changed(config, keys)) is None:
             continue
         then, memory = shape_waste(new, gpu, gpus_per_host, convention), estimate_memory(new, gpu)
         ratio = then.step_s / now.step_s
-        if ratio <= most and then.total_s < now.total_s and memory.peak_bytes <= max(bytes_now, FIT_SHARE * gpu.capacity_bytes):
+        if ratio <= most and then.total_s < now.total_s and memory.peak_bytes <= limit:
             best, most = Change(keys, new, memory.peak_bytes, memory.host_bytes, then.step_s, ratio), ratio
     return best
 
@@ -177,15 +177,14 @@ def smallest_cluster(
     config: Config, capacity_bytes: int, gpu: Gpu | None = None, estimate: EstimateMemory | None = None
 ) -> Change | None:
     """The smallest multiple of the present devices on which a step fits with every saving applied; None above MOST_GPUS."""
-    devices = config.devices
     trial = _Trial(config, capacity_bytes, None, None, estimate or partial(estimate_memory, gpu=gpu))
-    for factor in (2, 3, 4, 6, *(2**power for power in range(3, 15))):
-        if devices * factor > MOST_GPUS:
-            return None
-        change = trial.first_that_fits(_everything(config, factor, gpu.gpus_per_host if gpu else None))
-        if change is not None:
-            return change
-    return None
+    factors = (2, 3, 4, 6, *(2**power for power in range(3, 15)))
+    tried = (
+        trial.first_that_fits(_everything(config, factor, gpu and gpu.gpus_per_host))
+        for factor in factors
+        if config.devices * factor <= MOST_GPUS
+    )
+    return next((change for change in tried if change is not None), None)
 
 
 def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:
@@ -211,9 +210,7 @@ def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:
 def combinations(config: Config) -> Iterator[dict[str, Any]]:
     """Combined changes, one more each time; in the end every mesh together with all of them."""
     keys: dict[str, Any] = {}
-    zero = config.parallel.zero
-    remat = config.parallel.remat
-    state_on_host = {"parallel.offload_state": "optimizer_and_master"}
+    zero, remat, meshes = config.parallel.zero, config.parallel.remat, list(_meshes(config, 1, None))
     steps = [
         {"parallel.zero": 1} if zero == 0 else {},
         {"train.microbatch_sequences": 1} if config.microbatch_sequences > 1 else {},
@@ -226,12 +223,10 @@ def combinations(config: Config) -> Iterator[dict[str, Any]]:
             yield dict(keys)
     # Gathering weights layer by layer costs more than storing a larger share of them.
     without_zero = {key: value for key, value in keys.items() if key != "parallel.zero"} | steps[0]
-    for mesh in _meshes(config, 1, None):
-        yield {**without_zero, **mesh}
-        yield {**keys, **mesh}
+    yield from ({**savings, **mesh} for mesh in meshes for savings in (without_zero, keys))
     if config.parallel.offload_state not in MASTER_ON_HOST:
-        yield {**keys, **state_on_host}
-        yield from ({**keys, **state_on_host, **mesh} for mesh in _meshes(config, 1, None))
+        keys |= {"parallel.offload_state": "optimizer_and_master"}
+        yield from ({**keys, **mesh} for mesh in ({}, *meshes))
 
 
 def _everything(config: Config, factor: int, host_size: int | None) -> Iterator[dict[str, Any]]:

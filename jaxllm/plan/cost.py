@@ -1,6 +1,6 @@
-"""Cost of a training run: days, GPU-hours and energy, from parameters, tokens and achieved FLOP/s.
+"""Cost of a training run: days, GPU-hours and energy, from tokens, their FLOPs and achieved FLOP/s.
 
-cost = training_cost(175e9, 300e9, achieved_flops_per_s=140e12, gpus=1024, flops_per_parameter_and_token=WITH_RECOMPUTATION)
+cost = training_cost(300e9, WITH_RECOMPUTATION * 175e9, 140e12, gpus=1024)
 cost.days        33.9
 """
 
@@ -13,13 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.hardware import GPUS, Gpu
 
-FORWARD_AND_BACKWARD = 6.0
-"""FLOPs for each parameter and token: 2 forward, 4 backward (Kaplan et al. 2020, "Scaling Laws for Neural Language Models")."""
 WITH_RECOMPUTATION = 8.0
 """FLOPs for each parameter and token if the forward pass runs twice, as in Narayanan et al. 2021 ("Efficient Large-Scale
-Language Model Training on GPU Clusters Using Megatron-LM"): time = 8 T P / (n X)."""
+Language Model Training on GPU Clusters Using Megatron-LM"): time = 8 T P / (n X). Two for each forward pass, four backward."""
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -32,8 +30,8 @@ BOARD_WATTS: Mapping[str, float] = {
     "a100-80gb": 400.0,
     "rtx3090-24gb": 350.0,
     "a10g-24gb": 300.0,
-    "rtx4090-24gb": 450.0,
     "l40s-48gb": 350.0,
+    "rtx4090-24gb": 450.0,
     "h100-80gb": 700.0,
     "h100-94gb": 700.0,
     "h100-nvl-94gb": 400.0,
@@ -44,17 +42,8 @@ BOARD_WATTS: Mapping[str, float] = {
     "b300-288gb": 1100.0,
 }
 """Maximum power of a board, by NVIDIA's data sheets: H100 SXM up to 700 W (the 94 GB board differs only in memory), H100 NVL
-350 to 400 W, HGX B200 up to 1,000 W. A GH200's 450 to 1,000 W include its CPU and the host's memory."""
-_LIKE: Mapping[tuple[int, int], str] = {
-    (7, 0): "v100-32gb",
-    (8, 0): "a100-80gb",
-    (8, 6): "rtx3090-24gb",
-    (8, 9): "l40s-48gb",
-    (9, 0): "h100-80gb",
-    (10, 0): "b200-192gb",
-    (10, 3): "b300-288gb",
-}
-"""Compute capability -> the listed board whose power is assumed for a kind that is not in the table."""
+350 to 400 W, HGX B200 up to 1,000 W. A GH200's 450 to 1,000 W include its CPU and the host's memory. The first board of a
+compute capability stands for kinds that are not in the table."""
 OVERHEAD = 1.5
 """Factor for a GPU's share of the host (processors, memory, network cards, fans), of switches and of cooling. By data sheets a
 complete host may take more, 10.2 kW for eight H100s of 0.7 kW, but training GPUs do not stay at their limit either. Chosen, not
@@ -83,39 +72,19 @@ class TrainingCost:
 
 
 def training_cost(
-    parameters: float,
-    tokens: float,
-    achieved_flops_per_s: float,
-    gpus: int = 1,
-    *,
-    flops_per_parameter_and_token: float = FORWARD_AND_BACKWARD,
-    flops_per_token: float | None = None,
-    watts_per_gpu: float | None = None,
+    tokens: float, flops_per_token: float, flops_per_s: float, gpus: int = 1, watts_per_gpu: float | None = None
 ) -> TrainingCost:
-    """seconds = FLOPs per token x tokens / (gpus x achieved_flops_per_s), and what follows from that.
+    """seconds = FLOPs per token x tokens / (gpus x FLOP/s), and what follows from that.
 
-    Achieved FLOP/s and FLOPs per token must be counted in the same way. With 8 per parameter and token (the forward pass
+    FLOP/s, of each GPU, and FLOPs per token must be counted in the same way. With 8 per parameter and token (the forward pass
     twice), 175e9 parameters and 300e9 tokens take 34 days on 1,024 GPUs at 140e12 FLOP/s, and 288 years on one at 46.2e12; with
     6, those 288 years need 34.7e12 FLOP/s.
 
     Args:
-      parameters: of the model.
       tokens: trained on; repeated tokens count each time.
-      achieved_flops_per_s: per GPU.
-      gpus: number of GPUs that each reach this rate.
-      flops_per_token: replaces flops_per_parameter_and_token x parameters, to include attention
-        (cost_model/flops.py: train_flops_per_token).
       watts_per_gpu: of a board; None: the energy is not computed.
-
-    Raises:
-      ConfigError: a number is not above zero.
     """
-    given = {"parameters": parameters, "tokens": tokens, "achieved_flops_per_s": achieved_flops_per_s, "gpus": gpus}
-    for name, value in given.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name}={value} has no cost: it should be a number above 0.")
-    flops = flops_per_parameter_and_token * parameters if flops_per_token is None else flops_per_token
-    seconds = flops * tokens / (gpus * achieved_flops_per_s)
+    seconds = flops_per_token * tokens / (gpus * flops_per_s)
     gpu_hours = gpus * seconds / HOUR_S
     energy = None if watts_per_gpu is None else gpu_hours * watts_per_gpu * OVERHEAD / 1e3
     return TrainingCost(tokens, gpus, seconds, gpu_hours, watts_per_gpu, energy)
@@ -123,8 +92,9 @@ def training_cost(
 
 def board_watts(gpu: Gpu) -> float | None:
     """Maximum power of a board: by its name, else that of its compute capability; None if neither is known."""
-    like = _LIKE.get(gpu.chip.compute_capability, "")
-    return BOARD_WATTS.get(gpu.name, BOARD_WATTS.get(like))
+    capability = gpu.chip.compute_capability
+    alike = (watts for name, watts in BOARD_WATTS.items() if GPUS[name].chip.compute_capability == capability)
+    return BOARD_WATTS.get(gpu.name, next(alike, None))
 
 
 def parse_tokens(text: str) -> int:

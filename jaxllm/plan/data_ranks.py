@@ -66,13 +66,8 @@ def steps_to_loss(batch_tokens: Sequence[float] | np.ndarray, noise_tokens: Sequ
     Args:
       batch_tokens: tokens of each step.
       noise_tokens: noise scale at each step, above 0.
-
-    Raises:
-      ValueError: there is no step, the lengths differ, or a value is not above 0.
     """
     batch, noise = np.asarray(batch_tokens, float), np.asarray(noise_tokens, float)
-    if batch.shape != noise.shape or batch.size == 0 or not ((batch > 0).all() and (noise > 0).all()):
-        raise ValueError("batch_tokens and noise_tokens must have the same length, at least one value, and values above 0.")
     worth = 1 / (1 + noise / batch)
     return StepsToLoss(float(worth.sum()), float((noise * worth).sum()))
 
@@ -137,12 +132,7 @@ def over_data_ranks(
         for another. This is an upper bound.
       gpus_per_host: default: that of the kind.
       slower: factor on predicted times: measured over predicted time of the run itself.
-
-    Raises:
-      ValueError: neither a GPU nor a speed is given.
     """
-    if gpu is None and not tokens_per_s_per_device:
-        raise ValueError("over_data_ranks needs gpu or tokens_per_s_per_device.")
 
     def row(ranks: int, microbatches: int) -> RankRow:
         trial = with_ranks(config, ranks, microbatches)

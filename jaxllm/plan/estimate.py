@@ -48,24 +48,12 @@ class Verdict:
         """Whether the fullest stage is within the capacity; None without a GPU."""
         return None if self.capacity_bytes is None else self.memory.peak_bytes <= self.capacity_bytes
 
-    @property
-    def share_of_capacity(self) -> float | None:
-        return None if self.capacity_bytes is None else self.memory.peak_bytes / self.capacity_bytes
-
     def to_json(self) -> dict[str, Any]:
-        memory = self.memory
-        stages = [
-            {"stage": stage.stage, "terms_bytes": dict(stage.terms_bytes), "total_bytes": stage.total_bytes}
-            for stage in memory.stages
-        ]
-        return {
-            "stages": stages,
-            "peak_bytes": memory.peak_bytes,
-            "moment": memory.moment or None,
-            "capacity_bytes": self.capacity_bytes,
-            "share_of_capacity": self.share_of_capacity,
-            "fits": self.fits,
-        }
+        stages = [{**vars(one), "total_bytes": one.total_bytes} for one in self.memory.stages]
+        sizes = {"peak_bytes": self.memory.peak_bytes, "capacity_bytes": self.capacity_bytes}
+        share = None if self.capacity_bytes is None else self.memory.peak_bytes / self.capacity_bytes
+        moment = self.memory.moment or None
+        return {"stages": stages, "moment": moment, **sizes, "share_of_capacity": share, "fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -152,27 +140,20 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers. `stages` to `fits` are the convention's; `by_convention` has all of them."""
         speed, parallel = self.speed, self.config.parallel
-        names = ("replica",) * (parallel.replica > 1) + ("pipe", "data", "context", "tensor")
-        axes = {axis: getattr(parallel, axis) for axis in names}
+        axes = ("replica",) * (parallel.replica > 1) + ("pipe", "data", "context", "tensor")
+        own = ("devices", "gpus_per_host", "hosts_because", "convention", "host_bytes", "mfu")
+        of_speed = ("tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share")
         return {
-            "gpu": self.gpu.name if self.gpu else None,
-            "devices": self.devices,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
-            "mesh": axes,
-            "convention": self.convention,
+            **{name: getattr(self, name) for name in own},
+            "gpu": self.gpu and self.gpu.name,
+            "mesh": {axis: getattr(parallel, axis) for axis in axes},
             **self.verdict.to_json(),
-            "host_bytes": self.host_bytes,
-            "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu if speed else None,
+            **{name: speed and getattr(speed, name) for name in of_speed},
             **(range_json(speed.tokens_per_s_per_gpu, self.speed_range) if speed else {}),
-            "tflops_per_gpu": speed.tflops_per_gpu if speed else None,
-            "mfu": self.mfu,
-            "step_s": speed.step_s if speed else None,
-            "terms_s": dict(speed.terms_s) if speed else None,
-            "hidden_s": dict(speed.hidden_s) if speed else None,
-            "shape_waste": self.waste.to_json() if self.waste else None,
-            "better_shape": self.better_shape.to_json() if self.better_shape else None,
-            "exposed_communication_share": speed.exposed_communication_share if speed else None,
+            "terms_s": speed and dict(speed.terms_s),
+            "hidden_s": speed and dict(speed.hidden_s),
+            "shape_waste": self.waste and self.waste.to_json(),
+            "better_shape": self.better_shape and self.better_shape.to_json(),
             "between_replicas": exchange_json(self.config, speed and speed.between_replicas_s),
             "changes": [change.to_json() for change in self.changes],
             "by_convention": {name: verdict.to_json() for name, verdict in self.by_convention.items()},
@@ -315,7 +296,7 @@ def memory_table(stages: Sequence[StageMemory]) -> Iterator[str]:
         sizes = [stage.terms_bytes.get(name, 0) for _, stage in columns]
         if any(sizes):
             row = "".join(f"{readable(size) if size else '-':>{width}}" for size in sizes)
-            yield f"  {_words(name):<{LABEL_WIDTH}}{row}"
+            yield f"  {name.replace('_', ' '):<{LABEL_WIDTH}}{row}"
     yield f"  {'total':<{LABEL_WIDTH}}" + "".join(f"{readable(stage.total_bytes):>{width}}" for _, stage in columns)
 
 
@@ -327,7 +308,3 @@ def fold(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
         first, last = same[0].stage, same[-1].stage
         folded.append((f"stage {first}" if first == last else f"stages {first}-{last}", same[0]))
     return folded
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")

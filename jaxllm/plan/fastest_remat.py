@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 
 from jaxllm.config import Config, Remat
 from jaxllm.config.remat_policy import offloads
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
-from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate
+from jaxllm.cost_model.hosts import host_bytes_per_gpu
+from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate, estimate_memory
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_sizes import slots_of
+from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.plan_result import Candidate, Rejected
-from jaxllm.plan.remat_ladder import FAMILY, Ladders, LeastStep, Rung
+from jaxllm.plan.remat_ladder import FAMILY, Ladder, LeastStep, Rung, layer_of
 from jaxllm.plan.space import Choice, Group, data_ranks
 
 MESH, CONFIGURATION = "mesh", "configuration"
@@ -59,12 +62,46 @@ class Limits:
         return HOST_FULL if memory.host_bytes > self.host_bytes else None
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """Choices and limits of a search."""
+
+    keep: Collection[str] = ()
+    """Names of space.KEEPABLE; these settings stay as the config has them."""
+    across_hosts: bool | None = None
+    """Whether context x tensor may cross hosts; None: only if nothing fits otherwise."""
+    host_bytes_per_gpu: float | None = None
+    """Limit of host memory for offloading; default: the kind's share (hosts.host_bytes_per_gpu)."""
+    device_bytes: float | None = None
+    """Limit for the estimate; default: FIT_SHARE of the kind's capacity."""
+    largest_microbatch: bool = False
+    """Whether to rank by microbatch first."""
+    estimate: EstimateMemory | None = None
+    """Default: estimate_memory."""
+    step_time: EstimateTime = estimate_step_time
+    prune: bool = True
+    """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
+    slower than `best` others even with nothing recomputed."""
+    best: int = 100
+    """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
+
+    def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
+        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
+        host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
+        return Limits(device_bytes, host_bytes)
+
+    def reaches(self) -> tuple[bool, ...]:
+        """Values of `across_hosts` to try in turn."""
+        return (False, True) if self.across_hosts is None else (self.across_hosts,)
+
+
 @dataclass
 class Tally:
     """Counts rejected meshes and configurations."""
 
     counts: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     leanest: tuple[Choice, int] | None = None
+    """The one that needs least of those that do not fit, which add() counts; and its bytes."""
 
     def add(self, unit: str, reason: str, count: int, example: Choice | str) -> None:
         so_far, first = self.counts.get((unit, reason), (0, None))
@@ -72,11 +109,6 @@ class Tally:
 
     def count(self, unit: str) -> int:
         return sum(count for (counted, _), (count, _) in self.counts.items() if counted == unit)
-
-    def see(self, choice: Choice, memory: MemoryEstimate) -> None:
-        """Records one that does not fit. add() counts it."""
-        if self.leanest is None or memory.peak_bytes < self.leanest[1]:
-            self.leanest = choice, memory.peak_bytes
 
     def rejected(self) -> tuple[Rejected, ...]:
         rows = []
@@ -106,10 +138,6 @@ class Trial:
     def choice(self, remat: Remat) -> Choice:
         return self.group.choice(remat, self.microbatch_sequences, self.offload_state)
 
-    @property
-    def example(self) -> Choice:
-        return self.choice("offload" if self.to_host else "full")
-
 
 def ways(group: Group, keep: Collection[str]) -> tuple[bool, ...]:
     """Values of Trial.to_host."""
@@ -121,22 +149,11 @@ def ways(group: Group, keep: Collection[str]) -> tuple[bool, ...]:
 class Fitting:
     """Finds the fastest remat of each trial of a search."""
 
-    def __init__(
-        self,
-        config: Config,
-        gpu: Gpu,
-        gpus_per_host: int,
-        limits: Limits,
-        estimate: EstimateMemory,
-        step_time: EstimateTime,
-        *,
-        keep: Collection[str],
-        prune: bool,
-    ):
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, options: SearchOptions):
         self.config, self.gpu, self.gpus_per_host = config, gpu, gpus_per_host
-        self.limits, self.estimate, self.step_time = limits, estimate, step_time
-        self.keep, self.prune = keep, prune
-        self.ladders = Ladders()
+        self.limits, self.keep, self.prune = options.limits(gpu, gpus_per_host), options.keep, options.prune
+        self.estimate, self.step_time = options.estimate or partial(estimate_memory, gpu=gpu), options.step_time
+        self.ladders: dict[tuple, Ladder] = {}
         self.tally = Tally()
         self.over: dict[tuple, tuple[int, str]] = {}
         """Trials that differ only in their microbatch -> the smallest that does not fit, and why."""
@@ -144,6 +161,12 @@ class Fitting:
 
     def model(self, choice: Choice, kind: type[StepModel] = LeastStep) -> StepModel:
         return kind(choice.applied_to(self.config).at_largest_batch, self.gpu, self.gpus_per_host, kind.constants)
+
+    def ladder(self, model: StepModel, own: bool = False) -> Ladder:
+        key = (*layer_of(model), own)
+        if key not in self.ladders:
+            self.ladders[key] = Ladder(model, own)
+        return self.ladders[key]
 
     def least_s(self, group: Group, microbatch_sequences: int) -> dict[str, float]:
         """offload_state -> a step time that no remat makes shorter.
@@ -168,10 +191,10 @@ class Fitting:
         if self.prune and alike in self.over and trial.microbatch_sequences >= self.over[alike][0]:
             return self.over[alike][1]
         refused: list[str] = []
-        found = [
-            Candidate(config, memory.peak_bytes, memory.host_bytes, self._time(config))
-            for config, memory in self._that_fit(trial, refused)
-        ]
+        found = []
+        for config, memory in self._that_fit(trial, refused):
+            time = self.step_time(config.at_largest_batch, self.gpu, self.gpus_per_host)
+            found.append(Candidate(config, memory.peak_bytes, memory.host_bytes, time))
         if found:
             return min(found, key=lambda one: one.step_s)
         reason = next((reason for reason in refused if reason == HOST_FULL), DOES_NOT_FIT)
@@ -190,17 +213,14 @@ class Fitting:
                 break
         return None
 
-    def _time(self, config: Config) -> StepTime:
-        return self.step_time(config.at_largest_batch, self.gpu, self.gpus_per_host)
-
     def _judged(self, trial: Trial, remat: Remat) -> tuple[Config, MemoryEstimate, str | None]:
         """(configuration, estimate, reason for rejection)."""
         choice = trial.choice(remat)
         config = choice.applied_to(self.config)
         memory = self.estimate(config.at_largest_batch)
         over = self.limits.broken_by(memory)
-        if over == DOES_NOT_FIT:
-            self.tally.see(choice, memory)
+        if over == DOES_NOT_FIT and (self.tally.leanest is None or memory.peak_bytes < self.tally.leanest[1]):
+            self.tally.leanest = choice, memory.peak_bytes
         return config, memory, over
 
     def _that_fit(self, trial: Trial, refused: list[str]) -> Iterator[tuple[Config, MemoryEstimate]]:
@@ -210,7 +230,7 @@ class Fitting:
             yield from [lean] if lean else []
             return
         model = self.model(trial.choice("selective"))
-        ladder = self.ladders.of(model)
+        ladder = self.ladder(model)
         own = [ladder.rung_of(remat) for remat in trial.group.remats if not isinstance(remat, str)]
         if trial.to_host:
             model.time()
@@ -218,7 +238,7 @@ class Fitting:
         else:
             walks = [sorted((*ladder.on_device, *(rung for rung in own if not rung.offloaded)), key=lambda rung: rung.spent_s)]
         if not trial.to_host and model.has_own_layers:
-            walks.append(list(self.ladders.of(model, own=True).on_device))
+            walks.append(list(self.ladder(model, own=True).on_device))
         over = len(refused)
         found = [one for walk in walks for one in self._first(trial, walk, refused)]
         yield from found or ([lean] if lean else [])

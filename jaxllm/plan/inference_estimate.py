@@ -92,14 +92,6 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """A change that fits."""
-
-    words: str
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
 class InferenceEstimate:
     """The complete result of `jaxllm estimate --for load`, `eval` or `generate`."""
 
@@ -112,8 +104,8 @@ class InferenceEstimate:
     moments: Moments
     host_bytes: Terms
     """Bytes of one process that holds all GPUs of a host, by way to load or convert (load_host_bytes)."""
-    remedies: tuple[Remedy, ...] = ()
-    """Changes with which it would fit; empty if it does."""
+    remedies: tuple[tuple[str, int], ...] = ()
+    """Changes with which it would fit, and its bytes then; empty if it does."""
 
     def __repr__(self) -> str:
         verdict = {None: "", True: ", which fits", False: ", which does not fit"}[self.fits]
@@ -144,22 +136,17 @@ class InferenceEstimate:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
         parallel = self.config.parallel
+        own = ("gpus_per_host", "hosts_because", "moment", "peak_bytes", "capacity_bytes", "fits", "host_bytes")
         return {
+            **{name: getattr(self, name) for name in own},
             "for": self.use.purpose,
-            "gpu": self.gpu.name if self.gpu else None,
+            "gpu": self.gpu and self.gpu.name,
             "devices": self.config.devices,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
             "mesh": {axis: getattr(parallel, axis) for axis in ("pipe", "data", "context", "tensor")},
             "stored_dtype": self.use.stored_dtype,
-            "moment": self.moment,
             "terms_bytes": self.moments[self.moment],
-            "peak_bytes": self.peak_bytes,
             "bytes_by_moment": {moment: sum(terms.values()) for moment, terms in self.moments.items()},
-            "capacity_bytes": self.capacity_bytes,
-            "fits": self.fits,
-            "host_bytes": self.host_bytes,
-            "remedies": [{"change": remedy.words, "peak_bytes": remedy.peak_bytes} for remedy in self.remedies],
+            "remedies": [{"change": words, "peak_bytes": size} for words, size in self.remedies],
         }
 
     def lines(self) -> Iterator[str]:
@@ -183,8 +170,7 @@ class InferenceEstimate:
             yield capacity_text(self.gpu.memory_bytes)
         if self.fits is False:
             yield "What would fit" if self.remedies else "Nothing tried here fits: use more GPUs, or a smaller model."
-            for remedy in self.remedies:
-                yield f"  {remedy.words} ({readable(remedy.peak_bytes)})"
+            yield from (f"  {words} ({readable(size)})" for words, size in self.remedies)
         if self.use.purpose == "load":
             yield ""
             gpus = f"{self.gpus_per_host} GPU{'s' if self.gpus_per_host > 1 else ''}"
@@ -251,19 +237,12 @@ def _with_batch(config: Config, use: Use) -> Config:
     return found
 
 
-def _remedies(config: Config, use: Use, gpu: Gpu) -> Iterator[Remedy]:
+def _remedies(config: Config, use: Use, gpu: Gpu) -> Iterator[tuple[str, int]]:
     """The mildest change of each kind that fits with room to spare."""
-
-    def first(candidates: Iterator[tuple[str, Config | None, Use]]) -> Iterator[Remedy]:
-        for words, changed_config, changed_use in candidates:
-            if changed_config is not None:
-                peak = changed_use.peak_bytes(changed_config, gpu)
-                if peak <= FIT_SHARE * gpu.capacity_bytes:
-                    yield Remedy(words, peak)
-                    return
-
     for candidates in _changes(config, use):
-        yield from first(candidates)
+        sizes = ((words, new_use.peak_bytes(new, gpu)) for words, new, new_use in candidates if new is not None)
+        if found := next((one for one in sizes if one[1] <= FIT_SHARE * gpu.capacity_bytes), None):
+            yield found
 
 
 def _changes(config: Config, use: Use) -> Iterator[Iterator[tuple[str, Config | None, Use]]]:
@@ -281,9 +260,8 @@ def _changes(config: Config, use: Use) -> Iterator[Iterator[tuple[str, Config | 
 
     def wider(axis: str, **keys: Any) -> Iterator[tuple[str, Config | None, Use]]:
         for factor in (2, 4, 8):
-            size = int(getattr(p, axis)) * factor
-            found = changed(config, {f"parallel.{name}": value for name, value in {axis: size, **keys}.items()})
-            words = " ".join(f"parallel.{name}={value}" for name, value in {axis: size, **keys}.items())
+            new = {f"parallel.{name}": value for name, value in {axis: int(getattr(p, axis)) * factor, **keys}.items()}
+            found, words = changed(config, new), " ".join(f"{name}={value}" for name, value in new.items())
             yield f"{words} on {config.devices * factor} GPUs", found and _with_batch(found, use), use
 
     yield wider("tensor")

@@ -35,22 +35,15 @@ class PipelineReport:
         return self.schedule.live.max(axis=0).tolist()
 
     def to_json(self) -> dict[str, Any]:
-        s = self.schedule
+        s, sizes = self.schedule, ("stages", "virtual_stages", "microbatches", "ticks", "slots")
         return {
+            **vars(self),
             "schedule": s.name,
-            "stages": s.stages,
-            "virtual_stages": s.virtual_stages,
-            "microbatches": s.microbatches,
-            "data": self.data,
-            "data_is_assumed": self.data_is_assumed,
-            "ticks": s.ticks,
+            **{name: getattr(s, name) for name in sizes},
             "forward_ticks": s.forward_units,
             "backward_ticks": s.backward_units,
             "idle_share": self.idle_share,
-            "slots": s.slots,
             "most_live_slots": self.most_live,
-            "slot_bytes": self.slot_bytes,
-            "offloaded_slot_bytes": self.offloaded_slot_bytes,
         }
 
     def lines(self) -> Iterator[str]:

@@ -1,17 +1,24 @@
-"""Results of a search: the candidates that fit, and the rejected ones with reasons. search.py fills them in."""
+"""Results of a search: the candidates that fit, and the rejected ones with reasons. search.py fills them in.
+
+plan.best, plan.candidates, plan.rejected
+write_recipe(plan, "best.yaml", command="jaxllm plan ...")
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.error_range import ErrorRange, error_range, layout_error, range_json
+import yaml
+
+from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.cost_model.error_range import ErrorRange, error_range, layout_error, range_json, range_lines
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
+from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_json
 from jaxllm.cost_model.step_parts import BETWEEN_GPUS, OUTER_STEP, StepTime
 from jaxllm.display import readable
@@ -79,26 +86,13 @@ class Candidate:
         return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
 
     def to_json(self) -> dict[str, Any]:
-        choice = self.choice
+        speed = ("tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share", "sent_s")
+        own = (*speed, "estimate_bytes", "compiled_bytes", "host_bytes", "scheduled_transfers_s")
         return {
-            **dataclasses.asdict(choice.mesh),
-            "zero": choice.zero,
-            "microbatch_sequences": choice.microbatch_sequences,
-            "schedule": choice.schedule,
-            "virtual_stages": choice.virtual_stages,
-            "remat": choice.remat,
-            "offload_state": choice.offload_state,
-            "estimate_bytes": self.estimate_bytes,
-            "compiled_bytes": self.compiled_bytes,
-            "host_bytes": self.host_bytes,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "tflops_per_gpu": self.tflops_per_gpu,
-            "step_s": self.step_s,
-            "exposed_communication_share": self.exposed_communication_share,
-            "sent_s": self.sent_s,
+            **self.choice.settings,
+            **{name: getattr(self, name) for name in own},
             "predicted_step_s": self.predicted.step_s,
             "predicted_transfers_s": self.predicted.transfers_s,
-            "scheduled_transfers_s": self.scheduled_transfers_s,
             "between_replicas": exchange_json(self.config, self.predicted.between_replicas_s),
         }
 
@@ -201,12 +195,9 @@ class Plan:
     @cached_property
     def undecided(self) -> tuple[Candidate, ...]:
         """Candidates that may be faster than the winner: the larger of both layouts' errors is as large as the difference."""
-        found = []
-        for one in self.candidates[1:]:
-            error = max(layout_error(one.config, self.gpus_per_host), self.speed_range.layout_error)
-            if self.faster(one) <= error:
-                found.append(one)
-        return tuple(found)
+        own = self.speed_range.layout_error
+        errors = ((one, max(layout_error(one.config, self.gpus_per_host), own)) for one in self.candidates[1:])
+        return tuple(one for one, error in errors if self.faster(one) <= error)
 
     def faster(self, other: Candidate) -> float:
         """Share by which the winner is faster than another candidate."""
@@ -214,15 +205,12 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
+        own = ("gpus", "gpus_per_host", "hosts_because", "capacity_bytes", "host_bytes_per_gpu", "meshes", "configurations")
         return {
+            **{name: getattr(self, name) for name in (*own, "confirmed", "unconfirmed_because", "interrupted")},
             "gpu": self.gpu.name,
-            "gpus": self.gpus,
-            "gpus_per_host": self.gpus_per_host,
-            "hosts_because": self.hosts_because,
             "replicas": self.config.parallel.replica,
-            "capacity_bytes": self.capacity_bytes,
             "fit_share": FIT_SHARE,
-            "host_bytes_per_gpu": self.host_bytes_per_gpu,
             "sequence_length": self.config.train.sequence_length,
             "global_batch_sequences": self.config.train.global_batch_sequences,
             "candidates": [candidate.to_json() for candidate in self.candidates],
@@ -231,15 +219,119 @@ class Plan:
             "undecided": len(self.undecided),
             "without_host": _beside(self, self.without_host),
             "with_fp8": _beside(self, self.with_fp8),
-            "confirmed": self.confirmed,
-            "unconfirmed_because": self.unconfirmed_because,
-            "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
-            "meshes": self.meshes,
-            "configurations": self.configurations,
-            "interrupted": self.interrupted,
+            "rejected": [asdict(rejected) for rejected in self.rejected],
         }
 
 
 def _beside(plan: Plan, other: Candidate | None) -> dict[str, Any] | None:
     """Another candidate as JSON, and the share by which the winner is faster."""
     return None if other is None else {**other.to_json(), "winner_faster": plan.faster(other)}
+
+
+# ---------------------------------------------------------------------------------------- words of a plan, without rich
+
+
+def certainty_lines(plan: Plan) -> Iterator[str]:
+    """How sure the winner's speed and its place are."""
+    if not plan.candidates:
+        return
+    best, *more = range_lines(plan.candidates[0].tokens_per_s_per_gpu, plan.speed_range)
+    yield f"Number 1: {best}"
+    yield from (f"{line[0].upper()}{line[1:]}" for line in more)
+    if plan.undecided:
+        meshes = len({one.choice.mesh for one in plan.undecided})
+        yield (
+            f"{len(plan.undecided):,} others, of {meshes} mesh{'es' if meshes > 1 else ''}, are within the error between two "
+            f"layouts ({plan.speed_range.layout_error:.0%} for number 1's kind): their order is not certain"
+        )
+
+
+def beside_lines(plan: Plan) -> Iterator[str]:
+    """The best candidate without the host beside a winner that uses it, and the best with FP8."""
+    if plan.candidates and plan.candidates[0].uses_host:
+        if (other := plan.without_host) is None:
+            yield "Without the host's memory: nothing fits"
+        else:
+            yield f"Without the host's memory: {_beside_text(plan, other)}"
+        yield (
+            "Copies to and from the host are predicted: shared by the GPUs of a host, hidden behind compute; by how much they "
+            "slow that compute is not measured"
+        )
+    if plan.with_fp8 is not None:
+        yield f"With FP8 (model.matmul_dtype=fp8): {_beside_text(plan, plan.with_fp8)}"
+
+
+def _beside_text(plan: Plan, other: Candidate) -> str:
+    """'8,791 tokens/s/GPU, 1.6% less than the best: pipe 1 x ...'"""
+    gain = other.tokens_per_s_per_gpu / plan.candidates[0].tokens_per_s_per_gpu - 1
+    confirmed = "" if other.compiled_bytes is None else ", confirmed"
+    return (
+        f"{other.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {abs(gain):.1%} {'more' if gain > 0 else 'less'} than the "
+        f"best{confirmed}: {other.choice}"
+    )
+
+
+# ------------------------------------------------------------------------------- the winner as a recipe for `jaxllm train`
+
+
+def recipe(config: Config) -> dict[str, Any]:
+    """The set values by section: load_config(recipe(config)) == config. Sizes that follow from model.name are left out."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    name = config.model.name
+    if name is not None:
+        train = {"steps": 1, "sequence_length": 1, "global_batch_sequences": 1}
+        published, model = load_config({"model": {"name": name}, "train": train}).model, values["model"]
+        differs = {key for key in model if getattr(config.model, key) != getattr(published, key)}
+        values["model"] = {key: value for key, value in model.items() if key == "name" or key in differs}
+    return {section: keys for section, keys in values.items() if keys}
+
+
+def check_new(path: str | Path) -> Path:
+    """Checks that a file can be created there and returns its path.
+
+    Raises:
+      ConfigError: the file exists, or its folder does not.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ConfigError(f"--out={path} exists already, and a plan never overwrites a file: choose another file.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out={path}: the folder {path.parent} does not exist; create it, or choose another.")
+    return path
+
+
+def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
+    """Writes plan.best with a comment on its origin.
+
+    Raises:
+      ConfigError: nothing fits, or the file exists or cannot be written.
+    """
+    text = yaml.safe_dump(recipe(plan.best), sort_keys=False)
+    heading = "".join(f"# {line}".rstrip() + "\n" for line in _origin_lines(plan, Path(path), command))
+    try:
+        # Exclusive creation: another process may have created the file since the check.
+        with check_new(path).open("x", encoding="utf-8") as file:
+            file.write(heading + text)
+    except OSError as error:
+        raise ConfigError(f"--out={path} cannot be written ({error.strerror}): choose another file.") from None
+
+
+def _origin_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
+    best = plan.candidates[0]
+    how = "predicted" if best.scheduled_transfers_s is None else "predicted with the transfers of XLA's schedule"
+    xla = "not compiled" if best.compiled_bytes is None else f"by XLA {readable(best.compiled_bytes)}"
+    yield f"{plan.config.model.name or 'A model'}: {best.choice}."
+    yield ""
+    yield f"  command    jaxllm train {path}"
+    yield f"  planned    {command}"
+    yield f"  hardware   {plan.gpus} x {plan.gpu.name}, {hosts_text(plan.gpus, plan.gpus_per_host)}"
+    yield (
+        f"  memory     estimate {readable(best.estimate_bytes)} (at most {FIT_SHARE:.0%} of {readable(plan.capacity_bytes)}), "
+        f"{xla}"
+    )
+    if (other := plan.without_host) is not None:
+        yield f"  no host    {other.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with nothing in the host's memory: {other.choice}"
+    yield (
+        f"  expect     {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {best.tflops_per_gpu:,.0f} TFLOP/s/GPU (causal), "
+        f"{how}, not measured"
+    )

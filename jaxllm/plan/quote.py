@@ -335,34 +335,30 @@ def quote(
       tokens_per_s_per_gpu: predicted; terms.achieved_tflops replaces it.
 
     Raises:
-      ConfigError: failures are so frequent that the run would not end.
+      ConfigError: failures are so frequent that the run would not end, or the given speed is above the chip's peak.
     """
     if (tokens := terms.number_of_tokens) is None:
         return None
-    parameters, achieved = parameter_count(config.model), terms.achieved_tflops
+    achieved = terms.achieved_tflops
     flops = train_flops_per_token(config.model, config.train.sequence_length, frozen=config.frozen)
     rate = flops * tokens_per_s_per_gpu
     if achieved is not None:
-        _require_possible(achieved, gpu)
-        flops, rate = WITH_RECOMPUTATION * parameters, achieved * 1e12
-    watts, gpus = board_watts(gpu), config.devices
-    cost = training_cost(parameters, tokens, rate, gpus, flops_per_token=flops, watts_per_gpu=watts)
+        peak = max(gpu.dense_flops["bfloat16"], gpu.float8_flops or 0.0) / 1e12
+        # Before Ampere the peak is not known: jaxllm does not use those tensor cores.
+        if gpu.chip.compute_capability >= AMPERE and achieved > peak:
+            raise ConfigError(
+                f"--achieved-tflops={achieved:g} is above the {peak:,.0f} TFLOP/s that a {gpu.name} can reach: give what a run "
+                f"reached."
+            )
+        flops, rate = WITH_RECOMPUTATION * parameter_count(config.model), achieved * 1e12
+    gpus = config.devices
+    cost = training_cost(tokens, flops, rate, gpus, board_watts(gpu))
     speed = error_range(config, gpu, gpus_per_host) if achieved is None else None
     stops = interruptions(config, gpu, gpus, gpus_per_host, terms)
     offer = Quote(config, cost, terms, speed, stops, fits)
     if stops is not None:
         _require_progress(stops, offer.interval_s, terms)
     return offer
-
-
-def _require_possible(achieved_tflops: float, gpu: Gpu) -> None:
-    """Refuses more than the chip's peak. Before Ampere it is not known: jaxllm does not use those tensor cores."""
-    peak = max(gpu.dense_flops["bfloat16"], gpu.float8_flops or 0.0) / 1e12
-    if gpu.chip.compute_capability >= AMPERE and achieved_tflops > peak:
-        raise ConfigError(
-            f"--achieved-tflops={achieved_tflops:g} is above the {peak:,.0f} TFLOP/s that a {gpu.name} can reach: give what a "
-            f"run reached."
-        )
 
 
 def quote_estimate(report: Estimate, terms: Terms) -> Quote | None:

@@ -1,6 +1,6 @@
 """Remat policies worth trying: of a block's named tensors some are kept, some wait on the host, and the rest is recomputed.
 
-    ladder = Ladders().of(model)                        of a config's StepModel; configs with the same layer share it
+    ladder = Ladder(model)                              of a config's StepModel; configs with the same layer share it
     for rung in ladder.on_device: ...                   fastest first: with less and less kept
     for rung in ladder.to_host(model): ...              those with tensors on the host, fastest first
 
@@ -64,26 +64,17 @@ class LeastStep(StepModel):
         return 0.0
 
 
-class Ladders:
-    """The ladders of a search for one model."""
-
-    def __init__(self):
-        self.known: dict[tuple, Ladder] = {}
-
-    def of(self, model: StepModel, own: bool = False) -> Ladder:
-        """The ladder of a config's step.
-
-        Args:
-          own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
-        """
-        shape = (model.t, model.c, model.rows, model.rings_tensor, own)
-        if shape not in self.known:
-            self.known[shape] = Ladder(model, own)
-        return self.known[shape]
+def layer_of(model: StepModel) -> tuple:
+    """What a ladder depends on, of all configs of a search: configs with the same layer have the same ladder."""
+    return model.t, model.c, model.rows, model.rings_tensor
 
 
 class Ladder:
-    """The rungs of configurations that have the same layer."""
+    """The rungs of configurations that have the same layer.
+
+    Args:
+      own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
+    """
 
     def __init__(self, model: StepModel, own: bool = False):
         self.model, self.own = model, own
@@ -102,7 +93,11 @@ class Ladder:
                 sums = (a + b for a, b in zip(one[:4], option[:4], strict=True))
                 families.setdefault(_family(dict(actions)), []).append((*sums, actions))
             every = [one for alike in families.values() for one in _undominated(alike, self.grain_s, GRAIN * self.whole)]
-        return tuple(self._rung(*one) for one in sorted(every, key=lambda one: (one[2], one[0], one[1])))
+        rungs = []
+        for kept, out, spent_s, again_s, actions in sorted(every, key=lambda one: (one[2], one[0], one[1])):
+            done = dict(actions)
+            rungs.append(Rung(_named(done, self.names), kept, out, spent_s, again_s, self.whole, _family(done)))
+        return tuple(rungs)
 
     @cached_property
     def grain_s(self) -> float:
@@ -120,20 +115,13 @@ class Ladder:
         layers = model.config.chunk_layers
         out_s, in_s = (free_s / layers for free_s in model.free_s)
         out, back = 1 / model.activations_out_bytes_per_s, 1 / model.one_way
-        keys = [
-            (round((spent_s + max(0.0, size * out - out_s) + max(0.0, size * back - in_s - again_s)) / self.grain_s), size)
-            for spent_s, size, again_s in (*self._costs_to_host, *(_costs(rung) for rung in more))
-        ]
-        rungs = (*self._to_host, *more)
-        return [rungs[number] for number in sorted(range(len(keys)), key=keys.__getitem__)]
 
-    @cached_property
-    def _to_host(self) -> list[Rung]:
-        return [rung for rung in self.rungs if rung.offloaded]
+        def seconds(rung: Rung) -> tuple[int, float]:
+            size = rung.offloaded
+            spent_s = rung.spent_s + max(0.0, size * out - out_s) + max(0.0, size * back - in_s - rung.again_s)
+            return round(spent_s / self.grain_s), size
 
-    @cached_property
-    def _costs_to_host(self) -> list[tuple[float, float, float]]:
-        return [_costs(rung) for rung in self._to_host]
+        return sorted((*(rung for rung in self.rungs if rung.offloaded), *more), key=seconds)
 
     @cached_property
     def bytes(self) -> dict[str, float]:
@@ -183,14 +171,6 @@ class Ladder:
 
     def _copied_s(self, held: float) -> float:
         return 0.0 if self.own else self.model.moved_s(2 * held)
-
-    def _rung(self, kept: float, out: float, spent_s: float, again_s: float, actions: Actions) -> Rung:
-        chosen = dict(actions)
-        return Rung(_named(chosen, self.names), kept, out, spent_s, again_s, self.whole, _family(chosen))
-
-
-def _costs(rung: Rung) -> tuple[float, float, float]:
-    return rung.spent_s, rung.offloaded, rung.again_s
 
 
 def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:

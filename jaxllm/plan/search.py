@@ -15,29 +15,18 @@ The caller may pass other estimates. confirm.py confirms the result by compiling
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from jaxllm.config import Config
 from jaxllm.config.attention import FIRST_WITH, require_runs
 from jaxllm.config.checks import keeps_whole_layers, unlike_all_on_host
 from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
-from jaxllm.cost_model.hosts import choose_gpus_per_host, host_bytes_per_gpu
-from jaxllm.cost_model.memory import EstimateMemory, estimate_memory
+from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.fastest_remat import (
-    CONFIGURATION,
-    HOST_FULL,
-    MESH,
-    EstimateTime,
-    Fitting,
-    Limits,
-    Trial,
-    ways,
-)
+from jaxllm.plan.fastest_remat import CONFIGURATION, HOST_FULL, MESH, Fitting, SearchOptions, Trial, ways
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, Plan, ranked
 from jaxllm.plan.space import BEYOND_HOST, UNEVEN, Group, Mesh, data_ranks, groups, meshes, why_not
 
@@ -51,51 +40,6 @@ SHOWN = 256
 
 Progress = Callable[[str, int, int], None]
 """Called with (description of the work, amount done, total amount)."""
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Choices and limits of a search."""
-
-    keep: Collection[str] = ()
-    """Names of space.KEEPABLE; these settings stay as the config has them."""
-    across_hosts: bool | None = None
-    """Whether context x tensor may cross hosts; None: only if nothing fits otherwise."""
-    host_bytes_per_gpu: float | None = None
-    """Limit of host memory for offloading; default: the kind's share (hosts.host_bytes_per_gpu)."""
-    device_bytes: float | None = None
-    """Limit for the estimate; default: FIT_SHARE of the kind's capacity."""
-    largest_microbatch: bool = False
-    """Whether to rank by microbatch first."""
-    estimate: EstimateMemory | None = None
-    """Default: estimate_memory."""
-    step_time: EstimateTime = estimate_step_time
-    prune: bool = True
-    """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
-    slower than `best` others even with nothing recomputed."""
-    best: int = 100
-    """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
-
-    def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
-        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
-        host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
-        return Limits(device_bytes, host_bytes)
-
-    def fitting(self, config: Config, gpu: Gpu, gpus_per_host: int) -> Fitting:
-        return Fitting(
-            config,
-            gpu,
-            gpus_per_host,
-            self.limits(gpu, gpus_per_host),
-            self.estimate or partial(estimate_memory, gpu=gpu),
-            self.step_time,
-            keep=self.keep,
-            prune=self.prune,
-        )
-
-    def reaches(self) -> tuple[bool, ...]:
-        """Values of `across_hosts` to try in turn."""
-        return (False, True) if self.across_hosts is None else (self.across_hosts,)
 
 
 def search(
@@ -123,13 +67,13 @@ def search(
     every = list(meshes(config, gpus, options.keep))
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     for across in options.reaches():
-        run = _Run(options.fitting(config, gpu, per_host), options, progress)
+        run = _Run(Fitting(config, gpu, per_host, options), options, progress)
         try:
             run.rank(run.trials(every, across))
             interrupted = False
         except KeyboardInterrupt:
             interrupted = True
-        if run.candidates or interrupted or (MESH, BEYOND_HOST) not in run.tally.counts:
+        if run.candidates or interrupted or (MESH, BEYOND_HOST) not in run.fitting.tally.counts:
             break
 
     return Plan(
@@ -138,12 +82,12 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        host_bytes_per_gpu=options.limits(gpu, per_host).host_bytes,
+        host_bytes_per_gpu=run.fitting.limits.host_bytes,
         candidates=ranked(run.candidates, options.largest_microbatch),
-        rejected=run.tally.rejected(),
+        rejected=run.fitting.tally.rejected(),
         meshes=run.meshes,
-        configurations=len(run.candidates) + run.tally.count(CONFIGURATION),
-        leanest=run.tally.leanest,
+        configurations=len(run.candidates) + run.fitting.tally.count(CONFIGURATION),
+        leanest=run.fitting.tally.leanest,
         largest_microbatch=options.largest_microbatch,
         interrupted=interrupted,
     )
@@ -166,10 +110,6 @@ class _Run:
     of_base: dict[tuple[Group, int], float] = field(default_factory=dict)
     """Group and microbatch -> the shortest step so far."""
 
-    @property
-    def tally(self):
-        return self.fitting.tally
-
     def trials(self, every: list[Mesh], across: bool) -> list[Trial]:
         """Every configuration that divides, in the order in which they are looked at. Those that do not divide are
         counted."""
@@ -185,19 +125,25 @@ class _Run:
                 reason = None if left else KEPT_AWAY
             self.meshes += 1
             if reason is not None:
-                self.tally.add(MESH, reason, 1, str(mesh))
+                self.fitting.tally.add(MESH, reason, 1, str(mesh))
             for group in left:
                 found += self._of_group(group)
             if self.progress is not None:
                 self.progress("meshes", self.meshes, len(every))
-        return sorted(found, key=lambda trial: (*self.key(trial.microbatch_sequences, trial.least_s), *_on_host(trial)))
+
+        def key(trial: Trial) -> tuple:
+            # Of the same least time those with less on the host first.
+            on_host = OFFLOAD_STATES.index(trial.offload_state), trial.to_host
+            return *self.key(trial.microbatch_sequences, trial.least_s), *on_host
+
+        return sorted(found, key=key)
 
     def _of_group(self, group: Group) -> Iterator[Trial]:
         both = ways(group, self.options.keep)
         if refused := group.uneven_microbatches:
             count = len(group.offload_states) * len(both) * len(refused)
             example = group.choice(group.remats[0], refused[0], group.offload_states[0])
-            self.tally.add(CONFIGURATION, UNEVEN, count, example)
+            self.fitting.tally.add(CONFIGURATION, UNEVEN, count, example)
         for microbatch in group.microbatches:
             least_s = self.fitting.least_s(group, microbatch) if self.bounds else {}
             for state in group.offload_states:
@@ -228,7 +174,7 @@ class _Run:
                 if self.bounds and isinstance(found, Candidate) and trial.uses_host:
                     found = GAINS_NOTHING if found.step_s >= self.of_base.get(base, float("inf")) else found
             if isinstance(found, str):
-                self.tally.add(CONFIGURATION, found, 1, trial.example)
+                self.fitting.tally.add(CONFIGURATION, found, 1, trial.choice("offload" if trial.to_host else "full"))
                 continue
             self.candidates.append(found)
             self.of_base[base] = min(found.step_s, self.of_base.get(base, found.step_s))
@@ -250,11 +196,6 @@ class _Run:
             return key > (microbatch, step_s / (1 - TIE_SHARE))
 
         return self.bounds and beaten(self.fastest, best) and (trial.uses_host or beaten(self.fastest_alone, alone))
-
-
-def _on_host(trial: Trial) -> tuple[int, bool]:
-    """Sort key of trials with the same least time: those with less on the host first."""
-    return OFFLOAD_STATES.index(trial.offload_state), trial.to_host
 
 
 def best_with_fp8(plan: Plan, options: SearchOptions = SearchOptions()) -> Candidate | None:
@@ -281,7 +222,7 @@ def any_fits(
     keep = options.keep
     every = list(meshes(config, gpus, keep))
     per_host, _ = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
-    fitting = options.fitting(config, gpu, per_host)
+    fitting = Fitting(config, gpu, per_host, options)
     # Sharding the layers' work needs less memory than sharding the batch.
     every.sort(key=lambda mesh: mesh.data)
     return any(

@@ -18,8 +18,7 @@ from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_lines
 from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.fastest_remat import MESH
-from jaxllm.plan.plan_notes import beside_lines, certainty_lines
-from jaxllm.plan.plan_result import Candidate, Plan
+from jaxllm.plan.plan_result import Candidate, Plan, beside_lines, certainty_lines
 from jaxllm.plan.quote import Quote
 from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
 from jaxllm.plan.sweep import Sweep, SweepRow
@@ -58,31 +57,19 @@ def render(
       width: 80 or more.
     """
     narrow = width < WIDTH
-    parts = [
-        *(Text(line) for line in heading_lines(plan)),
-        *([] if objective is None else [Text(f"  {objective}")]),
-        Text(""),
-        candidates_table(plan, rows, narrow=narrow),
-        *(Text(line) for line in verdict_lines(plan, rows, narrow=narrow)),
-    ]
+    parts = [*heading_lines(plan), *([] if objective is None else [f"  {objective}"]), ""]
+    parts += [candidates_table(plan, rows, narrow=narrow), *verdict_lines(plan, rows, narrow=narrow)]
     if quote is not None:
-        parts += [Text(""), *(Text(line) for line in quote.lines())]
+        parts += ["", *quote.lines()]
     if sweep is not None:
-        parts += [
-            Text("\nMore GPUs, the same global batch"),
-            sweep_table(sweep, narrow),
-            *(Text(line) for line in sweep_lines(sweep)),
-        ]
+        parts += ["\nMore GPUs, the same global batch", sweep_table(sweep, narrow), *sweep_lines(sweep)]
     if plan.rejected:
         searched = plan.meshes - sum(line.count for line in plan.rejected if line.unit == MESH)
-        parts += [
-            Text(
-                f"\nLeft out of {plan.meshes:,} meshes, and of the {plan.configurations:,} configurations of the {searched:,} "
-                f"that divide"
-            ),
-            rejected_table(plan),
-        ]
-    return Group(*parts)
+        of = f"{plan.meshes:,} meshes, and of the {plan.configurations:,} configurations of the {searched:,} that divide"
+        left_out = [(f"{line.count:,}", line.unit, line.reason, line.example) for line in plan.rejected]
+        headings = ("count", "of", "because", "such as")
+        parts += [f"\nLeft out of {of}", terminal_table(left_out, headings, right=("count",), whole=("of",))]
+    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
 
 
 def as_html(plan: Plan) -> str:
@@ -178,11 +165,6 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
         yield f"Not confirmed: {plan.unconfirmed_because}"
     if plan.interrupted:
         yield "INTERRUPTED: the best so far, not of all"
-
-
-def rejected_table(plan: Plan) -> Table:
-    rows = [(f"{line.count:,}", line.unit, line.reason, line.example) for line in plan.rejected]
-    return terminal_table(rows, ("count", "of", "because", "such as"), right=("count",), whole=("of",))
 
 
 def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:

@@ -20,15 +20,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from jaxllm.config import (
-    AUTO,
-    Config,
-    ConfigError,
-    Remat,
-    all_have_layers,
-    divisors,
-    sequence_unit,
-)
+from jaxllm.config import AUTO, Config, ConfigError, Remat, all_have_layers, divisors, sequence_unit
 from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
 from jaxllm.config.remat_policy import offloads, remat_text
 from jaxllm.config.types import GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B
@@ -84,20 +76,21 @@ class Choice:
         """Whether activations or state wait in the host's memory."""
         return self.offload_state != "none" or offloads(self.remat)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Key -> value: microbatch_sequences of the section train, all others of parallel."""
+        settings = {**vars(self), **vars(self.mesh)}
+        del settings["mesh"]
+        return settings
+
     def applied_to(self, config: Config) -> Config:
         """The config with these values, resolved. Nothing is validated again: a choice divides by construction."""
-        parallel = config.parallel.model_copy(
-            update={
-                **vars(self.mesh),
-                "zero": self.zero,
-                "schedule": self.schedule,
-                "virtual_stages": self.virtual_stages,
-                "remat": self.remat,
-                "offload_state": self.offload_state,
-            }
-        )
-        train = config.train.model_copy(update={"microbatch_sequences": self.microbatch_sequences})
-        update: dict[str, Any] = {"parallel": parallel, "train": train}
+        parallel = self.settings
+        train = {"microbatch_sequences": parallel.pop("microbatch_sequences")}
+        update: dict[str, Any] = {
+            "parallel": config.parallel.model_copy(update=parallel),
+            "train": config.train.model_copy(update=train),
+        }
         if config.run.cpu_devices is not None:
             # A recipe for a small test names CPU devices; a plan is for GPUs.
             update["run"] = config.run.model_copy(update={"cpu_devices": None})
@@ -198,12 +191,10 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
     """The choices of a mesh for which why_not() is None."""
     parallel = config.parallel
     # With a single rank to shard over, all levels are equal.
-    zeros = ZEROS if mesh.data * mesh.context > 1 else (1,)
+    zeros = (parallel.zero,) if "zero" in keep else ZEROS if mesh.data * mesh.context > 1 else (1,)
     # A microbatch has the same size in every phase of train.batch_schedule.
     shares = [batch // data_ranks(config, mesh) for batch in config.batches]
     microbatches = divisors(math.gcd(*shares))
-    if "zero" in keep:
-        zeros = (parallel.zero,)
     if "microbatch_sequences" in keep:
         microbatches = tuple(size for size in microbatches if size == config.train.microbatch_sequences)
     remats: tuple[Remat, ...] = REMATS if isinstance(parallel.remat, str) else (*REMATS, parallel.remat)

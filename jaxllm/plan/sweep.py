@@ -55,16 +55,8 @@ class SweepRow:
         return None if self.best is None else self.best.tokens_per_s_per_gpu * self.gpus
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "gpus": self.gpus,
-            "gpus_per_host": self.gpus_per_host,
-            "best": None if self.best is None else self.best.to_json(),
-            "tokens_per_s": self.tokens_per_s,
-            "efficiency": self.efficiency,
-            "exposed_communication_share": None if self.best is None else self.best.exposed_communication_share,
-            "days": self.days,
-            "reduction_s": self.reduction_s,
-        }
+        best, exposed = self.best and self.best.to_json(), self.best and self.best.exposed_communication_share
+        return {**vars(self), "best": best, "tokens_per_s": self.tokens_per_s, "exposed_communication_share": exposed}
 
 
 @dataclass(frozen=True)
@@ -100,10 +92,9 @@ def sweep_gpus(
     plans = []
     counts: list[int] = sorted({*_doubling(gpus, config), *([] if known is None else [known.gpus])})
     for number, count in enumerate(counts):
-        if known is not None and count == known.gpus:
-            plans.append(known)
-        else:
-            plans.append(search(config, gpu, count, host_size(count, gpus_per_host, config), replace(options, best=1)))
+        of_known = known if known is not None and count == known.gpus else None
+        host = host_size(count, gpus_per_host, config)
+        plans.append(of_known or search(config, gpu, count, host, replace(options, best=1)))
         if progress is not None:
             progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:

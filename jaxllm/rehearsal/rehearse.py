@@ -26,11 +26,20 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
 from jaxllm.json_lines import read_lines
 from jaxllm.machine.host import available_cpus, host_memory
-from jaxllm.rehearsal import network
-from jaxllm.rehearsal.faults import Fault, Kind, plan_faults, steps_for
-from jaxllm.rehearsal.hosts import Hosts
+from jaxllm.rehearsal.faults import (
+    NAMED_WITHIN_S,
+    Fault,
+    History,
+    Kind,
+    Metrics,
+    Report,
+    Strike,
+    naming,
+    plan_faults,
+    steps_for,
+)
+from jaxllm.rehearsal.hosts import Hosts, Network, networks_are_possible
 from jaxllm.rehearsal.shrink import PEER_TIMEOUT_S, changes, count_devices, reads_own_text, shrink
-from jaxllm.rehearsal.verdict import NAMED_WITHIN_S, History, Metrics, Report, Strike, naming
 
 LOOK_S = 0.01
 STALL_S = 600.0
@@ -75,7 +84,7 @@ def rehearse(
     """
     if sys.platform != "linux":
         raise ConfigError("jaxllm rehearse needs Linux, where no process outlives its parent: run it in a container or a VM.")
-    networks = network.is_possible() if networks is None else networks
+    networks = networks_are_possible() if networks is None else networks
     if counts["cut"] and not networks:
         raise ConfigError("--cut needs network namespaces, which root may make with iproute2: run it as root, or use --cut 0.")
     seed = random.randrange(10**6) if seed is None else seed
@@ -90,7 +99,7 @@ def rehearse(
         say(f"data    {'as in the config' if reads_own_text(config) else 'made-up words, as bytes'}; nothing is evaluated")
         say(f"hosts   {'network namespaces' if networks else 'processes of this machine, on loopback'}")
         say(f"seed    {seed}: {'; '.join(map(str, faults)) or 'no fault'}")
-        with network.Network([f"h{rank}" for rank in range(hosts)], folder) if networks else nullcontext() as cables:
+        with Network([f"h{rank}" for rank in range(hosts)], folder) if networks else nullcontext() as cables:
             reference = _Watched(small, folder / "undisturbed", hosts, cables).run((), say)
             if reference.unfinished:
                 raise ConfigError(f"The shrunk config does not train here: {reference.unfinished}.")
@@ -127,7 +136,7 @@ def require_room(hosts: int, devices: int, faults: int, say: Callable[[str], Non
 class _Watched:
     """One run of the shrunk config, and what is seen of it."""
 
-    def __init__(self, config: Config, folder: Path, hosts: int, cables: network.Network | None):
+    def __init__(self, config: Config, folder: Path, hosts: int, cables: Network | None):
         folder.mkdir()
         self._config, self._folder, self._count, self._cables = config, folder, hosts, cables
         self._run_dir = folder / "run"
@@ -156,7 +165,8 @@ class _Watched:
                     break
                 strikes.append(self._strike(fault))
                 say(f"fault {len(strikes)} of {len(faults)}: {fault}, during {strikes[-1].during}")
-                self._wait_until_named(strikes[-1])
+                limit_s = time.monotonic() + NAMED_WITHIN_S
+                self._wait_for(lambda limit_s=limit_s: naming(strikes[-1], hosts.lines) or time.monotonic() > limit_s)
                 self._repair(fault)
             self._wait_for(lambda: len(hosts.exit_codes()) == self._count)
             unfinished = self._why_unfinished()
@@ -192,13 +202,9 @@ class _Watched:
     def _repair(self, fault: Fault) -> None:
         """A frozen process is its supervisor's."""
         if fault.kind == "kill":
-            self._hosts.power_on_again(fault.host)
+            self._hosts.power_on(fault.host)
         elif fault.kind == "cut" and self._cables:
             self._cables.plug(f"h{fault.host}")
-
-    def _wait_until_named(self, strike: Strike) -> None:
-        limit_s = time.monotonic() + NAMED_WITHIN_S
-        self._wait_for(lambda: naming(strike, self._hosts.lines) or time.monotonic() > limit_s)
 
     def _wait_for(self, true: Callable[[], object]) -> bool:
         """Whether it came true. It cannot any more when the run has ended, has failed on a host, or stands still."""
@@ -247,10 +253,7 @@ class _Watched:
         """Checkpoints that should be kept and are not intact."""
         kept = self._config.checkpoint
         steps = sorted(self._committed)
-        wanted = {
-            *steps[-kept.keep :],
-            *(step for step in steps if kept.keeps_forever(step)),
-        }
+        wanted = {*steps[-kept.keep :], *(step for step in steps if kept.keeps_forever(step))}
         folders = [str(self._run_dir / "checkpoints" / str(step)) for step in sorted(wanted)]
         result = subprocess.run([sys.executable, "-c", EXAMINE, *folders], capture_output=True, text=True, check=True)
         return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1] for line in result.stdout.splitlines()}

@@ -12,9 +12,9 @@ import pytest
 from hf_folders import read_folder
 
 from jaxllm.cli import app as cli
-from jaxllm.commands.predict import tokenizer_of
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.data.tokenizer import BYTES, load_tokenizer
+from jaxllm.inference.predict import tokenizer_of
 from jaxllm.run import exports as module
 from jaxllm.run.exports import Exports
 from jaxllm.run.loop import fit

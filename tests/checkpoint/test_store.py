@@ -442,7 +442,7 @@ def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
     # What is too large for a holder is not overwritten.
     foreign = bytes(store.HOLDER_BYTES + 1)
     place.write("holder.json", foreign)
-    said = rf"^{place.address}/holder.json is another program's \(holder.json has more than .*\): move it away, or choose another"
+    said = rf"^{place.address}/holder.json is another program's \(holder.json has more than .*\): move it away, or "
     with pytest.raises(ConfigError, match=said), held(place):
         pass
     assert place.read("holder.json", 2**20) == foreign

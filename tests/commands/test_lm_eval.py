@@ -22,8 +22,8 @@ import torch  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from jaxllm.commands import lm_eval as module  # noqa: E402
-from jaxllm.commands.lm_eval import JaxLLM, run_tasks  # noqa: E402
+from jaxllm.inference import lm_eval as module  # noqa: E402
+from jaxllm.inference.lm_eval import JaxLLM, run_tasks  # noqa: E402
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 48}
 CONFIG = {**HUB, **SIZES, "bos_token_id": None, "eos_token_id": 0}

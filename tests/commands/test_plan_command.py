@@ -17,18 +17,19 @@ from typer.testing import CliRunner
 
 import jaxllm
 from jaxllm.cli.app import app
-from jaxllm.commands import plan as plan_command
-from jaxllm.commands.plan import Compiler, Request, outcome, plan, processes
+from jaxllm.compile import confirm as confirm_module
+from jaxllm.compile import plan as plan_command
 from jaxllm.compile.aot import can_compile_for_gpus
+from jaxllm.compile.confirm import Compiled, InlineExecutor, compiler, processes
 from jaxllm.compile.overlap import total
+from jaxllm.compile.plan import outcome, plan
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.memory import estimate_memory
-from jaxllm.plan import search as search_module
-from jaxllm.plan.confirm import Compiled, InlineExecutor
+from jaxllm.plan import fastest_remat
 from jaxllm.plan.plan_result import TIE_SHARE
-from jaxllm.plan.recipe import recipe as recipe_of
+from jaxllm.plan.plan_result import recipe as recipe_of
 from jaxllm.plan.search import SearchOptions, search
 
 RECIPE = {
@@ -213,7 +214,7 @@ def test_ctrl_c_prints_the_best_so_far(recipe, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     out = tmp_path / "best.yaml"
     result = run(recipe, "--gpus", "16", "--compile", "8", "--json", "--out", str(out))
     assert result.exit_code == 130
@@ -232,7 +233,7 @@ def test_ctrl_c_in_the_search_with_fp8_leaves_the_plan(recipe, monkeypatch):
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "4", "--compile", "8", "--json")
     assert result.exit_code == 130
     values = json.loads(result.stdout)
@@ -251,7 +252,7 @@ def test_ctrl_c_in_the_sweep_leaves_the_plan_whole(recipe, monkeypatch):
             raise KeyboardInterrupt
         return real(config, gpu)
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     arguments = [recipe, "--gpus", "16", "--compile", "0", "--sweep", "gpus", *KEEP]
     result = run(*arguments, "--json")
     assert result.exit_code == 130
@@ -285,8 +286,8 @@ def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeyp
     config = load_config(recipe)
     for objective, gpus in (("gpus", 12), ("microbatch", 4)):
         compiled.clear()
-        request = Request(gpus=gpus, compile=1, objective=objective, sweep="gpus", no_cache=True, keep=("schedule", "remat"))
-        found = outcome(config, request)
+        keep = ("schedule", "remat")
+        found = outcome(config, gpus=gpus, compile=1, objective=objective, sweep="gpus", keep=keep)
         assert len(compiled) == 2
         (row,) = (row for row in found.sweep.rows if row.gpus == found.plan.gpus)
         assert row.best.config == found.plan.best
@@ -294,9 +295,7 @@ def test_a_sweep_has_the_plan_itself_and_goes_as_far_as_the_gpus(recipe, monkeyp
         assert (found.plan.gpus < gpus) is (objective == "gpus")
         if objective == "microbatch":
             for row in found.sweep.rows[:-1]:
-                alike = search(
-                    config, GPUS["h100-80gb"], row.gpus, options=SearchOptions(keep=request.keep, largest_microbatch=True)
-                )
+                alike = search(config, GPUS["h100-80gb"], row.gpus, options=SearchOptions(keep=keep, largest_microbatch=True))
                 assert row.best == alike.candidates[0]
 
 
@@ -311,7 +310,7 @@ def test_the_objective_is_told(recipe, objective, line):
 
 def test_an_upper_limit_of_gpus_need_not_be_whole_hosts(recipe):
     """--gpus-per-host=8 does not divide 50, and the fewest GPUs are fewer."""
-    found = outcome(load_config(recipe), Request(gpus=50, gpus_per_host=8, compile=0, objective="gpus"))
+    found = outcome(load_config(recipe), gpus=50, gpus_per_host=8, objective="gpus")
     assert found.plan.gpus < 50
 
 
@@ -319,7 +318,7 @@ def test_ctrl_c_before_anything_fits_says_so(recipe, monkeypatch):
     def stopped(config, gpu=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search_module, "estimate_memory", stopped)
+    monkeypatch.setattr(fastest_remat, "estimate_memory", stopped)
     result = run(recipe, "--gpus", "16")
     assert result.exit_code == 130
     assert "interrupted before any config that fits was found" in result.stderr
@@ -409,8 +408,8 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
 
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     found = plan(load_config(SMALL), gpus=8)
-    compiler = pickle.loads(pickle.dumps(Compiler.of(found, tmp_path)))
-    assert compiler(found.best) == Compiled(3, 2, 0.5)
+    compile_candidate = pickle.loads(pickle.dumps(compiler(found, tmp_path)))
+    assert compile_candidate(found.best) == Compiled(3, 2, 0.5)
     assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
     assert pickle.loads(pickle.dumps(found.best)) == found.best
 
@@ -438,7 +437,7 @@ def test_where_no_process_starts_it_compiles_here(monkeypatch, caplog):
     def refuse(*_, **__):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(plan_command, "ProcessPoolExecutor", refuse)
+    monkeypatch.setattr(confirm_module, "ProcessPoolExecutor", refuse)
     with processes(2) as start:
         executor = start()
         assert isinstance(executor, InlineExecutor)

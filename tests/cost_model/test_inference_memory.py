@@ -186,7 +186,7 @@ def test_more_prompts_or_positions_need_more_and_a_narrower_store_less():
 def test_what_does_not_fit_gets_changes_that_do():
     report = estimated("generate", prompts=64, prompt_tokens=4096, stored_dtype="bfloat16")
     assert report.fits is False
-    words = {remedy.words: remedy.peak_bytes for remedy in report.remedies}
+    words = dict(report.remedies)
     (fewer,) = (int(text.split()[1]) for text in words if text.startswith("--prompts"))
     again = estimated("generate", prompts=fewer, prompt_tokens=4096, stored_dtype="bfloat16")
     assert again.peak_bytes == words[f"--prompts {fewer}"] <= FIT_SHARE * H100.capacity_bytes

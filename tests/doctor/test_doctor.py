@@ -21,11 +21,10 @@ from jaxllm.cluster.launchers import LaunchInfo
 from jaxllm.cost_model.hardware import GPUS, host_copy_bytes_per_s
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.doctor import checks, doctor, host_link, probes
-from jaxllm.doctor.checks import FAIL, OK, WARN, Row, check_name
-from jaxllm.doctor.host_link import BOTH_WAYS, FROM_HOST, TO_HOST, HostCopy
-from jaxllm.doctor.numa import Binding, binding
-from jaxllm.doctor.probes import Card, Collective, Facts, Folder
+from jaxllm.doctor import checks, doctor, links, probes
+from jaxllm.doctor.checks import FAIL, OK, WARN, Row
+from jaxllm.doctor.links import BOTH_WAYS, FROM_HOST, TO_HOST, Collective, HostCopy
+from jaxllm.doctor.probes import Binding, Card, Facts, Folder, binding
 from jaxllm.mesh.axes import HOST
 
 CHECKOUT = Path(__file__).parents[2]
@@ -198,14 +197,14 @@ INSIDE, ACROSS = Group(8, 1), Group(1, 8)
 @pytest.mark.parametrize("what", ["all-reduce", "all-gather", "permute"])
 def test_a_collective_is_held_against_the_model(what, group, share, status):
     cost = {"all-reduce": all_reduce_s, "all-gather": all_gather_s, "permute": permute_s}[what](GIB, group, LINKS)
-    assert checks.expected_s(what, GIB, group, LINKS) == cost
-    one = Collective(what, "data", 8, GIB, cost / share, right=True)
-    row = checks.collective(one, group, cost, H100)
+    assert links.COSTS[what](GIB, group, LINKS) == cost
+    one = Collective(what, "data", 8, GIB, cost / share, right=True, expected_s=cost)
+    row = links.collective(one, group, H100)
     assert (row.check, row.status) == (f"{what} over data", status)
     assert f"{share:.0%} of the" in row.found
     # Wrong numbers are wrong at any speed, and without an expectation nothing is too slow.
-    assert checks.collective(dataclasses.replace(one, right=False), group, cost, H100).status == FAIL
-    assert checks.collective(one, group, None, None).status == OK
+    assert links.collective(dataclasses.replace(one, right=False), group, H100).status == FAIL
+    assert links.collective(dataclasses.replace(one, expected_s=None), group, None).status == OK
 
 
 @pytest.mark.parametrize(("share", "status"), [(1.1, OK), (0.71, OK), (0.69, WARN), (0.01, WARN)])
@@ -213,22 +212,21 @@ def test_a_collective_is_held_against_the_model(what, group, share, status):
 def test_a_copy_to_the_host_is_held_against_its_figures(way, share, status):
     """Eight H100s both ways share the host's memory; one way they have their links."""
     expected = host_copy_bytes_per_s(H100, 8, both_ways=way == BOTH_WAYS)
-    one = HostCopy(way, 8, GIB, GIB / (share * expected))
-    row = host_link.row(one, H100)
+    one = HostCopy(way, 8, GIB, GIB / (share * expected), expected)
+    row = links.host_copy(one, H100)
     assert (row.check, row.status, bool(row.todo)) == (way, status, status == WARN)
     assert f"each of 8 devices of a host at once; {share:.0%} of the {expected / 1e9:.1f} GB/s" in row.found
-    assert one.to_json(H100)["expected_bytes_per_s"] == expected
-    assert host_link.row(one, None).status == OK
+    assert links.host_copy(dataclasses.replace(one, expected_bytes_per_s=None), None).status == OK
 
 
 def test_copies_are_timed_on_all_devices_at_once(monkeypatch):
     """By a clock that advances half a second each time that it is read. Both ways each device sends as much as in one."""
     clock = SimpleNamespace(perf_counter=lambda ticks=iter(range(1000)): next(ticks) / 2)
-    monkeypatch.setattr(host_link, "time", clock)
+    monkeypatch.setattr(links, "time", clock)
     copied = []
     put = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda arrays, there: copied.append((len(arrays), there)) or put(arrays, there))
-    found = list(host_link.host_copies({0: "h0"}, 2**12))
+    found = list(links.host_copies({0: "h0"}, 2**12, None))
     assert [one.way for one in found] == [TO_HOST, FROM_HOST, BOTH_WAYS]
     assert {(one.devices, one.size_bytes, one.seconds, one.bytes_per_s) for one in found} == {(8, 2**12, 0.5, 2**13)}
     assert sorted({count for count, _ in copied}) == [8, 16]
@@ -356,7 +354,7 @@ def test_one_host_with_forced_cpu_devices(monkeypatch, capsys, tmp_path):
 
 
 def test_wrong_numbers_fail(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(probes.lax, "ppermute", lambda x, axis_name, perm: x)
+    monkeypatch.setattr(links.lax, "ppermute", lambda x, axis_name, perm: x)
     code, out, _ = run(monkeypatch, capsys, "run.cpu_devices=8", f"run.dir={tmp_path}", "--json")
     rows = rows_of(out)
     assert code == 1
@@ -375,10 +373,10 @@ def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, tex
     assert "a checkpoint takes" in rows["run directory"].found
     assert {one["axis"] for one in collectives} == {"data", "tensor"}
     for one in collectives:
-        expected = checks.expected_s(one["what"], one["size_bytes"], Group(one["ranks"], 1), LINKS)
+        expected = links.COSTS[one["what"]](one["size_bytes"], Group(one["ranks"], 1), LINKS)
         assert one.pop("expected_s") == expected
-        row = rows[check_name(Collective(**one))]
-        assert (row.status == FAIL) == (expected / one["seconds"] < checks.POOR_SHARE)
+        row = rows[Collective(**one).check]
+        assert (row.status == FAIL) == (expected / one["seconds"] < links.POOR_SHARE)
         assert "expected of h100-80gb" in row.found
     # A mesh that does not fit these devices.
     code, out, _ = run(monkeypatch, capsys, *arguments, "parallel.data=2", "--json")

@@ -9,7 +9,7 @@ from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig
 from jaxllm.cost_model.hardware import gpu_from_device_kind
-from jaxllm.doctor.host_link import host_copies
+from jaxllm.doctor.links import host_copies
 from jaxllm.mesh.axes import HOST
 
 pytestmark = pytest.mark.gpu
@@ -80,5 +80,5 @@ def test_a_copy_reaches_the_link_of_the_figures():
     gpu = gpu_from_device_kind(jax.devices()[0].device_kind)
     if gpu is None:
         pytest.skip("no figures for this kind of GPU")
-    for one in host_copies({0: 0}, 2**29):
-        assert 0.6 < one.bytes_per_s / one.expected_bytes_per_s(gpu) < 1.3, one
+    for one in host_copies({0: 0}, 2**29, gpu):
+        assert 0.6 < one.bytes_per_s / one.expected_bytes_per_s < 1.3, one

@@ -50,7 +50,7 @@ TOLERANCE = 1e-4
 # imports, reading the model, compiling.
 ANSWERING = """
 import json, sys
-from jaxllm.commands import predict
+from jaxllm.inference import predict
 for line in sys.stdin:
     name, arguments, options = json.loads(line)
     found = getattr(predict, name)(*arguments, **options)

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import real_launches
 
-from jaxllm.rehearsal.network import ADDRESSES, SWITCH, Network, is_possible
+from jaxllm.rehearsal.hosts import ADDRESSES, SWITCH, Network, networks_are_possible
 
 PACKAGES = {
     **{"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
@@ -122,7 +122,7 @@ class Lab:
         # Munge distrusts folders that others may write to.
         for part in (self.folder, self.folder / "munge"):
             part.chmod(0o755)
-        if not is_possible():
+        if not networks_are_possible():
             pytest.skip("no network namespaces here")
         self._network.__enter__()
         self._write_files()

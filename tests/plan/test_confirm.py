@@ -10,9 +10,9 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from plan_stand_ins import HELD, estimate, gpu_for, small, step_time
 
+from jaxllm.compile.confirm import COMPILE_REFUSED, COMPILED_ABOVE, HOST_COMPILED_ABOVE, TRIES, Compiled, confirm
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.plan.confirm import COMPILE_REFUSED, COMPILED_ABOVE, HOST_COMPILED_ABOVE, TRIES, Compiled, confirm
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.space import choice_in
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from plan_stand_ins import small
 
-from jaxllm.commands.plan import plan
+from jaxllm.compile.plan import plan
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.replicas import exchange_lines, exchange_of

@@ -19,8 +19,7 @@ from jaxllm.cost_model.hosts import host_bytes_per_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.fastest_remat import CONFIGURATION, DOES_NOT_FIT, HOST_FULL, MESH
-from jaxllm.plan.plan_result import TIE_SHARE, ranked
-from jaxllm.plan.recipe import recipe
+from jaxllm.plan.plan_result import TIE_SHARE, ranked, recipe
 from jaxllm.plan.search import KEPT_AWAY, SLOWER, SearchOptions, any_fits, search, why_nothing
 from jaxllm.plan.search_text import heading_lines
 from jaxllm.plan.space import (

@@ -8,12 +8,12 @@ import pytest
 from choices import space
 from plan_stand_ins import HELD, Memory, estimate, gpu_for, small, step_time
 
+from jaxllm.compile.confirm import Compiled, confirm
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of, ring_all_reduce_s
 from jaxllm.cost_model.step_parts import StepTime
-from jaxllm.plan.confirm import Compiled, confirm
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.search_text import sweep_lines
 from jaxllm.plan.sweep import (

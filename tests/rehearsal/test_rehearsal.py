@@ -18,10 +18,9 @@ from tiny import TINY
 
 from jaxllm.config import ConfigError, config_folder, load_config, published_models
 from jaxllm.rehearsal import rehearse as rehearsing
-from jaxllm.rehearsal.faults import Fault, plan_faults, steps_for
+from jaxllm.rehearsal.faults import Fault, History, Report, Strike, plan_faults, steps_for
 from jaxllm.rehearsal.hosts import Line
 from jaxllm.rehearsal.shrink import MOST_DEVICES, changes, reads_own_text, shrink
-from jaxllm.rehearsal.verdict import History, Report, Strike
 
 CHECKOUT = Path(__file__).parents[2]
 RECIPES = sorted([*config_folder().glob("*.yaml"), *(CHECKOUT / "docs" / "recipes").glob("*.yaml")])
@@ -272,7 +271,8 @@ def test_an_insufficient_sentence_is_shown():
 
 # As a user without root.
 PROGRAM = (
-    "from jaxllm.cli import app as cli; from jaxllm.rehearsal import network; network.is_possible = lambda: False; cli.main()"
+    "from jaxllm.cli import app as cli; from jaxllm.rehearsal import rehearse; "
+    "rehearse.networks_are_possible = lambda: False; cli.main()"
 )
 
 

@@ -94,12 +94,6 @@ def test_the_limits_are_those_of_the_law():
     assert needed.tokens(1e-6) == pytest.approx(needed.least_tokens)
 
 
-@pytest.mark.parametrize(("batch", "noise"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0]), ([0.0], [1.0]), ([1.0], [np.nan])])
-def test_steps_without_a_noise_scale_are_refused(batch, noise):
-    with pytest.raises(ValueError, match="the same length, at least one value, and values above 0"):
-        steps_to_loss(batch, noise)
-
-
 def test_without_a_network_doubling_pays_up_to_half_the_noise_scale():
     """Hours on d ranks are proportional to b + N / d; twice as many are 1.5 times as fast where d b <= N / 2."""
     config = load_config(TINY, ONE)

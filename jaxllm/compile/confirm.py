@@ -1,24 +1,34 @@
 """Confirms the best candidates of a plan by compiling them, and ranks them by their compiled schedules.
 
-    plan = confirm(plan, 8, compile_candidate)
+    with processes(2) as start:
+        plan = confirm(plan, 8, compiler(plan, cache), start, workers=2)
 
-The caller passes in the function that compiles. This module does not import JAX.
+Compilations run in processes of their own, each with its own JAX, because one takes a core or two for half a minute. If
+processes cannot be started, they run in this process, one after another.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import logging
+import multiprocessing
+import signal
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.display import readable
 from jaxllm.plan.fastest_remat import CONFIGURATION
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
 from jaxllm.plan.search import Progress
+
+log = logging.getLogger(__name__)
 
 TRIES = 3
 """Limit on compilations, as a multiple of the number to confirm."""
@@ -85,16 +95,20 @@ def confirm(
         alone, to find the one that kills it. Default: compile in this process, one after another.
       workers: compilations at the same time.
     """
-    run = _Compilations(plan, count, compile_candidate, start, workers, progress)
-    interrupted, asked = False, 0
+    run, asked = _Compilations(plan, count, compile_candidate, start, workers, progress), 0
+    confirmed, refused = run.confirmed, run.refused
     try:
         run.until(range(len(plan.candidates)), count, TRIES * count)
-        asked = len(run.confirmed)
-        if run.confirmed and all(plan.candidates[number].uses_host for number in run.confirmed):
-            run.until((n for n, one in enumerate(plan.candidates) if not one.uses_host and n not in run.refused), 1, TRIES)
+        asked = len(confirmed)
+        if confirmed and all(plan.candidates[number].uses_host for number in confirmed):
+            run.until((n for n, one in enumerate(plan.candidates) if not one.uses_host and n not in refused), 1, TRIES)
     except KeyboardInterrupt:
-        interrupted = True
-    return _with_figures(plan, count, asked, run.confirmed, run.refused, interrupted)
+        because = f"interrupted after {len(confirmed)} of {count} were confirmed"
+        return run.figures(replace(plan, interrupted=True, unconfirmed_because=because))
+    if asked < min(count, len(plan.candidates) - len(refused)):
+        tried = f"{len(refused)} of {len(confirmed) + len(refused)} that were compiled"
+        plan = replace(plan, unconfirmed_because=f"{tried} need too much memory or cannot be compiled")
+    return run.figures(plan)
 
 
 @dataclass
@@ -157,46 +171,76 @@ class _Compilations:
     def _refuse(self, number: int, reason: str, example: str) -> None:
         self.refused[number] = reason, f"{self.plan.candidates[number].choice}: {example}"
 
-
-def _with_figures(
-    plan: Plan,
-    count: int,
-    asked: int,
-    confirmed: dict[int, Compiled],
-    refused: dict[int, tuple[str, str]],
-    interrupted: bool,
-) -> Plan:
-    """The plan with the figures of compilations.
-
-    Args:
-      asked: number confirmed of the `count` that were asked for, without the one more that uses no host memory.
-        Not read if interrupted.
-    """
-    every = list(enumerate(plan.candidates))
-    seen = [
-        dataclasses.replace(one, compiled_bytes=confirmed[n].total_bytes, scheduled_transfers_s=confirmed[n].transfers_s)
-        for n, one in every
-        if n in confirmed
-    ]
-    seen = ranked(seen, plan.largest_microbatch)
-    rest = [one for n, one in every if n not in confirmed and n not in refused]
-    classes: dict[str, list[str]] = {}
-    for number in sorted(refused):
-        reason, example = refused[number]
-        classes.setdefault(reason, []).append(example)
-    rejected = [Rejected(CONFIGURATION, reason, len(examples), examples[0]) for reason, examples in classes.items()]
-    because = plan.unconfirmed_because
-    if interrupted:
-        because = f"interrupted after {len(confirmed)} of {count} were confirmed"
-    elif asked < min(count, len(plan.candidates) - len(refused)):
-        because = (
-            f"{len(refused)} of {len(confirmed) + len(refused)} that were compiled need too much memory or cannot be compiled"
+    def figures(self, plan: Plan) -> Plan:
+        """The plan with the figures of the compilations: those confirmed, ranked, then those not compiled."""
+        confirmed, refused = self.confirmed, self.refused
+        seen = [
+            replace(plan.candidates[n], compiled_bytes=compiled.total_bytes, scheduled_transfers_s=compiled.transfers_s)
+            for n, compiled in sorted(confirmed.items())
+        ]
+        rest = [one for n, one in enumerate(plan.candidates) if n not in confirmed and n not in refused]
+        classes: dict[str, list[str]] = {}
+        for _, (reason, example) in sorted(refused.items()):
+            classes.setdefault(reason, []).append(example)
+        rejected = [Rejected(CONFIGURATION, reason, len(examples), examples[0]) for reason, examples in classes.items()]
+        return replace(
+            plan,
+            candidates=(*ranked(seen, plan.largest_microbatch), *rest),
+            rejected=(*plan.rejected, *rejected),
+            confirmed=len(confirmed),
         )
-    return dataclasses.replace(
-        plan,
-        candidates=(*seen, *rest),
-        rejected=(*plan.rejected, *rejected),
-        interrupted=plan.interrupted or interrupted,
-        confirmed=len(confirmed),
-        unconfirmed_because=because,
-    )
+
+
+def compiler(plan: Plan, cache: Path | None) -> Compile:
+    """The compile function for confirm(), in a form that can be sent to another process: figures of compile_report."""
+    # Its table is read-only, which pickle refuses.
+    gpu = {**vars(plan.gpu), "dense_flops": dict(plan.gpu.dense_flops)}
+    return partial(_compiled, gpu, plan.gpus, plan.gpus_per_host, cache)
+
+
+def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | None, config: Config) -> Compiled:
+    from jaxllm.compile.report import compile_report
+
+    report = compile_report(config, Gpu(**gpu), gpus, gpus_per_host, cache=cache)
+    return Compiled(report.total_bytes, report.host_bytes, report.exposed_transfers_s)
+
+
+@contextmanager
+def processes(workers: int) -> Iterator[Callable[[], Executor]]:
+    """Yields a function that starts a new process pool in place of the previous one. On exit, all processes end, busy or
+    not."""
+    before = set(multiprocessing.active_children())
+    pools: list[ProcessPoolExecutor] = []
+
+    def leave() -> None:
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        pools.clear()
+        # A pool waits for its running task: half a minute, after Ctrl-C.
+        for child in set(multiprocessing.active_children()) - before:
+            child.terminate()
+
+    def start() -> Executor:
+        leave()
+        try:
+            # Not forked, because JAX may have threads in this process already.
+            spawn = multiprocessing.get_context("spawn")
+            pools.append(ProcessPoolExecutor(workers, mp_context=spawn, initializer=_prepare_worker))
+            pools[0].submit(int).result()
+            return pools[0]
+        except (OSError, BrokenExecutor) as error:
+            # A script without `if __name__ == "__main__"` gets here too when its child imports it; that child must end.
+            log.warning("Compilations run in this process, one after another: no processes could be started (%s).", error)
+            return InlineExecutor()
+
+    try:
+        yield start
+    finally:
+        leave()
+
+
+def _prepare_worker() -> None:
+    # Ctrl-C reaches all processes of a terminal; the parent stops the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Warnings about a candidate appear for the winner, in `jaxllm compile` and in the run.
+    logging.disable(logging.WARNING)

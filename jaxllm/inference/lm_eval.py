@@ -1,7 +1,7 @@
 """`jaxllm lm-eval`: the tasks of EleutherAI's lm-evaluation-harness, by its own code, on any mesh (extra lm-eval).
 
     import lm_eval
-    from jaxllm.commands.lm_eval import JaxLLM
+    from jaxllm.inference.lm_eval import JaxLLM
 
     results = lm_eval.simple_evaluate(model=JaxLLM("models/mine", ["parallel.tensor=2"]), tasks=["arc_easy"])
 
@@ -17,6 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import redirect_stdout
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
-from jaxllm.commands import predict
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.inference_memory import bucket
 from jaxllm.data.chat import ChatTemplate, load_chat_template
+from jaxllm.inference import predict
 from jaxllm.inference.continuations import Scorer
 from jaxllm.inference.generate import Generator, Sampling, complete
 from jaxllm.inference.prompts import require_ids, stop_ids
@@ -94,7 +95,6 @@ class JaxLLM(TemplateLM):
         # The rule of the tokenizer may add BOS to a text; of none it is alone.
         bos = self._reader.bos_id
         self._bos = [bos] if bos is not None and self._reader.encode("").tolist()[:1] == [bos] else []
-        self._template: ChatTemplate | None = None
         loaded = predict.open_model_for(model, overrides, predict.divisible(self.max_length, overrides), adapter)
         predict.say_model(say, loaded)
         self._generator = Generator(loaded.model)
@@ -123,7 +123,7 @@ class JaxLLM(TemplateLM):
         Raises:
           ConfigError: the model has no chat template.
         """
-        template = self._conversation()
+        template = self._template
         written_by = repr((template.source, sorted(template.special_tokens.items())))
         return f"{self._reader.name}-jaxllm-{hashlib.sha256(written_by.encode()).hexdigest()[:16]}"
 
@@ -137,10 +137,10 @@ class JaxLLM(TemplateLM):
         return [*self._bos, *found] if adds else found
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self._conversation().source if chat_template else None
+        return self._template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text = self._conversation().render(chat_history, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if not add_generation_prompt:
             # The task begins the answer, and the model continues it: without the end of its turn.
             begun = chat_history[-1]["content"].strip()
@@ -173,11 +173,7 @@ class JaxLLM(TemplateLM):
         # Of a context of white space alone the harness leaves nothing.
         whole = [(context or [self.prefix_token_id]) + ending for _, context, ending in requests]
         texts = [np.array(ids) for ids in self._cut(whole, self.max_length + 1)]
-
-        def positions(number: int) -> int:
-            return bucket(len(texts[number]))
-
-        for some in together(range(len(requests)), positions):
+        for some in together(range(len(requests)), lambda number: bucket(len(texts[number]))):
             pairs = [(texts[number], len(requests[number][2])) for number in some]
             for number, score in zip(some, self._scorer(pairs), strict=True):
                 answers[number] = score.log_probability, score.is_greedy
@@ -199,7 +195,7 @@ class JaxLLM(TemplateLM):
             for first in range(0, len(some), self._prompts):
                 numbers = some[first : first + self._prompts]
                 # A sample depends on the seed and its row: batches of one seed would repeat the samples of a repeated request.
-                template = self._conversation() if is_conversation(numbers[0]) else None
+                template = self._template if is_conversation(numbers[0]) else None
                 prompts, options = [encoded[number] for number in numbers], requests[numbers[0]].args[1]
                 texts = self._continue(prompts, options, numbers[0], template)
                 for number, text in zip(numbers, texts, strict=True):
@@ -210,10 +206,7 @@ class JaxLLM(TemplateLM):
     def _continue(
         self, prompts: list[list[int]], options: dict[str, Any], seed: int, template: ChatTemplate | None
     ) -> list[str]:
-        """
-        Args:
-          template: the one that wrote the prompts, whose answers also end with their turn.
-        """
+        """Texts. Answers to prompts that a template wrote also end with their turn."""
         until = options.get("until") or []
         until = [text for text in ([until] if isinstance(until, str) else until) if text]
         new_tokens = next((int(options[key]) for key in NEW_TOKENS_KEYS if options.get(key)), NEW_TOKENS)
@@ -244,12 +237,11 @@ class JaxLLM(TemplateLM):
             )
         return [ids[-most:] for ids in texts]
 
-    def _conversation(self) -> ChatTemplate:
-        if self._template is None:
-            self._template = load_chat_template(self._reader.folder)
-        if self._template is None:
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if (template := load_chat_template(self._reader.folder)) is None:
             raise ConfigError(f"{self._home.description} has no chat template: leave out --chat.")
-        return self._template
+        return template
 
 
 # As a decorator it would hide the arguments of the class from type checkers.
@@ -294,11 +286,8 @@ def run_tasks(
         )
 
 
-def to_json(results: dict[str, Any]) -> str:
-    """The harness's results and the versions of its tasks."""
-    return json.dumps({key: results[key] for key in ("results", "versions")}, default=handle_non_serializable)
-
-
-def table(results: dict[str, Any]) -> str:
-    """The harness's table of results, in Markdown."""
+def shown(results: dict[str, Any], as_json: bool) -> str:
+    """The harness's table of results, in Markdown; or the results, and the versions of its tasks, as JSON."""
+    if as_json:
+        return json.dumps({key: results[key] for key in ("results", "versions")}, default=handle_non_serializable)
     return make_table(results).rstrip()

@@ -158,7 +158,11 @@ def generate(
     if template is not None:
         template.close()
     most = max(map(len, ids)) + how.max_new_tokens
-    _require_sensible(home, most)
+    longest = longest_of(home)
+    if longest is not None and most > max(NONSENSE_TIMES * longest, NONSENSE_POSITIONS):
+        raise ConfigError(
+            f"The prompt and --max-new-tokens make up to {most:,} positions, and the model supports {longest:,}: shorten them."
+        )
     loaded = open_model_for(model, overrides, divisible(bucket(most), overrides), adapter)
     if jax.default_backend() == "cpu":
         positions = cache_positions(max(map(len, ids)), how.max_new_tokens)
@@ -185,16 +189,6 @@ def longest_of(home: Folder) -> int | None:
 def _note_length(say: Callable[[str], None], home: Folder, positions: int) -> None:
     if (longest := longest_of(home)) is not None and positions > longest:
         say(f"note: up to {positions:,} positions, but the model supports {longest:,}; expect nonsense beyond those")
-
-
-def _require_sensible(home: Folder, positions: int) -> None:
-    """Raises ConfigError if so many positions are nonsense for the model."""
-    longest = longest_of(home)
-    if longest is not None and positions > max(NONSENSE_TIMES * longest, NONSENSE_POSITIONS):
-        raise ConfigError(
-            f"The prompt and --max-new-tokens make up to {positions:,} positions, and the model supports {longest:,}: shorten "
-            f"them."
-        )
 
 
 def tokenizer_of(home: Folder, given: str | None, say: Callable[[str], None]) -> Tokenizer:
