@@ -18,9 +18,8 @@ from jaxllm.config import Config, ModelConfig, model_spec
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import Terms
-from jaxllm.cost_model.parameters import parameters
 from jaxllm.cost_model.step_parts import XLA_ROWS
-from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
+from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes, parameters
 
 EVALUATION_TOKENS = 8192
 """Approximate number of tokens that evaluation computes at once on each data rank of accelerators."""

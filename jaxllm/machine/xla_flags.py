@@ -33,7 +33,7 @@ from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
-from jaxllm.cost_model.parameters import layer_parameters
+from jaxllm.cost_model.step_sizes import layer_parameters
 from jaxllm.machine import flag_names
 from jaxllm.machine.cpus import available_cpus
 from jaxllm.machine.flag_names import is_known
