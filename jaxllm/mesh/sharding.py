@@ -28,7 +28,7 @@ Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
 STACK_DIMS = ("layers", "virtual_stages", "stages", "stage_layers")
-"""Dims that count layers (parallel/layer_stacking.py). They are the leading dims of every parameter of the layer stack."""
+"""Dims that count layers (parallel/parameters.py). They are the leading dims of every parameter of the layer stack."""
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,13 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh.axes import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext
-from jaxllm.model.loss import VocabularySlice, sums_and_gradients
-from jaxllm.model.token_losses import token_losses
+from jaxllm.model.loss import VocabularySlice, sums_and_gradients, token_losses
 from jaxllm.parallel.context import ParallelContext
-from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
+from jaxllm.parallel.kernels import add_over_ranks
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
-from jaxllm.parallel.layer_stacking import flatten_layers
 from jaxllm.parallel.own_loss import gather_over_stages, stage_gradients
+from jaxllm.parallel.parameters import flatten_layers
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
 from jaxllm.pipeline_schedule import Schedule, forward_only, make_schedule

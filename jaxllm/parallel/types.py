@@ -100,7 +100,7 @@ class Parallelized:
     table: Any
     """Nested dict of Parameter, with the shapes that the train step computes with."""
     trained: Callable[[Any], Any]
-    """A nested dict with an entry for each parameter -> its part with the trained parameters (trained.py)."""
+    """A nested dict with an entry for each parameter -> its part with the trained parameters (parameters.py)."""
     attention: str
     """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
 

@@ -16,7 +16,7 @@ from jaxllm.config.rounds import sends_codes
 from jaxllm.config.types import GIVEN, MASTER_ON_HOST
 from jaxllm.mesh.axes import replicated
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.trained import freezes, with_part
+from jaxllm.parallel.parameters import freezes, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.dpo import dpo_loss

@@ -43,7 +43,7 @@ from jaxllm.config.rounds import EXCHANGE_SCOPE as SCOPE
 from jaxllm.config.rounds import are_codes, exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.mesh.axes import REPLICA
 from jaxllm.mesh.sharding import replica_spec
-from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.parallel.parameters import stacking_of
 from jaxllm.train.fragments import Fragments, dims_to_cut
 from jaxllm.train.outer_codes import coded_mean
 from jaxllm.train.state import TrainState

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh.sharding import Parameter, stack_dims
-from jaxllm.parallel.trained import trained, with_part
+from jaxllm.parallel.parameters import trained, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
 from jaxllm.train.optimizer import make_optimizer

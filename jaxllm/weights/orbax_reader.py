@@ -76,7 +76,7 @@ class OrbaxFolder(Folder):
             found = found[name]
         array = np.asarray(found)
         if entry.layers is not None:
-            # Chunks of virtual pipeline stages, in execution order (parallel/layer_stacking.py).
+            # Chunks of virtual pipeline stages, in execution order (parallel/parameters.py).
             leading = array.ndim - len(entry.dims)
             array = array.reshape(-1, *array.shape[leading:])
         if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)):
