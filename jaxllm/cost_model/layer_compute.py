@@ -12,7 +12,7 @@ from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
-from jaxllm.cost_model.activations import is_blockwise
+from jaxllm.cost_model.activations import XLA_ROWS, is_blockwise
 from jaxllm.cost_model.flops import causal_pairs
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
@@ -23,7 +23,6 @@ from jaxllm.cost_model.step_parts import (
     KERNEL_S,
     LARGE_HEAD,
     MEMORY_SHARE,
-    XLA_ROWS,
     Fitted,
     tile_share,
 )

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.config import ConfigError
+
 
 @dataclass(frozen=True)
 class VocabularySlice:
@@ -129,35 +131,6 @@ def joined_positions(x: Array, S: int) -> Array:
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * C, *rest)[:, :S]
 
 
-def chunked(loss: Callable, chunk_tokens: int) -> Callable:
-    """A loss (parallel/types.py: Loss) that calls `loss` for a chunk of positions at a time and adds up what it returns. Logits
-    exist for at most `chunk_tokens` of the tokens, or for one position of each sequence; the backward pass computes them again.
-
-    Args:
-      loss: takes each position for itself. Arrays [sequence] are whole in every chunk.
-    """
-
-    def run(h_BSD: Array, head_VD: Array, rows: dict[str, Array]) -> tuple[Array, Array]:
-        B, S, _ = h_BSD.shape
-        chunks = next(n for n in range(1, S + 1) if S % n == 0 and (n == S or B * S // n <= chunk_tokens))
-        cut = lambda x: jnp.moveaxis(x.reshape(B, chunks, S // chunks, *x.shape[2:]), 1, 0)  # noqa: E731
-        by_position = {name: cut(x) for name, x in rows.items() if x.ndim > 1}
-        # Float32 outside, so that the gradients of chunks are added in float32.
-        head32_VD = head_VD.astype(jnp.float32)
-
-        @jax.checkpoint
-        def add(sums, inputs):
-            h_BCD, here = inputs
-            total, count = loss(h_BCD, head32_VD.astype(head_VD.dtype), {**rows, **here})
-            return (sums[0] + jnp.asarray(total, jnp.float32), sums[1] + jnp.asarray(count, jnp.float32)), None
-
-        zero = jnp.zeros((), jnp.float32)
-        (total, count), _ = jax.lax.scan(add, (zero, zero), (cut(h_BSD), by_position))
-        return total, count
-
-    return run
-
-
 def _forward(h_BSD, head_VD, *arguments):
     zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
     sums, (dh_BSD, dhead_VD) = sums_and_gradients(h_BSD, head_VD, *arguments, dhead_VD=zeros_VD)
@@ -225,3 +198,63 @@ differentiable_token_losses.defvjp(
     ),
     _backward_of_token_losses,
 )
+
+
+# --------------------------------------------------------------------------------------------------- a loss of the caller's
+# In the place of cross-entropy (parallel/types.py: Loss). The count of the whole batch divides after the backward pass, when
+# all ranks and microbatches have added theirs: so a loss is called once for a microbatch, and its count may depend on anything.
+# Cross-entropy, whose count is known before, weights tokens first.
+
+
+def loss_sums(loss: Callable, vocab_size: int, h_BSD: jax.Array, head_VD: jax.Array, rows: dict[str, Array]) -> jax.Array:
+    """float32 [2]: sum and count of one microbatch.
+
+    Args:
+      head_VD: rows from vocab_size on are padding, which `loss` does not see.
+
+    Raises:
+      ConfigError: the loss returned something else than two scalars.
+    """
+    found: Any = loss(h_BSD, head_VD[:vocab_size], rows)
+    if not (isinstance(found, tuple) and [jnp.shape(x) for x in found] == [(), ()]):
+        shapes = jax.tree.map(jnp.shape, found)
+        raise ConfigError(f"loss= must return (sum, count), two scalars of a microbatch, and returned shapes {shapes}.")
+    total, count = found
+    return jnp.stack([jnp.asarray(total, jnp.float32), jax.lax.stop_gradient(jnp.asarray(count, jnp.float32))])
+
+
+def mean_of_sums(sums: jax.Array, gradients: Any) -> tuple[jax.Array, Any]:
+    """(loss, gradients of it), from sums over the whole batch [..., 2] and the gradients of the first of them; 0 if nothing was
+    counted. Leading dims, of replicas, are those of the gradients too."""
+    total, count = sums[..., 0], sums[..., 1]
+    share = jnp.where(count == 0, 0.0, 1.0 / jnp.where(count == 0, 1.0, count))
+    return total * share, jax.tree.map(lambda g: g * jnp.expand_dims(share, range(share.ndim, g.ndim)), gradients)
+
+
+def chunked(loss: Callable, chunk_tokens: int) -> Callable:
+    """A loss (parallel/types.py: Loss) that calls `loss` for a chunk of positions at a time and adds up what it returns. Logits
+    exist for at most `chunk_tokens` of the tokens, or for one position of each sequence; the backward pass computes them again.
+
+    Args:
+      loss: takes each position for itself. Arrays [sequence] are whole in every chunk.
+    """
+
+    def run(h_BSD: Array, head_VD: Array, rows: dict[str, Array]) -> tuple[Array, Array]:
+        B, S, _ = h_BSD.shape
+        chunks = next(n for n in range(1, S + 1) if S % n == 0 and (n == S or B * S // n <= chunk_tokens))
+        cut = lambda x: jnp.moveaxis(x.reshape(B, chunks, S // chunks, *x.shape[2:]), 1, 0)  # noqa: E731
+        by_position = {name: cut(x) for name, x in rows.items() if x.ndim > 1}
+        # Float32 outside, so that the gradients of chunks are added in float32.
+        head32_VD = head_VD.astype(jnp.float32)
+
+        @jax.checkpoint
+        def add(sums, inputs):
+            h_BCD, here = inputs
+            total, count = loss(h_BCD, head32_VD.astype(head_VD.dtype), {**rows, **here})
+            return (sums[0] + jnp.asarray(total, jnp.float32), sums[1] + jnp.asarray(count, jnp.float32)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        (total, count), _ = jax.lax.scan(add, (zero, zero), (cut(h_BSD), by_position))
+        return total, count
+
+    return run

@@ -183,7 +183,7 @@ class ParallelContext:
         return {name: PartitionSpec(None, *spec[1 : x.ndim]) for name, x in batch.items()}
 
     def loss_scale(self, batch: Batch) -> jax.Array:
-        """The share of each token's loss in the mean. 1 with a loss of the caller's, whose count divides later (own_loss.py).
+        """The share of each token's loss in the mean. 1 with a loss of the caller's, whose count divides later (model/loss.py).
         Call it in a region."""
         if self.loss is not None:
             return jnp.ones((), jnp.float32)

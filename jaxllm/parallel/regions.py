@@ -22,14 +22,13 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh.axes import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
-from jaxllm.model.loss import cross_entropy, token_losses
+from jaxllm.model.loss import cross_entropy, loss_sums, token_losses
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.host_layers import HostSums
 from jaxllm.parallel.layer_loop import LayerLoop, remat, unrolling
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
-from jaxllm.parallel.own_loss import loss_sums
 from jaxllm.parallel.parameters import cut_layers, flatten_layers
 from jaxllm.parallel.pipeline_executor import sum_over_stages
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree
