@@ -24,8 +24,17 @@ from jaxllm.train.given import Given
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
-from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Clipping, Metrics, Observe, Update, make_train_step, make_update
+from jaxllm.train.step import (
+    Clipping,
+    Metrics,
+    Observe,
+    TrainState,
+    Update,
+    make_train_step,
+    make_update,
+    state_shardings,
+    what_to_offload,
+)
 
 State = TrainState | diloco.DilocoState
 """The training state: a DilocoState with train.diloco_steps, else a TrainState."""

@@ -29,8 +29,7 @@ from jaxllm.parallel.parameters import trained, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
 from jaxllm.train.optimizer import make_optimizer
-from jaxllm.train.state import TrainState
-from jaxllm.train.step import Clipping, Update, clip_scale, make_update
+from jaxllm.train.step import Clipping, TrainState, Update, clip_scale, make_update
 
 PIECE_BYTES = 64 * 2**20
 """Maximum size of a piece of the embedding or head: 1.2 ms on a PCIe 5 link, far above the start-up cost of a copy."""
