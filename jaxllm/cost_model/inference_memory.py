@@ -92,10 +92,9 @@ def evaluation_moments(config: Config, gpu: Gpu | None = None, stored: str = "fl
         # Cosines and sines of half a head, for each position.
         "angles": 2 * FLOAT32 * size.tokens * size.model.head_dim / 2,
     }
-    chunks = min(size.local_length, -(-size.tokens // config.train.loss_chunk_tokens))
-    chunk = -(-size.tokens // chunks)
+    chunk = -(-size.tokens // size.loss_chunks)
     # A chunk of hidden states is a copy, if there are several.
-    of_head = u["whole"] + (chunk * b * size.model.hidden_size if chunks > 1 else 0) + stream - u["split"]
+    of_head = u["whole"] + (chunk * b * size.model.hidden_size if size.loss_chunks > 1 else 0) + stream - u["split"]
     attention = 2 * u["query"] + 2 * u["key"] + u["whole"]
     # A tile's scores in float32, and their softmax in the compute dtype.
     scores = size.scores * (FLOAT32 + b)

@@ -250,7 +250,7 @@ def sizes_of(step: StepSizes) -> dict[str, float]:
         "smallest_scores": 0.0,
         "stack": layers * units["whole"],
         "slots": step.slots * layers * units["whole"],
-        "host_sums": step.host_sums or 0.0,
+        "host_sums": step.host_sums,
         "fp8_rounded": step.fp8_rounded,
         "packing": step.packing_bytes,
         "workspace": step.attention_workspace,

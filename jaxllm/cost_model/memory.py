@@ -125,10 +125,6 @@ class Step(StepSizes):
 
     # ------------------------------------------------------------------------------------------------ vocabulary
 
-    @property
-    def loss_chunks(self) -> int:
-        return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
-
     def waiting_head_gradient(self) -> float:
         """The part of the head gradient that is live while layers run backward, with ZeRO 2 and 3: the float32 sum, or one
         product in the compute dtype, as with several context ranks (by compiled steps). For few tokens the gradient of the

@@ -133,7 +133,7 @@ class StepSizes:
         self.causal_block_length = causal_block_length(train.sequence_length, p.context)
         self.tokens = config.microbatch_sequences * self.local_length
         frozen, none = config.frozen, Elements(0, 0)
-        table = parameters(self.model, p, frozen)
+        table = self.table = parameters(self.model, p, frozen)
         of_layer = {path: elements for path, elements in table.items() if path.startswith(LAYERS)}
         # Frozen parameters have no gradients, and their weights are read in place.
         trained = {path: none if path in frozen else elements for path, elements in table.items()}
@@ -159,6 +159,10 @@ class StepSizes:
         self.pipelined = p.pipe > 1
         table_of = (p.schedule, p.pipe, self.microbatches, p.virtual_stages)
         self.slots, self.finished_slots = slots_of(*table_of) if self.pipelined else (1, 0)
+
+    @property
+    def loss_chunks(self) -> int:
+        return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
 
     # ---------------------------------------------------------------------------------------- from step to step
 
@@ -192,8 +196,7 @@ class StepSizes:
     @cached_property
     def block_matrices(self) -> int:
         """Elements of the blocks' trained matrices, adapters among them, between steps."""
-        table = parameters(self.model, self.parallel, self.config.frozen)
-        each = sum(table[spec.path].master for spec in trained_matrices(self.config))
+        each = sum(self.table[spec.path].master for spec in trained_matrices(self.config))
         return each * self.config.chunk_layers * self.parallel.virtual_stages
 
     def on_host(self) -> float:
@@ -350,12 +353,10 @@ class StepSizes:
         return self.parallel.offload_state == "all"
 
     @property
-    def host_sums(self) -> float | None:
-        """Bytes of one layer's gradient sums while they are added to: those of a single microbatch are only written. None if
-        they are on the device."""
-        if not self.layers_on_host:
-            return None
-        return FLOAT32 * self.layer.master if self.accumulates else 0.0
+    def host_sums(self) -> float:
+        """Bytes of one layer's gradient sums on the host while they are added to: those of a single microbatch are only
+        written."""
+        return FLOAT32 * self.layer.master if self.layers_on_host and self.accumulates else 0.0
 
     @cached_property
     def accumulates(self) -> bool:

@@ -1,6 +1,6 @@
 """Blocks of attention by cuDNN's fused kernel, through JAX's private binding.
 
-    kernel = cudnn_kernel(most_documents)      # ConfigError if it cannot run; blockwise_attention.py describes kernels
+    kernel = cudnn_kernel(most_documents)      # blockwise_attention.py describes kernels; why_not() says whether it can run
 
 The public `jax.nn.dot_product_attention(..., return_residual=True)` is not precise enough: it rounds the log-sum-exp to the
 output's dtype (JAX 0.10 to 0.12). A bfloat16 near 10 is off by up to 0.03, and so is the weight of every merged block. No
@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.config import ConfigError
 from jaxllm.config.attention import BACKWARD_SLOTS, FORWARD_SLOTS, SHORTER_DOCUMENTS, documents_by_length
 from jaxllm.model.blockwise_attention import (
     NOTHING,
@@ -72,12 +71,7 @@ def cudnn_kernel(most_documents: int | None = None) -> Kernel:
 
     Args:
       most_documents: documents of a sequence at most: `packed`, for Hopper and newer. None: `halves`.
-
-    Raises:
-      ConfigError: this JAX has another binding.
     """
-    if reason := why_not():
-        raise ConfigError(f"Attention by cuDNN cannot run, because {reason}: install JAX 0.10 to 0.12, or take xla.")
     plain = Kernel(_forward, _backward)
     if most_documents is None:
         # 128 rows: the squares' scores are then B x N x S x 128, and a smaller call to cuDNN would be all start-up (not

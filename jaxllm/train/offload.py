@@ -111,14 +111,11 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
             loaded[name] = mapped(own[name])
         return with_part(params, loaded)
 
-    return dataclasses.replace(
-        functions,
-        value_and_grad=lambda params, batch: functions.value_and_grad(load(params), batch),
-        value_grad_and_parts=lambda params, batch: functions.value_grad_and_parts(load(params), batch),
-        loss_sum=lambda params, batch: functions.loss_sum(load(params), batch),
-        token_losses=lambda params, batch: functions.token_losses(load(params), batch),
-        layer_norms=lambda params, batch: functions.layer_norms(load(params), batch),
-    )
+    def loading(name: str) -> Any:
+        return lambda params, batch: getattr(functions, name)(load(params), batch)
+
+    of_params = ("value_and_grad", "value_grad_and_parts", "loss_sum", "token_losses", "layer_norms")
+    return dataclasses.replace(functions, **{name: loading(name) for name in of_params})
 
 
 @dataclass(frozen=True)
