@@ -349,7 +349,7 @@ class StepSizes:
 
     @property
     def layers_on_host(self) -> bool:
-        """Whether the layers' weights and gradient sums are in the host's memory (parallel/host_layers.py)."""
+        """Whether the layers' weights and gradient sums are in the host's memory (parallel/layer_loop.py)."""
         return self.parallel.offload_state == "all"
 
     @property

@@ -31,8 +31,8 @@ from jaxllm.mesh.sharding import (
 from jaxllm.model.adapters import Frozen
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
-from jaxllm.parallel.host_layers import from_host
 from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, look_up_over_ranks, split_letters
+from jaxllm.parallel.layer_loop import from_host
 from jaxllm.parallel.parameters import Stacking, cut_layers, freezes, parameter_table, stacking_of, trained
 from jaxllm.parallel.tensor_ring import TensorRing
 from jaxllm.parallel.types import Batch, Loss, Params, WeightAccess

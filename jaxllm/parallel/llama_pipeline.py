@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh.axes import PIPE, TENSOR
 from jaxllm.mesh.sharding import tensor_shard_map
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
@@ -25,7 +24,7 @@ from jaxllm.model.loss import VocabularySlice, loss_sums, sums_and_gradients, to
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
 from jaxllm.parallel.kernels import add_over_ranks
-from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
+from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring
 from jaxllm.parallel.parameters import flatten_layers
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.types import Batch, GradientRegion, Loss, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
@@ -128,9 +127,8 @@ class LlamaStage:
         self._z_loss_weight = train.z_loss_weight
         network = nnx.merge(ctx.graph, weights)
         self._norm_graph = nnx.split(network.final_norm)[0]
-        block, policy = ctx.block(nnx.split(network.layers)[0]), policy_of(parallel.remat, model)
-        more = {"trained": ctx.trained_layer, "unroll": unrolling(model)}
-        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, **more)
+        block = ctx.block(nnx.split(network.layers)[0])
+        self._loop = LayerLoop(block, ctx.stacking.chunk, ctx.config, ctx.access, tap, ctx.trained_layer)
         part = VocabularySlice(
             first=lambda rows: jax.lax.axis_index(PIPE) * rows,
             total=lambda x: jax.lax.psum(x, PIPE),

@@ -26,8 +26,7 @@ from jaxllm.model.loss import cross_entropy, loss_sums, token_losses
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.host_layers import HostSums
-from jaxllm.parallel.layer_loop import LayerLoop, remat, unrolling
+from jaxllm.parallel.layer_loop import HostSums, LayerLoop, remat
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
 from jaxllm.parallel.parameters import cut_layers, flatten_layers
 from jaxllm.parallel.pipeline_executor import sum_over_stages
@@ -332,10 +331,8 @@ def _stacked_layers(
     tap: GradSquareNorms | None,
 ) -> tuple[jax.Array, Losses, Tree | None]:
     """(h, sums of the layers' own losses, the layers' full weights if the phase keeps them)"""
-    model, block, zero = ctx.config.model, ctx.block(graph), ctx.zero
-    access = zero.access(phase) if zero and zero.once else ctx.access
-    policy = policy_of(ctx.config.parallel.remat, model)
-    loop = LayerLoop(block, model.num_layers, policy, access, tap, trained=ctx.trained_layer, unroll=unrolling(model))
+    access = ctx.zero.access(phase) if ctx.zero and ctx.zero.once else ctx.access
+    loop = LayerLoop(ctx.block(graph), ctx.config.model.num_layers, ctx.config, access, tap, ctx.trained_layer)
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 

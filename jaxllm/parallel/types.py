@@ -33,7 +33,7 @@ class WeightAccess:
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
     token: Callable[[Tree], jax.Array] | None = None
-    """Where layers are on the host, so that `gather` fetches and sums are HostSums (host_layers.py): arrays of one layer ->
+    """Where layers are on the host, so that `gather` fetches and sums are HostSums (layer_loop.py): arrays of one layer ->
     their token (ordering.py)."""
 
     @property

@@ -1,6 +1,6 @@
 """Optimizer state in host memory: AdamW's moments, and optionally the fp32 master weights, stay there between steps. With
 parallel.offload_state=all so do the layers' weights in the compute dtype and their gradients within a step
-(parallel/host_layers.py).
+(parallel/layer_loop.py).
 
 The update loads one piece at a time (a layer, or a part of the embedding or the head), so that the device never holds more
 than a few. A loop reads from the arrays on the host and writes back into them. Within a piece XLA reads one parameter while it
