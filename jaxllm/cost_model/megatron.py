@@ -17,8 +17,7 @@ sequences of a microbatch, M microbatches; p, d, c and t ranks of pipe, data, co
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -45,13 +44,6 @@ class RuleRecord(NamedTuple):
     safe_and_ran: int
     unsafe: int
     unsafe_and_ran: int
-
-    @classmethod
-    def of(cls, verdicts: Iterable[tuple[bool, bool]]) -> RuleRecord:
-        """The record of pairs (called safe, ran)."""
-        counts = Counter(verdicts)
-        ran, unsafe_ran = counts[True, True], counts[False, True]
-        return cls(ran + counts[True, False], ran, unsafe_ran + counts[False, False], unsafe_ran)
 
 
 PUBLISHED_RUNS: Mapping[str, RuleRecord] = MappingProxyType(

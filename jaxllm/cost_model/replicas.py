@@ -109,12 +109,9 @@ def network_text(parallel: ParallelConfig) -> str:
     if not parallel.names_replica_network:
         return "the network of the hosts"
     gbit, latency_ms = parallel.replica_gbit_per_s, parallel.replica_latency_ms
-    return ", ".join(
-        (
-            "adapters as between hosts" if gbit is None else f"{gbit:,g} Gbit/s each",
-            "latency as between hosts" if latency_ms is None else f"{latency_ms:,g} ms",
-        )
-    )
+    bandwidth = "adapters as between hosts" if gbit is None else f"{gbit:,g} Gbit/s each"
+    latency = "latency as between hosts" if latency_ms is None else f"{latency_ms:,g} ms"
+    return f"{bandwidth}, {latency}"
 
 
 def exchange_json(config: Config, step_s: float | None) -> dict[str, Any] | None:
