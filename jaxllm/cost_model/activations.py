@@ -1,4 +1,5 @@
-"""Bytes that a block stores for its backward pass under a remat policy (config/remat_policy.py)."""
+"""How attention is computed, and the bytes that a block stores for its backward pass under a remat policy
+(config/remat_policy.py)."""
 
 from __future__ import annotations
 

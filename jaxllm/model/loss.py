@@ -1,4 +1,5 @@
-"""Token cross-entropy, a chunk of positions at a time: the float32 logits of a full batch never exist."""
+"""Token cross-entropy, a chunk of positions at a time: the float32 logits of a full batch never exist. At the end of
+the file a caller's loss in its place."""
 
 from __future__ import annotations
 
