@@ -18,7 +18,7 @@ from pathlib import Path
 
 from markdown_sections import write_between
 from memory_accuracy import TABLE, case_of, read_table
-from published_rule import MODEL, SEQUENCE_LENGTH, read_rows, rule_by_gpu, safety
+from published_rule import MODEL, SEQUENCE_LENGTH, read_rows, record_of, rule_by_gpu, safety
 from step_time import Row, predict, published_rows
 
 from jaxllm.config import load_config
@@ -136,7 +136,7 @@ def is_covered(row: dict) -> bool:
 
 def rule_on_compiled(rows: Iterable[dict]) -> RuleRecord:
     """The rule's record on compiled steps; "ran" means that XLA's bytes are at most the capacity."""
-    return RuleRecord.of(
+    return record_of(
         (megatron_fits(case_of(row).config, find_gpu(row["gpu"])), row["total_bytes"] <= row["capacity_bytes"]) for row in rows
     )
 

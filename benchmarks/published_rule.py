@@ -17,6 +17,7 @@ import csv
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +107,20 @@ def config_of(
     )
 
 
+def record_of(verdicts: Iterable[tuple[bool, bool]]) -> RuleRecord:
+    """The record of pairs (called safe, ran)."""
+    counts = Counter(verdicts)
+    ran, unsafe_ran = counts[True, True], counts[False, True]
+    return RuleRecord(ran + counts[True, False], ran, unsafe_ran + counts[False, False], unsafe_ran)
+
+
 def rule_by_gpu(rows: Iterable[Row]) -> dict[str, RuleRecord]:
     """The rule's record on each kind of GPU."""
     verdicts: dict[str, list[tuple[bool, bool]]] = {}
     for row in rows:
         safe = megatron_fits(row.config, find_gpu(row.mesh.gpu))
         verdicts.setdefault(row.mesh.gpu, []).append((safe, row.tflops_per_gpu is not None))
-    return {gpu: RuleRecord.of(of_gpu) for gpu, of_gpu in verdicts.items()}
+    return {gpu: record_of(of_gpu) for gpu, of_gpu in verdicts.items()}
 
 
 def largest(admits: Callable[[int], bool]) -> int:

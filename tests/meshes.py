@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.mesh.axes import axis_sizes, batch_sharding, make_mesh
-from jaxllm.parallel.layer_stacking import over_layers, stacking_of
+from jaxllm.parallel.parameters import over_layers, stacking_of
 from jaxllm.parallel.zigzag import order
 from jaxllm.train.build import build_training
 from jaxllm.train.given import Given

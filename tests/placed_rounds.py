@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.mesh.axes import make_mesh
-from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.parallel.parameters import stacking_of
 from jaxllm.run.rounds import Rounds
 from jaxllm.train.build import build_training
 

@@ -10,8 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.config import ConfigError
-from jaxllm.cost_model.pipeline_idle import idle_share, microbatches_for
-from jaxllm.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, Group, ScheduleError, check, forward_only, make_schedule
+from jaxllm.pipeline_schedule import (
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    Group,
+    ScheduleError,
+    check,
+    forward_only,
+    idle_share,
+    make_schedule,
+    microbatches_for,
+)
 from jaxllm.plan.pipeline_report import pipeline_report
 
 

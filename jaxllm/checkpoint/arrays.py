@@ -114,7 +114,7 @@ def on_host(arrays: Any) -> bool:
 
 
 def restacked(arrays: Any, like: Any) -> Any:
-    """Gives layer stacks the shape in `like` (parallel/layer_stacking.py): other chunks, with identity layers of zeros added or
+    """Gives layer stacks the shape in `like` (parallel/parameters.py): other chunks, with identity layers of zeros added or
     removed at the end. It converts one array after the other and deletes the inputs.
     """
     return jax.tree.map(_restack, arrays, like)

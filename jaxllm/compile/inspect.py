@@ -40,8 +40,7 @@ from jaxllm.mesh.sharding import STACK_DIMS, Parameter, is_zero_sharded, layout,
 from jaxllm.model.attention import plain_attention
 from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import BlockContext, apply_block, layer_kinds
-from jaxllm.parallel.layer_stacking import stacking_of
-from jaxllm.parallel.parameters import parameter_table
+from jaxllm.parallel.parameters import parameter_table, stacking_of
 from jaxllm.parallel.vjp_residuals import extract
 from jaxllm.plan.advice import better_shape, better_shape_line
 

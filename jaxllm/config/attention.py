@@ -110,7 +110,7 @@ def takes_cudnn(model: ModelConfig, capability: Capability = HOPPER) -> bool:
 
 
 def packed_documents(config: Config, capability: Capability = HOPPER) -> int | None:
-    """Documents of a sequence for which attention is compiled, where cuDNN packs them (model/packed_documents.py). None: no
+    """Documents of a sequence for which attention is compiled, where cuDNN packs them (model/cudnn_attention.py). None: no
     documents are masked, or by halves, or by plain XLA.
 
     By halves it is on GPUs before Hopper; where lengths do not divide, so that many documents would share a call; where cuDNN's

@@ -24,7 +24,7 @@ def exchanges_beside_steps(config: Config) -> bool:
 
 
 def fragments_of(config: Config) -> int:
-    """Number of outer steps in a round, each of a part of the weights (train/fragments.py)."""
+    """Number of outer steps in a round, each of a part of the weights (train/diloco.py)."""
     return 1 if config.train.diloco_steps is None else config.train.diloco_fragments
 
 

@@ -1,4 +1,5 @@
-"""Bytes that a block stores for its backward pass under a remat policy (config/remat_policy.py)."""
+"""How attention is computed, and the bytes that a block stores for its backward pass under a remat policy
+(config/remat_policy.py)."""
 
 from __future__ import annotations
 
@@ -20,6 +21,18 @@ def is_blockwise(config: Config, capability: Capability = HOPPER) -> bool:
     XLA on one context rank has none."""
     has_window = any(window_shares(config.model, config.train.sequence_length))
     return config.parallel.context > 1 or has_window or takes_cudnn(config.model, capability)
+
+
+XLA_ROWS, MOST_SCORES = 512, 2**26
+"""Queries of a tile of plain XLA attention, and its float32 scores (256 MiB), at most."""
+
+
+def tile_rows(rows: int, scores_of_row: int, most_rows: int = XLA_ROWS) -> int:
+    """Queries of a tile of plain XLA attention (blockwise_attention.xla_kernel): both limits hold as far as `rows` can be
+    halved."""
+    while rows % 2 == 0 and (rows > most_rows or rows * scores_of_row > MOST_SCORES):
+        rows //= 2
+    return rows
 
 
 RING_MIN_ROWS = 4096

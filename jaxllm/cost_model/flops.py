@@ -23,16 +23,11 @@ def layer_parameter_count(model: ModelConfig) -> int:
     return sum(spec.size for spec in layer_parameters(model))
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """All parameters, without the padding a mesh may add; a tied embedding and head count once."""
-    return sum(spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model))
-
-
-def trained_parameter_count(config: Config) -> int:
-    """Parameters that are not frozen."""
-    model, frozen = config.model, config.frozen
-    sizes = [spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model) if spec.path not in frozen]
-    return sum(sizes)
+def parameter_count(model: ModelConfig, frozen: frozenset[str] = frozenset()) -> int:
+    """All parameters but those of the paths `frozen`, without the padding a mesh may add; a tied embedding and head count
+    once."""
+    sizes = {spec.path: spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model)}
+    return sum(size for path, size in sizes.items() if path not in frozen)
 
 
 def trained_matrices(config: Config) -> list[ParameterSpec]:
@@ -45,13 +40,13 @@ def moments_per_parameter(config: Config) -> float:
     """Float32 numbers of the optimizer's state for each trained parameter, in the mean."""
     in_matrices, elsewhere = config.optimizer.numbers
     sizes = [spec.size for spec in trained_matrices(config)]
-    share = config.model.num_layers * sum(sizes) / max(trained_parameter_count(config), 1)
+    share = config.model.num_layers * sum(sizes) / max(parameter_count(config.model, config.frozen), 1)
     return elsewhere + (in_matrices - elsewhere) * share
 
 
 def state_bytes(config: Config) -> int:
     """Bytes of the trained weights and of the optimizer's state, all float32, and of the frozen weights."""
-    trained = trained_parameter_count(config)
+    trained = parameter_count(config.model, config.frozen)
     frozen = parameter_count(config.model) - trained
     return round(4 * trained * (1 + moments_per_parameter(config)) + ITEMSIZE[config.model.compute_dtype] * frozen)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.config.attention import FIRST_WITH, Capability, has_tf32, require_runs
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.gpu_file import gpu_from_file
 from jaxllm.display import readable
+from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
 
 if TYPE_CHECKING:
     from jaxllm.config.model_config import ModelConfig
@@ -327,7 +328,7 @@ def find_gpu(name: str) -> Gpu:
       ConfigError: the name, file or field does not exist, or a value is invalid.
     """
     if name.endswith((".yaml", ".yml")):
-        return gpu_from_file(Path(name), GPUS)
+        return _gpu_from_file(Path(name))
     if name not in GPUS:
         nearest = [known for known in GPUS if name and known.startswith(name.lower())] or difflib.get_close_matches(name, GPUS)
         choose = f"did you mean {nearest[0]}? Choose" if nearest else "choose"
@@ -335,6 +336,52 @@ def find_gpu(name: str) -> Gpu:
             f"There is no GPU {name or repr(name)}: {choose} one of {', '.join(GPUS)}, or a YAML file of your own."
         )
     return GPUS[name]
+
+
+def _gpu_from_file(path: Path) -> Gpu:
+    try:
+        given = read_yaml(path)
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"{path} cannot be read as the description of a GPU: {reason_of(error)}.") from None
+    if not isinstance(given, dict) or not isinstance(given.get("like"), str) or given["like"] not in GPUS:
+        raise ConfigError(f"{path} does not say which GPU it is like: write like: and one of {', '.join(GPUS)}.")
+    base = GPUS[given.pop("like")]
+    on_chip, on_gpu = vars(base.chip), {name: value for name, value in vars(base).items() if name != "chip"}
+    known = on_chip | on_gpu
+    for key, value in given.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it may have {', '.join(sorted(known))}."
+            raise ConfigError(f"Unknown key {key} in {path}: {hint}")
+        _check_value(path, key, value, known[key])
+    chip = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in on_chip}
+    rest = {"name": path.stem, "source": str(path), "device_kind": "", **{key: given[key] for key in given if key in on_gpu}}
+    if "dense_flops" in given:
+        rest["dense_flops"] = MappingProxyType({**base.dense_flops, **given["dense_flops"]})
+    gpu = dataclasses.replace(base, **rest, chip=dataclasses.replace(base.chip, **chip))
+    if gpu.capacity_bytes <= 0:
+        raise ConfigError(f"memory_bytes={gpu.memory_bytes} in {path} leaves no memory for a step: it should be above 1.1 GiB.")
+    return gpu
+
+
+def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
+    """Raises ConfigError unless the value has the example's type: text, numbers above zero, or several of them."""
+    is_number = lambda x: type(x) in (int, float) and 0 < x < math.inf  # noqa: E731
+    if isinstance(example, str):
+        right, should = isinstance(value, str), "text"
+    elif isinstance(example, Mapping):
+        right = isinstance(value, dict) and all(dtype in example and is_number(x) for dtype, x in value.items())
+        should = f"numbers above zero for any of {', '.join(example)}"
+    elif isinstance(example, tuple):
+        right = isinstance(value, list) and [type(x) for x in value] == [int, int] and value[0] > 0 <= value[1] < 10
+        should = "two whole numbers, such as [9, 0]"
+    elif isinstance(example, int):
+        right, should = type(value) is int and value > 0, "a whole number above zero"
+    else:
+        # YAML 1.1 reads 3.35e12 as text, because the exponent has no sign.
+        right, should = is_number(value), "a number above zero; with an exponent, write 1.0e+12"
+    if not right:
+        raise ConfigError(f"{key}={value} in {path} is not valid: it should be {should}.")
 
 
 def fits_text(size_bytes: int, capacity_bytes: int) -> str:

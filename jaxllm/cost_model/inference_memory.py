@@ -16,18 +16,15 @@ import math
 
 from jaxllm.config import Config, ModelConfig, model_spec
 from jaxllm.config.types import ITEMSIZE
+from jaxllm.cost_model.activations import tile_rows
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import Terms
-from jaxllm.cost_model.parameters import parameters
-from jaxllm.cost_model.step_parts import XLA_ROWS
-from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
+from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes, parameters
 
 EVALUATION_TOKENS = 8192
 """Approximate number of tokens that evaluation computes at once on each data rank of accelerators."""
 SMALLEST_PROMPT = 16
 """Positions of the smallest bucket."""
-MOST_SCORES = 2**26
-"""Scores of a tile of plain XLA attention at most (blockwise_attention.xla_kernel)."""
 GATHERED_LAYERS = 1.5
 """Layers whose gathered weights are live at once with ZeRO 3 in a forward pass (compiled programs)."""
 STAGE_MESSAGES = 3
@@ -71,37 +68,6 @@ def cache_bytes(model: ModelConfig, rows: int, positions: int) -> int:
     return 2 * ITEMSIZE[model.compute_dtype] * model.num_kv_heads * model.head_dim * rows * of_layers
 
 
-class _Forward(StepSizes):
-    """Sizes of a forward pass on one device: microbatch_sequences rows of sequence_length on a data rank."""
-
-    def __init__(self, config: Config, gpu: Gpu | None, stored: str):
-        super().__init__(config, gpu)
-        self.stored = ITEMSIZE[stored]
-        self.converts = self.stored != self.itemsize
-        # Cosines and sines of half a head, for each position.
-        self.angles = 2 * FLOAT32 * self.tokens * self.model.head_dim / 2
-
-    def stored_weights(self) -> float:
-        return self.stored * self.all.master
-
-    def layer_weights(self) -> float:
-        """Weights of the layers beside the stored ones: in another dtype, or gathered."""
-        if self.zero == 3:
-            return self.itemsize * (self.converts * self.layers.master + GATHERED_LAYERS * self.layer.compute)
-        return self.itemsize * self.layers.compute * (self.converts or self.zero > 0)
-
-    def vocabulary_weights(self) -> float:
-        """Gathered embedding and head, which XLA holds while layers are computed."""
-        return self.itemsize * self.vocabulary.compute * (self.zero > 0)
-
-    def head_weights(self) -> float:
-        return self.itemsize * self.head.compute * (self.converts or self.zero > 0)
-
-    def scores_bytes(self, rows: int, elements: float) -> float:
-        """A tile's scores in float32, and their softmax in the compute dtype."""
-        return rows * elements * (FLOAT32 + self.itemsize)
-
-
 def evaluation_moments(config: Config, gpu: Gpu | None = None, stored: str = "float32") -> Moments:
     """Terms of one device that computes the loss of a batch, at each moment that may be the fullest.
 
@@ -109,24 +75,36 @@ def evaluation_moments(config: Config, gpu: Gpu | None = None, stored: str = "fl
       config: resolved; microbatch_sequences and sequence_length are those of the evaluation.
       stored: dtype of the weights on disk, which they keep on the device.
     """
-    size = _Forward(config, gpu, stored)
-    u, resident = size.units, {"stored_weights": size.stored_weights(), "batch": 13 * size.tokens * size.microbatches}
+    size = StepSizes(config, gpu)
+    u, b, gathers = size.units, size.itemsize, size.zero > 0
+    converts = ITEMSIZE[stored] != b
+    resident = {"stored_weights": ITEMSIZE[stored] * size.all.master, "batch": 13 * size.tokens * size.microbatches}
     stream = u["split"] + (STAGE_MESSAGES * u["split"] if size.pipelined else 0)
-    layer = {"layer_weights": size.layer_weights(), "vocabulary_weights": size.vocabulary_weights()}
-    layer |= {"hidden_states": stream, "angles": size.angles}
-    chunks = min(size.local_length, -(-size.tokens // config.train.loss_chunk_tokens))
-    chunk = -(-size.tokens // chunks)
+    # Beside the stored ones: in another dtype, or gathered.
+    layer_weights = b * size.layers.compute * (converts or gathers)
+    if size.zero == 3:
+        layer_weights = b * (converts * size.layers.master + GATHERED_LAYERS * size.layer.compute)
+    layer = {
+        "layer_weights": layer_weights,
+        # Gathered embedding and head, which XLA holds while layers are computed.
+        "vocabulary_weights": b * size.vocabulary.compute * gathers,
+        "hidden_states": stream,
+        # Cosines and sines of half a head, for each position.
+        "angles": 2 * FLOAT32 * size.tokens * size.model.head_dim / 2,
+    }
+    chunk = -(-size.tokens // size.loss_chunks)
     # A chunk of hidden states is a copy, if there are several.
-    of_head = u["whole"] + (chunk * size.itemsize * size.model.hidden_size if chunks > 1 else 0) + stream - u["split"]
+    of_head = u["whole"] + (chunk * b * size.model.hidden_size if size.loss_chunks > 1 else 0) + stream - u["split"]
     attention = 2 * u["query"] + 2 * u["key"] + u["whole"]
-    scores = size.scores_bytes(1, size.scores)
+    # A tile's scores in float32, and their softmax in the compute dtype.
+    scores = size.scores * (FLOAT32 + b)
     return _rounded(
         {
             "feed_forward": {**resident, **layer, "activations": 2 * u["whole"] + 2 * u["mlp"]},
             "attention": {**resident, **layer, "activations": attention, "attention_scores": scores},
             "loss": {
                 **resident,
-                "head_weights": size.head_weights(),
+                "head_weights": b * size.head.compute * (converts or gathers),
                 "hidden_states": of_head,
                 "logits": FLOAT32 * chunk * size.rows,
             },
@@ -153,7 +131,7 @@ def generation_moments(
     ranks = int(p.data) * p.replica
     B, S = bucket(-(-prompts // ranks)), bucket(prompt_tokens, SMALLEST_PROMPT)
     positions = cache_positions(prompt_tokens, new_tokens)
-    size = _Forward(config, gpu, model.compute_dtype)
+    size = StepSizes(config, gpu)
     kv_ways = p.tensor if model.num_kv_heads % p.tensor == 0 else 1
     tokens, b = B * S, size.itemsize
     weights = {"weights": b * size.all.master}
@@ -166,7 +144,7 @@ def generation_moments(
         "hidden_states": width + 4 * tokens * model.head_dim,
         "layer_weights": gathered,
     }
-    rows, heads = _tile_rows(B * model.num_heads, S), model.num_heads // p.tensor
+    rows, heads = tile_rows(S, B * model.num_heads * S), model.num_heads // p.tensor
     scores = B * heads * rows * S
     pieces = (FLOAT32 * scores, b * scores, FLOAT32 / b * query, query, width)
     # One of these buffers takes the place of the cache's keys, or values, which XLA allocates for the output.
@@ -186,17 +164,9 @@ def generation_moments(
     return _rounded(moments)
 
 
-def _tile_rows(rows_and_heads: int, length: int) -> int:
-    """Queries of a tile of plain XLA attention on all devices (blockwise_attention._tile_rows)."""
-    rows = length
-    while rows % 2 == 0 and (rows > XLA_ROWS or rows_and_heads * rows * length > MOST_SCORES):
-        rows //= 2
-    return rows
-
-
 def load_moments(config: Config, stored: str = "float32") -> Moments:
     """Terms of one device when a model is loaded: its share of the weights, and nothing that is larger than a parameter."""
-    return _rounded({"loaded": {"stored_weights": _Forward(config, None, stored).stored_weights()}})
+    return _rounded({"loaded": {"stored_weights": ITEMSIZE[stored] * StepSizes(config).all.master}})
 
 
 def load_host_bytes(config: Config, stored: str, gpus_per_process: int) -> Terms:
@@ -210,7 +180,7 @@ def load_host_bytes(config: Config, stored: str, gpus_per_process: int) -> Terms
     convert           from and to Hugging Face: the largest matrix of a layer, which is transposed, and blocks of it
     convert_a_run     the largest parameter with all its layers, in float32, twice
     """
-    size, model = _Forward(config, None, stored), config.model
+    model, itemsize = config.model, ITEMSIZE[stored]
     table, here = parameters(model, config.parallel), config.chunk_layers * config.parallel.virtual_stages
     specs = model_spec.parameters(model)
     held = {spec.path: table[spec.path].master * (here if spec.in_layer else 1) for spec in specs}
@@ -218,11 +188,11 @@ def load_host_bytes(config: Config, stored: str, gpus_per_process: int) -> Terms
     whole = {spec.path: shapes[spec.path] * (model.num_layers if spec.in_layer else 1) for spec in specs}
     of_process = {path: min(whole[path], gpus_per_process * count) for path, count in held.items()}
     largest = max(of_process, key=of_process.__getitem__)
-    read, share = (size.stored * of_path[largest] for of_path in (of_process, held))
+    read, share = (itemsize * of_path[largest] for of_path in (of_process, held))
     of_orbax = FLOAT32 * sum(of_process.values())
-    matrix = size.stored * max(shapes[spec.path] for spec in specs if spec.in_layer)
+    matrix = itemsize * max(shapes[spec.path] for spec in specs if spec.in_layer)
     return {
-        "model_folder": (2 * read if read <= AT_ONCE_BYTES else 3 * share) + size.stored * shapes[largest],
+        "model_folder": (2 * read if read <= AT_ONCE_BYTES else 3 * share) + itemsize * shapes[largest],
         "run": 2 * min(of_orbax, ORBAX_AT_ONCE_BYTES),
         "training_state": 2 * min(3 * of_orbax, ORBAX_AT_ONCE_BYTES),
         "convert": matrix + 2 * min(BLOCK_BYTES, matrix),

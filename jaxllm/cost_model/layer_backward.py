@@ -241,28 +241,23 @@ def facts(step: StepSizes) -> dict[str, bool]:
 
 def sizes_of(step: StepSizes) -> dict[str, float]:
     """Bytes of one tensor of each kind."""
-    units, layers = step.units, step.config.chunk_layers
+    units, layers, halved = step.units, step.config.chunk_layers, halvings(step.causal_block_length)
     sizes = {
         **units,
         "weights": units["layer" if step.zero == 3 else "trained_layer"],
         "all_keys": step.parallel.context * units["key"],
-        "halves": 0.0,
-        "smallest_scores": 0.0,
+        # Half of a tensor per halving. The smallest scores are in units of queries, if heads are as wide as these blocks are
+        # long; observed with one sequence per microbatch and a recomputed layer.
+        "halves": halved / 2 * units["query"],
+        "smallest_scores": (halved > 0) * SMALLEST_HALF / step.model.head_dim * units["query"],
         "stack": layers * units["whole"],
         "slots": step.slots * layers * units["whole"],
-        "host_sums": step.host_sums or 0.0,
+        "host_sums": step.host_sums,
         "fp8_rounded": step.fp8_rounded,
         "packing": step.packing_bytes,
         "workspace": step.attention_workspace,
         "scores": step.scores,
     }
-    if halved := halvings(step.causal_block_length):
-        # Half of a tensor per halving. The smallest scores are in units of queries, if heads are as wide as these blocks are
-        # long; observed with one sequence per microbatch and a recomputed layer.
-        sizes |= {
-            "halves": halved / 2 * units["query"],
-            "smallest_scores": SMALLEST_HALF / step.model.head_dim * units["query"],
-        }
     for place, held in (("kept", step.kept), ("offloaded", step.offloaded)):
         sizes |= dict.fromkeys((f"{place}.{group}" for group in HELD.values()), 0.0)
         for name, size in () if step.policy.everything else held.items():

@@ -12,7 +12,7 @@ from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
-from jaxllm.cost_model.activations import is_blockwise
+from jaxllm.cost_model.activations import XLA_ROWS, is_blockwise
 from jaxllm.cost_model.flops import causal_pairs
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
@@ -23,7 +23,6 @@ from jaxllm.cost_model.step_parts import (
     KERNEL_S,
     LARGE_HEAD,
     MEMORY_SHARE,
-    XLA_ROWS,
     Fitted,
     tile_share,
 )
@@ -99,6 +98,29 @@ class LayerCompute:
     @property
     def stage_layers(self) -> float:
         return self.V * self.chunk_layers
+
+    def vocabulary_parameters(self) -> float:
+        """Parameters of embedding and head, on one rank."""
+        matrices = 1 if self.model.tie_embeddings else 2
+        return self.matrix_parameters() * matrices / self.P
+
+    @property
+    def trains_head(self) -> bool:
+        return ("embedding" if self.model.tie_embeddings else "head") not in self.config.frozen
+
+    def trained_vocabulary(self) -> float:
+        """As vocabulary_parameters, of those that are trained."""
+        matrices = {"embedding"} if self.model.tie_embeddings else {"embedding", "head"}
+        return self.vocabulary_parameters() * len(matrices - self.config.frozen) / len(matrices)
+
+    def matrix_parameters(self) -> float:
+        """Parameters of the embedding, or of the head, on one tensor rank."""
+        return self.model.vocab_size * self.model.hidden_size / self.t
+
+    def shared_parameters(self) -> float:
+        """Parameters that a rank updates."""
+        parameters = self.stage_layers * self.trained_parameters + self.trained_vocabulary()
+        return parameters / (self.data_group.size if self.parallel.zero else 1)
 
     def block_matmuls(self) -> dict[str, tuple[int, int]]:
         split = {"heads": self.t, "mlp": self.t, "kv_heads": self.t if self.model.num_kv_heads % self.t == 0 else 1}

@@ -40,8 +40,7 @@ from jaxllm.config.attention import Capability
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.cost_model.hardware import Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.layer_backward import layer_backward
-from jaxllm.cost_model.parameters import layer_parameters
-from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
+from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes, layer_parameters
 
 MANY_RANKS = {2: 128, 3: 96}
 """For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently, by steps of Llama 3 8B and 70B: of level 2, 96
@@ -125,10 +124,6 @@ class Step(StepSizes):
     """Combines the sizes of a train step at each moment."""
 
     # ------------------------------------------------------------------------------------------------ vocabulary
-
-    @property
-    def loss_chunks(self) -> int:
-        return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
 
     def waiting_head_gradient(self) -> float:
         """The part of the head gradient that is live while layers run backward, with ZeRO 2 and 3: the float32 sum, or one

@@ -109,12 +109,9 @@ def network_text(parallel: ParallelConfig) -> str:
     if not parallel.names_replica_network:
         return "the network of the hosts"
     gbit, latency_ms = parallel.replica_gbit_per_s, parallel.replica_latency_ms
-    return ", ".join(
-        (
-            "adapters as between hosts" if gbit is None else f"{gbit:,g} Gbit/s each",
-            "latency as between hosts" if latency_ms is None else f"{latency_ms:,g} ms",
-        )
-    )
+    bandwidth = "adapters as between hosts" if gbit is None else f"{gbit:,g} Gbit/s each"
+    latency = "latency as between hosts" if latency_ms is None else f"{latency_ms:,g} ms"
+    return f"{bandwidth}, {latency}"
 
 
 def exchange_json(config: Config, step_s: float | None) -> dict[str, Any] | None:
@@ -133,7 +130,8 @@ def exchange_lines(config: Config, step_s: float | None) -> Iterator[str]:
     """
     if (exchange := exchange_of(config)) is None:
         return
-    yield f"Between {exchange.replicas} replicas of {_gpus(exchange.gpus)} ({network_text(config.parallel)})"
+    gpus = f"{exchange.gpus:,} GPU{'s' if exchange.gpus > 1 else ''}"
+    yield f"Between {exchange.replicas} replicas of {gpus} ({network_text(config.parallel)})"
     sent = readable(exchange.sent_bytes)
     codes = f" in {config.train.diloco_bits} bits" if exchange.codes else ""
     if config.train.diloco_steps is None:
@@ -150,7 +148,3 @@ def exchange_lines(config: Config, step_s: float | None) -> Iterator[str]:
     much = readable(together.sent_bytes) if exchange.codes or count > 1 else "as much"
     before = f"; {much} of gradients in each of the first {after:,} steps" if after else ""
     yield f"  each sends {sent} of weights{codes}{part} {every}, and receives as much{time}{before}"
-
-
-def _gpus(count: int) -> str:
-    return f"{count:,} GPU{'s' if count > 1 else ''}"

@@ -103,8 +103,6 @@ LARGE_HEAD = 128
 """Head size from which attention reaches the faster shares."""
 ATTENTION_ROWS = 128
 """Queries per thread block."""
-XLA_ROWS = 512
-"""Queries of a tile of plain XLA attention (blockwise_attention.xla_kernel)."""
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64, 64, 0.5))
 """Rows and columns of a matmul's output tiles, and the speed of each kind relative to the largest: a small tile reads its
 inputs more often. Rules of thumb."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import Any, cast
 
-from jaxllm.config import Config
+from jaxllm.config import Config, ModelConfig, ParallelConfig, model_spec, zero_shard
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
@@ -15,11 +20,83 @@ from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import trained_matrices
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.parameters import Elements, parameters
 
 FLOAT32 = 4
 SMALLEST_HALF = 128
 """Rows at which the halving of a block with documents ends (blockwise_attention.documents_by_halves)."""
+
+
+# ---------------------------------------------------------------------------------------------- elements of parameters
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of one or several parameters on one device."""
+
+    compute: int
+    """In the train step's sharding."""
+    master: int
+    """In the sharding between steps, with the zeros that ZeRO pads."""
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.compute + other.compute, self.master + other.master)
+
+    def times(self, count: int) -> Elements:
+        return Elements(count * self.compute, count * self.master)
+
+
+def parameters(model: ModelConfig, parallel: ParallelConfig, frozen: frozenset[str] = frozenset()) -> Mapping[str, Elements]:
+    """Elements of each parameter on one device, by path; for a layer's parameter, those of one layer.
+
+    Args:
+      frozen: paths of parameters that are not trained, which are sharded between steps as in the step.
+    """
+    ranks = int(parallel.data) * parallel.context
+    # Type checkers do not know that a frozen model of pydantic is hashable.
+    found = _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
+    if not frozen:
+        return found
+
+    def of(path: str, elements: Elements) -> Elements:
+        shards = parallel.zero == 3 and (parallel.pipe == 1 or path.startswith(model_spec.LAYERS))
+        return elements if shards or path not in frozen else Elements(elements.compute, elements.compute)
+
+    return {path: of(path, elements) for path, elements in found.items()}
+
+
+@lru_cache(maxsize=4096)
+def _parameters(model: Any, pipe: int, tensor: int, ranks: int) -> Mapping[str, Elements]:
+    """The same, sharded over so many ranks between steps."""
+    ways = pipe * tensor
+    split = {"vocab": ways, "heads": tensor, "mlp": tensor}
+    if model.num_kv_heads % tensor == 0:
+        split["kv_heads"] = tensor
+    found = {}
+    for spec in model_spec.parameters(model):
+        shape = dict(zip(spec.dims, spec.shape, strict=True))
+        if "vocab" in shape:
+            shape["vocab"] = -(-shape["vocab"] // ways) * ways
+        found[spec.path] = _elements(shape, split, ranks, spec.is_matrix)
+    return MappingProxyType(found)
+
+
+def layer_parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
+    """Elements of each parameter of one layer on one device."""
+    return {path: elements for path, elements in parameters(model, parallel).items() if path.startswith(model_spec.LAYERS)}
+
+
+def _elements(shape: dict[str, int], split: dict[str, int], ranks: int, is_matrix: bool) -> Elements:
+    compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
+    if ranks == 1:
+        return Elements(compute, compute)
+    found = zero_shard(shape, split, ranks, is_matrix)
+    if found is None:
+        return Elements(compute, compute)
+    dim, zeros = found
+    return Elements(compute, compute // shape[dim] * (shape[dim] + zeros) // ranks)
+
+
+# -------------------------------------------------------------------------------------------------------------- step sizes
 
 
 def slots_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[int, int]:
@@ -56,7 +133,7 @@ class StepSizes:
         self.causal_block_length = causal_block_length(train.sequence_length, p.context)
         self.tokens = config.microbatch_sequences * self.local_length
         frozen, none = config.frozen, Elements(0, 0)
-        table = parameters(self.model, p, frozen)
+        table = self.table = parameters(self.model, p, frozen)
         of_layer = {path: elements for path, elements in table.items() if path.startswith(LAYERS)}
         # Frozen parameters have no gradients, and their weights are read in place.
         trained = {path: none if path in frozen else elements for path, elements in table.items()}
@@ -82,6 +159,10 @@ class StepSizes:
         self.pipelined = p.pipe > 1
         table_of = (p.schedule, p.pipe, self.microbatches, p.virtual_stages)
         self.slots, self.finished_slots = slots_of(*table_of) if self.pipelined else (1, 0)
+
+    @property
+    def loss_chunks(self) -> int:
+        return min(self.local_length, -(-self.tokens // self.config.train.loss_chunk_tokens))
 
     # ---------------------------------------------------------------------------------------- from step to step
 
@@ -115,8 +196,7 @@ class StepSizes:
     @cached_property
     def block_matrices(self) -> int:
         """Elements of the blocks' trained matrices, adapters among them, between steps."""
-        table = parameters(self.model, self.parallel, self.config.frozen)
-        each = sum(table[spec.path].master for spec in trained_matrices(self.config))
+        each = sum(self.table[spec.path].master for spec in trained_matrices(self.config))
         return each * self.config.chunk_layers * self.parallel.virtual_stages
 
     def on_host(self) -> float:
@@ -269,16 +349,14 @@ class StepSizes:
 
     @property
     def layers_on_host(self) -> bool:
-        """Whether the layers' weights and gradient sums are in the host's memory (parallel/host_layers.py)."""
+        """Whether the layers' weights and gradient sums are in the host's memory (parallel/layer_loop.py)."""
         return self.parallel.offload_state == "all"
 
     @property
-    def host_sums(self) -> float | None:
-        """Bytes of one layer's gradient sums while they are added to: those of a single microbatch are only written. None if
-        they are on the device."""
-        if not self.layers_on_host:
-            return None
-        return FLOAT32 * self.layer.master if self.accumulates else 0.0
+    def host_sums(self) -> float:
+        """Bytes of one layer's gradient sums on the host while they are added to: those of a single microbatch are only
+        written."""
+        return FLOAT32 * self.layer.master if self.layers_on_host and self.accumulates else 0.0
 
     @cached_property
     def accumulates(self) -> bool:

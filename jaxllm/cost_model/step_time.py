@@ -38,7 +38,7 @@ from typing import Literal, get_args
 from jaxllm.config import Config
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.megatron_step import MegatronStep
+from jaxllm.cost_model.megatron import MegatronStep
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import Fitted, StepTime
 

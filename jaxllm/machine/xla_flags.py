@@ -36,7 +36,7 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.run_sections import MOST_CPU_DEVICES, XlaOptions
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
-from jaxllm.cost_model.parameters import layer_parameters
+from jaxllm.cost_model.step_sizes import layer_parameters
 from jaxllm.machine.host import available_cpus
 from jaxllm.private_jax import number_collectives
 from jaxllm.untrusted import RefusedInput, shown, whole_number

@@ -29,7 +29,7 @@ Rules = Mapping[str, tuple[str, ...]]
 Dims = tuple[str, ...]
 
 STACK_DIMS = ("layers", "virtual_stages", "stages", "stage_layers")
-"""Dims that count layers (parallel/layer_stacking.py). They are the leading dims of every parameter of the layer stack."""
+"""Dims that count layers (parallel/parameters.py). They are the leading dims of every parameter of the layer stack."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,9 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     return Layout(compute, PartitionSpec(*master), dim, zeros)
 
 
-def unstacked(dims: Dims) -> Dims:
-    """The dims of the parameter of one layer."""
-    return tuple(dim for dim in dims if dim not in STACK_DIMS)
-
-
 def stack_dims(dims: Dims) -> int:
     """Number of leading dims of a parameter that count layers."""
-    return len(dims) - len(unstacked(dims))
+    return sum(dim in STACK_DIMS for dim in dims)
 
 
 def is_zero_sharded(path: str, parallel: ParallelConfig, level_from: int) -> bool:
@@ -197,10 +192,10 @@ def vocab_rows(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 def named(mesh: Mesh, specs: Any) -> Any:
     """Converts a tree of PartitionSpecs to NamedShardings."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return map_specs(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def map_specs(function: Callable[[PartitionSpec], PartitionSpec], specs: Any) -> Any:
+def map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
     """Applies `function` to each PartitionSpec of a tree."""
     return jax.tree.map(function, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

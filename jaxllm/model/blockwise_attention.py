@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxllm.config import ATTENTION_RESULTS
+from jaxllm.cost_model.activations import XLA_ROWS, tile_rows
 
 OUTPUT, LSE = ATTENTION_RESULTS
 """Names of a blockwise attention's results. A remat policy that saves them avoids the recomputation, transfers included."""
@@ -69,7 +70,6 @@ Gradients = tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array,
 class Kernel:
     """One way to compute a block. Key-value heads are never repeated in memory."""
 
-    name: str
     forward: Callable[..., Partial]
     """(q_BSNH, k_BTKH, v_BTKH, mask) -> Partial"""
     backward: Callable[..., Gradients]
@@ -88,23 +88,21 @@ def merge(a: Partial, b: Partial) -> Partial:
 # ------------------------------------------------------------------------------------------------------------- plain XLA
 
 
-def xla_kernel(max_rows: int = 512, max_scores: int = 2**26) -> Kernel:
+def xla_kernel(max_rows: int = XLA_ROWS) -> Kernel:
     """Einsums over tiles of query rows, scores and softmax in float32. Only one tile of scores exists at a time.
 
     A causal block is computed as a full square and masked, so half of its work is wasted. With a window a tile reads only the
     keys that one of its rows may see.
 
     Args:
-      max_rows: rows of a tile at most.
-      max_scores: float32 scores of a tile at most, by default 256 MiB. Both limits hold as far as the rows can be halved.
+      max_rows: rows of a tile at most (cost_model/activations.tile_rows).
     """
-    bounds = {"max_rows": max_rows, "max_scores": max_scores}
-    return Kernel("xla", partial(_xla_forward, **bounds), partial(_xla_backward, **bounds))
+    return Kernel(partial(_xla_forward, max_rows=max_rows), partial(_xla_backward, max_rows=max_rows))
 
 
-def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int, max_scores: int) -> Partial:
+def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int) -> Partial:
     B, _, N, H = q_BSNH.shape
-    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], mask.window, max_rows, max_scores)
+    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], mask.window, max_rows)
     q_BSNH, mask = _tied(q_BSNH, mask)
     keys = (k_BTKH, v_BTKH, mask.k_segments_BT)
 
@@ -127,10 +125,10 @@ def _xla_forward(q_BSNH, k_BTKH, v_BTKH, mask: Mask, *, max_rows: int, max_score
     return Partial(_untile(o_tiles), _untile(lse_tiles))
 
 
-def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, *, max_rows: int, max_scores: int) -> Gradients:
+def _xla_backward(q_BSNH, k_BTKH, v_BTKH, o_BSNH, lse_BSN, do_BSNH, mask: Mask, *, max_rows: int) -> Gradients:
     B, _, N, H = q_BSNH.shape
     K = k_BTKH.shape[2]
-    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], mask.window, max_rows, max_scores)
+    rows = _tile_rows(q_BSNH.shape, k_BTKH.shape[1], mask.window, max_rows)
     q_BSNH, mask = _tied(q_BSNH, mask)
     keys = (k_BTKH, v_BTKH, mask.k_segments_BT)
     # Sum of dP P over all keys, from o and do (FlashAttention's D).
@@ -213,12 +211,10 @@ def _where(condition, x, other: float):
     return x if condition is None else jnp.where(condition, x, other)
 
 
-def _tile_rows(q_shape, T: int, window: int | None, max_rows: int, max_scores: int) -> int:
+def _tile_rows(q_shape, T: int, window: int | None, max_rows: int) -> int:
     B, rows, N, _ = q_shape
     keys = T if window is None else min(T, max_rows + window - 1)
-    while rows % 2 == 0 and (rows > max_rows or B * N * rows * keys > max_scores):
-        rows //= 2
-    return rows
+    return tile_rows(rows, B * N * keys, max_rows)
 
 
 def _tiles(rows: int, *arrays):
@@ -256,7 +252,7 @@ def within_window(kernel: Kernel) -> Kernel:
         dq, dk, dv = kernel.backward(q_BSNH[:, :queries], k_BTKH[:, first:], v_BTKH[:, first:], *of_queries, mask)
         return _pad(dq, 0, S - queries), _pad(dk, first, 0), _pad(dv, first, 0)
 
-    return Kernel(kernel.name, forward, backward)
+    return Kernel(forward, backward)
 
 
 def _seen(S: int, T: int, mask: Mask) -> tuple[int, int, Mask]:
@@ -324,7 +320,7 @@ def documents_by_halves(off_diagonal: Kernel, diagonal: Kernel, smallest: int = 
             sums = [total + part.astype(jnp.float32) for total, part in zip(sums, parts, strict=True)]
         return sums[0], sums[1], sums[2]
 
-    return Kernel(off_diagonal.name, forward, backward)
+    return Kernel(forward, backward)
 
 
 def rectangle(mask: Mask) -> tuple[Int[Array, " B"], Int[Array, " B"]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +39,6 @@ def scaled_embeddings(model: ModelConfig, h_BSD: Float[Array, "B S D"]) -> Float
 Matmul = Callable[[str, jax.Array, jax.Array], jax.Array]
 """(einsum spec, activations, weights) -> activations: a block's matmuls against weights."""
 
-
-class Ring(Protocol):
-    """Both matmuls of a half of a block with the transfers between tensor ranks in them (parallel/tensor_ring.py). If not
-    `in_order`, the positions inside the half may be in any order, the same in all of its arrays."""
-
-    def gather_matmul(
-        self, specs: tuple[str, ...], x_BSD: jax.Array, weights: tuple[jax.Array, ...], in_order: bool
-    ) -> tuple[jax.Array, ...]: ...
-
-    def matmul_scatter(self, spec: str, y: jax.Array, weight: jax.Array, in_order: bool) -> jax.Array: ...
-
-
 SHARDED_SEQUENCE, FULL_SEQUENCE = ("batch", "sequence_shard", "embed"), ("batch", "sequence", "embed")
 """Dims of hidden states between the two halves of a block, and inside each half."""
 LORA_ACTIVATIONS = ("batch", "sequence", LORA_RANK)
@@ -65,8 +53,10 @@ class Ops:
     matmul: Matmul = jnp.einsum
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up
     constrain: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, dims: x
-    ring: Ring | None = None
-    """None: XLA gathers and scatters the sequence as `constrain` asks, around `matmul`."""
+    ring: Any = None
+    """Both matmuls of a half of a block with the transfers between tensor ranks in them (parallel/tensor_ring.py). If not
+    `in_order`, the positions inside the half may be in any order, the same in all of its arrays. None: XLA gathers and scatters
+    the sequence as `constrain` asks, around `matmul`."""
 
     def gather_matmul(
         self, specs: tuple[str, ...], x_BSD: jax.Array, weights: tuple[jax.Array, ...], *, in_order: bool

@@ -1,4 +1,5 @@
-"""Token cross-entropy, a chunk of positions at a time: the float32 logits of a full batch never exist."""
+"""Token cross-entropy, a chunk of positions at a time: the float32 logits of a full batch never exist. At the end of
+the file a caller's loss in its place."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxllm.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,106 @@ def joined_positions(x: Array, S: int) -> Array:
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * C, *rest)[:, :S]
 
 
+def _forward(h_BSD, head_VD, *arguments):
+    zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
+    sums, (dh_BSD, dhead_VD) = sums_and_gradients(h_BSD, head_VD, *arguments, dhead_VD=zeros_VD)
+    return sums, (dh_BSD, dhead_VD.astype(head_VD.dtype))
+
+
+def _backward(vocab_size, chunk_tokens, z_loss_weight, gradients, cotangents):
+    dobjective, _ = cotangents
+    dh_BSD, dhead_VD = (gradient * dobjective.astype(gradient.dtype) for gradient in gradients)
+    return dh_BSD, dhead_VD, None, None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+# -------------------------------------------------------------------------------------------------- the loss of each token
+# For losses that are no sum over tokens.
+
+
+def token_losses(
+    h_BSD: Float[Array, "B S D"],
+    head_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    vocab_size: int,
+    chunk_tokens: int,
+    part: VocabularySlice = VocabularySlice(),
+) -> Float[Array, "B S"]:
+    """-log p(target) of each position, float32, without gradients. The arguments are those of loss.sums_and_gradients."""
+    B, S, _ = h_BSD.shape
+    ids_V = jnp.arange(head_VD.shape[0]) + part.first(head_VD.shape[0])
+
+    def chunk(inputs):
+        h_BCD, targets_BC = inputs
+        *_, log_z_BC, target_BC = scores(h_BCD, head_VD, targets_BC, ids_V, vocab_size, part)
+        return log_z_BC - target_BC
+
+    cut = partial(cut_positions, chunks=min(S, -(-B * S // chunk_tokens)))
+    return joined_positions(jax.lax.map(chunk, (cut(h_BSD), cut(targets_BS))), S)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def differentiable_token_losses(
+    h_BSD: Float[Array, "B S D"],
+    head_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    vocab_size: int,
+    chunk_tokens: int,
+) -> Float[Array, "B S"]:
+    """`token_losses`, with gradients. The backward pass makes the logits again: 4 matmuls of the head per token in all."""
+    return token_losses(h_BSD, head_VD, targets_BS, vocab_size, chunk_tokens)
+
+
+def _backward_of_token_losses(vocab_size, chunk_tokens, kept, slopes_BS):
+    h_BSD, head_VD, targets_BS = kept
+    zeros_VD, options = jnp.zeros(head_VD.shape, jnp.float32), (vocab_size, chunk_tokens, 0.0)
+    inputs = (h_BSD, head_VD, targets_BS, slopes_BS, *options)
+    _, (dh_BSD, dhead_VD) = sums_and_gradients(*inputs, dhead_VD=zeros_VD, with_gradients=True)
+    return dh_BSD, dhead_VD.astype(head_VD.dtype), None
+
+
+differentiable_token_losses.defvjp(
+    lambda h_BSD, head_VD, targets_BS, *options: (
+        token_losses(h_BSD, head_VD, targets_BS, *options),
+        (h_BSD, head_VD, targets_BS),
+    ),
+    _backward_of_token_losses,
+)
+
+
+# --------------------------------------------------------------------------------------------------- a loss of the caller's
+# In the place of cross-entropy (parallel/types.py: Loss). The count of the whole batch divides after the backward pass, when
+# all ranks and microbatches have added theirs: so a loss is called once for a microbatch, and its count may depend on anything.
+# Cross-entropy, whose count is known before, weights tokens first.
+
+
+def loss_sums(loss: Callable, vocab_size: int, h_BSD: jax.Array, head_VD: jax.Array, rows: dict[str, Array]) -> jax.Array:
+    """float32 [2]: sum and count of one microbatch.
+
+    Args:
+      head_VD: rows from vocab_size on are padding, which `loss` does not see.
+
+    Raises:
+      ConfigError: the loss returned something else than two scalars.
+    """
+    found: Any = loss(h_BSD, head_VD[:vocab_size], rows)
+    if not (isinstance(found, tuple) and [jnp.shape(x) for x in found] == [(), ()]):
+        shapes = jax.tree.map(jnp.shape, found)
+        raise ConfigError(f"loss= must return (sum, count), two scalars of a microbatch, and returned shapes {shapes}.")
+    total, count = found
+    return jnp.stack([jnp.asarray(total, jnp.float32), jax.lax.stop_gradient(jnp.asarray(count, jnp.float32))])
+
+
+def mean_of_sums(sums: jax.Array, gradients: Any) -> tuple[jax.Array, Any]:
+    """(loss, gradients of it), from sums over the whole batch [..., 2] and the gradients of the first of them; 0 if nothing was
+    counted. Leading dims, of replicas, are those of the gradients too."""
+    total, count = sums[..., 0], sums[..., 1]
+    share = jnp.where(count == 0, 0.0, 1.0 / jnp.where(count == 0, 1.0, count))
+    return total * share, jax.tree.map(lambda g: g * jnp.expand_dims(share, range(share.ndim, g.ndim)), gradients)
+
+
 def chunked(loss: Callable, chunk_tokens: int) -> Callable:
     """A loss (parallel/types.py: Loss) that calls `loss` for a chunk of positions at a time and adds up what it returns. Logits
     exist for at most `chunk_tokens` of the tokens, or for one position of each sequence; the backward pass computes them again.
@@ -156,18 +259,3 @@ def chunked(loss: Callable, chunk_tokens: int) -> Callable:
         return total, count
 
     return run
-
-
-def _forward(h_BSD, head_VD, *arguments):
-    zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
-    sums, (dh_BSD, dhead_VD) = sums_and_gradients(h_BSD, head_VD, *arguments, dhead_VD=zeros_VD)
-    return sums, (dh_BSD, dhead_VD.astype(head_VD.dtype))
-
-
-def _backward(vocab_size, chunk_tokens, z_loss_weight, gradients, cotangents):
-    dobjective, _ = cotangents
-    dh_BSD, dhead_VD = (gradient * dobjective.astype(gradient.dtype) for gradient in gradients)
-    return dh_BSD, dhead_VD, None, None
-
-
-cross_entropy.defvjp(_forward, _backward)

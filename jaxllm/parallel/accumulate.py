@@ -26,7 +26,7 @@ from jaxllm.mesh.sharding import Parameter
 from jaxllm.model.fp8 import letters
 from jaxllm.model.layers import Ops
 from jaxllm.model.loss import sums_and_gradients
-from jaxllm.parallel.embedding import add_over_ranks
+from jaxllm.parallel.kernels import add_over_ranks
 from jaxllm.parallel.types import Tree
 
 

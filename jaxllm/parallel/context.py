@@ -31,13 +31,10 @@ from jaxllm.mesh.sharding import (
 from jaxllm.model.adapters import Frozen
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
-from jaxllm.parallel.embedding import look_up_over_ranks
-from jaxllm.parallel.host_layers import from_host
-from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, split_letters
-from jaxllm.parallel.layer_stacking import Stacking, cut_layers, stacking_of
-from jaxllm.parallel.parameters import parameter_table
+from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, look_up_over_ranks, split_letters
+from jaxllm.parallel.layer_loop import from_host
+from jaxllm.parallel.parameters import Stacking, cut_layers, freezes, parameter_table, stacking_of, trained
 from jaxllm.parallel.tensor_ring import TensorRing
-from jaxllm.parallel.trained import freezes, trained
 from jaxllm.parallel.types import Batch, Loss, Params, WeightAccess
 from jaxllm.parallel.zero import Zero
 
@@ -98,7 +95,8 @@ class ParallelContext:
             ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
-        zero = Zero(parallel.zero, layouts, len(stacking_of(config).shape), table=table) if shards_gradients else None
+        of_gradients, dims = trained(layouts, table), len(stacking_of(config).shape)
+        zero = Zero(parallel.zero, layouts, dims, trained=of_gradients) if shards_gradients else None
         return cls(config, mesh, graph, table, layouts, attention, ops, zero, loss)
 
     def sending_once(self, microbatches: int) -> ParallelContext | None:
@@ -185,7 +183,7 @@ class ParallelContext:
         return {name: PartitionSpec(None, *spec[1 : x.ndim]) for name, x in batch.items()}
 
     def loss_scale(self, batch: Batch) -> jax.Array:
-        """The share of each token's loss in the mean. 1 with a loss of the caller's, whose count divides later (own_loss.py).
+        """The share of each token's loss in the mean. 1 with a loss of the caller's, whose count divides later (model/loss.py).
         Call it in a region."""
         if self.loss is not None:
             return jnp.ones((), jnp.float32)

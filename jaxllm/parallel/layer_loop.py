@@ -47,16 +47,83 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config import BLOCK_INPUT, ModelConfig
-from jaxllm.config.remat_policy import Policy
+from jaxllm.config import BLOCK_INPUT, Config
+from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.model.layers import Losses
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.host_layers import HostSums
-from jaxllm.parallel.ordering import after, hidden_token
+from jaxllm.parallel.ordering import after, hidden_token, weights_token
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 from jaxllm.parallel.vjp_residuals import extract, kept_names, restore, waits_on_host
 from jaxllm.private_jax import empty_on_host
+
+# --------------------------------------------------------------------------------------------------------- layers on the host
+# The layers' weights and gradient sums in the host's pinned memory (parallel.offload_state=all). A layer is one row of each
+# stack there. The loop moves weights a turn before they are needed, and adds gradients a turn after they are made:
+#
+#     turn, backward   3     2     1     0    end
+#     weights in       L2    L1    L0    L0             with ZeRO 3 a rank's shard, which is then gathered
+#     compute          L3    L2    L1    L0
+#     sums in, out     L3    L3    L2    L1    L0       in the first turn zeros are added
+#
+# So the device holds a few rows, however many layers there are. A turn reads sums behind recomputation and the gradients of
+# activations; then it writes sums, and reads weights, behind the gradients of weights (compiled for an H100, JAX 0.10.2).
+
+
+def to_device(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+def from_host(access: WeightAccess, layouts: Tree) -> WeightAccess:
+    """`access` to layers that are on the host: a rank's weights of a layer are fetched, and then gathered by `access`.
+
+    Args:
+      layouts: of one layer.
+    """
+    token, gather = partial(weights_token, layouts=layouts), access.gather
+    if gather is None:
+        return dataclasses.replace(access, gather=to_device, token=token)
+    return dataclasses.replace(access, gather=lambda row: gather(to_device(row)), token=token)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["rows", "begun"], meta_fields=[])
+@dataclass(frozen=True)
+class HostSums:
+    """Sums of a rank's gradients, an array [layer, ...] on the host for each weight."""
+
+    rows: Tree
+    begun: jax.Array | None
+    """Float32: 1 once the sums of all layers are written, until then 0 and `rows` are undefined. None: there is a single
+    microbatch, so that nothing is read."""
+
+    @classmethod
+    def empty(cls, shapes: Tree, microbatches: int) -> HostSums:
+        rows = jax.tree.map(lambda x: empty_on_host(x.shape, x.dtype), shapes)
+        return cls(rows, jnp.zeros((), jnp.float32) if microbatches > 1 else None)
+
+    def read(self, number: Any) -> Tree:
+        """A layer's sums, on the device; None if nothing is read."""
+        if self.begun is None:
+            return None
+        return to_device(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), self.rows))
+
+    @jax.named_scope("gradient_sums")
+    def add(self, number: Any, row: Tree, gradients: Tree) -> HostSums:
+        """With the gradients of a layer added to its sums, which `read` returned as `row`."""
+
+        def one(stack: jax.Array, gradient: jax.Array, before: jax.Array | None = None) -> jax.Array:
+            new = gradient.astype(stack.dtype)
+            if before is not None and self.begun is not None:
+                new = new + jnp.where(self.begun > 0, before, 0)
+            return jax.lax.dynamic_update_index_in_dim(stack, jax.device_put(new, jax.memory.Space.Host), number, 0)
+
+        rows = jax.tree.map(one, self.rows, gradients, *([] if row is None else [row]))
+        return dataclasses.replace(self, rows=rows)
+
+    def complete(self) -> HostSums:
+        """After the gradients of all layers of a microbatch are added."""
+        return self if self.begun is None else dataclasses.replace(self, begun=jnp.ones((), jnp.float32))
+
 
 # ------------------------------------------------------------------------------------------------------------------ remat
 # Remat policies, applied to a block: which of its named tensors are saved for the backward pass, and which are recomputed.
@@ -139,29 +206,28 @@ class BackwardCarry(NamedTuple):
 
 
 class LayerLoop:
-    """`block` under a remat policy, over chunks of `length` layers.
+    """`block` under the config's remat policy, over chunks of `length` layers.
 
     Args:
       trained: the tree of one layer -> its trained part, which has gradients.
-      unroll: layers per turn of the loop; True: all.
     """
 
     def __init__(
         self,
         block: BlockFunction,
         length: int,
-        policy: Policy,
-        access: WeightAccess = WeightAccess(),
-        tap: GradSquareNorms | None = None,
-        *,
-        trained: Callable[[Tree], Tree] = lambda tree: tree,
-        unroll: int | bool = 1,
+        config: Config,
+        access: WeightAccess,
+        tap: GradSquareNorms | None,
+        trained: Callable[[Tree], Tree],
     ):
-        self.length, self._trained = length, trained
-        self._policy, self._access, self._tap, self._unroll = policy, access, tap, unroll
+        self.length, self._access, self._tap, self._trained = length, access, tap, trained
+        self._policy = policy_of(config.parallel.remat, config.model)
+        # Layers per turn of the loop, as `lax.scan` takes it. True: all.
+        self._unroll = True if config.model.scan_layers is False else 1
         # The last layer's turns outside the loops follow each other, so that XLA would merge recomputation and forward pass.
         both_outside = self._keeps and access.scatter is not None
-        self._block = remat(policy, block, in_loop=unroll == 1 and length > 1 and not both_outside)
+        self._block = remat(self._policy, block, in_loop=self._unroll == 1 and length > 1 and not both_outside)
 
     def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
         """Room for the residuals of `slots` chunks. Only shapes of the arguments matter. The part on the device is zero."""
@@ -186,7 +252,9 @@ class LayerLoop:
         turn, kept = self._forward_turn(layers, ahead, then), None
         if self._keeps:
             kept = jax.tree.map(lambda w: jnp.zeros((self.length, *w.shape), w.dtype), self._weights_shape(layers))
-        losses = jax.tree.map(jnp.zeros_like, self._losses_shape(layers, ahead))
+        block = partial(self._block, block_context=ahead.block_context.of_layer(0))
+        own = jax.eval_shape(lambda w, h: block(w, h)[1], self._weights_shape(layers), ahead.x_BSD)
+        losses = jax.tree.map(jnp.zeros_like, own)
         carry = (ahead.x_BSD, losses, self._gathered(layers, ahead.chunk * self.length), ring, kept)
         h_BSD, losses, weights, ring, kept = self._scan(turn, carry)
         return h_BSD, losses, ring, kept if self._keeps else weights
@@ -341,10 +409,6 @@ class LayerLoop:
         weights = _row(layers, number)
         return self._access.gather(weights) if self._access.gather else weights
 
-    def _losses_shape(self, layers: Tree, ahead: Pass) -> Tree:
-        block = partial(self._block, block_context=ahead.block_context.of_layer(0))
-        return jax.eval_shape(lambda w, h: block(w, h)[1], self._weights_shape(layers), ahead.x_BSD)
-
     def _weights_shape(self, layers: Tree) -> Tree:
         return jax.eval_shape(lambda layers: self._read(layers, 0), layers)
 
@@ -379,11 +443,6 @@ class LayerLoop:
 
         stack.defvjp(stack_forward, stack_backward)
         return stack(layers, own, h_BSD, block_context)
-
-
-def unrolling(model: ModelConfig) -> int | bool:
-    """Layers per turn of the layer loop, as `lax.scan` takes it. True: all."""
-    return True if model.scan_layers is False else 1
 
 
 def _row(stacks: Tree, number) -> Tree:

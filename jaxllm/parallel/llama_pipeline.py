@@ -14,21 +14,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from jaxllm.config.remat_policy import policy_of
-from jaxllm.mesh.axes import PIPE
+from jaxllm.mesh.axes import PIPE, TENSOR
+from jaxllm.mesh.sharding import tensor_shard_map
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext
-from jaxllm.model.loss import VocabularySlice, sums_and_gradients
-from jaxllm.model.token_losses import token_losses
+from jaxllm.model.loss import VocabularySlice, loss_sums, sums_and_gradients, token_losses
 from jaxllm.parallel.context import ParallelContext
-from jaxllm.parallel.embedding import add_over_ranks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
-from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, unrolling
-from jaxllm.parallel.layer_stacking import flatten_layers
-from jaxllm.parallel.own_loss import gather_over_stages, stage_gradients
+from jaxllm.parallel.kernels import add_over_ranks
+from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring
+from jaxllm.parallel.parameters import flatten_layers
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
-from jaxllm.parallel.types import Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
+from jaxllm.parallel.types import Batch, GradientRegion, Loss, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
 from jaxllm.pipeline_schedule import Schedule, forward_only, make_schedule
 
 
@@ -71,12 +70,9 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
 
 def pipeline_loss_region(ctx: ParallelContext) -> LossRegion:
     """The forward pass of a pipeline alone."""
-    parallel = ctx.config.parallel
 
     def region(weights: Params, batch: Batch):
-        schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
-        stage = LlamaStage(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
-        total, _ = _run(ctx, schedule, stage, batch, None)
+        total = _forward_only(ctx, LlamaStage, weights, batch, ())
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
 
     return region
@@ -84,15 +80,16 @@ def pipeline_loss_region(ctx: ParallelContext) -> LossRegion:
 
 def pipeline_token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
     """The forward pass of a pipeline alone, with the cross-entropy of each token."""
+    return lambda weights, batch: _forward_only(ctx, TokenLossStage, weights, batch, batch["tokens"].shape)
+
+
+def _forward_only(ctx: ParallelContext, stage_of: type[LlamaStage], weights: Params, batch: Batch, shape: tuple[int, ...]):
+    """The sum, of this shape, of what `head_loss` returns for each microbatch."""
     parallel = ctx.config.parallel
-
-    def region(weights: Params, batch: Batch):
-        schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
-        stage = TokenLossStage(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
-        stage.sums_shape = batch["tokens"].shape
-        return _run(ctx, schedule, stage, batch, None)[0]
-
-    return region
+    schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
+    stage = stage_of(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
+    stage.sums_shape = shape
+    return _run(ctx, schedule, stage, batch, None)[0]
 
 
 def _run(ctx: ParallelContext, schedule: Schedule, stage: LlamaStage, batch: Batch, sums: StageSums | None):
@@ -102,7 +99,8 @@ def _run(ctx: ParallelContext, schedule: Schedule, stage: LlamaStage, batch: Bat
 
 
 class LlamaStage:
-    """A rank's work in a tick: the Stage of pipeline_executor.py.
+    """A rank's work in a tick. pipeline_executor.py calls the methods where `pipe` is manual. Hidden states are [B, S, D].
+    `ring` holds the residuals of several passes. Methods add gradients to `sums` and return it.
 
     Args:
       weights: the rank's; layers [chunks x layers of a chunk, ...].
@@ -129,9 +127,8 @@ class LlamaStage:
         self._z_loss_weight = train.z_loss_weight
         network = nnx.merge(ctx.graph, weights)
         self._norm_graph = nnx.split(network.final_norm)[0]
-        block, policy = ctx.block(nnx.split(network.layers)[0]), policy_of(parallel.remat, model)
-        more = {"trained": ctx.trained_layer, "unroll": unrolling(model)}
-        self._loop = LayerLoop(block, ctx.stacking.chunk, policy, ctx.access, tap, **more)
+        block = ctx.block(nnx.split(network.layers)[0])
+        self._loop = LayerLoop(block, ctx.stacking.chunk, ctx.config, ctx.access, tap, ctx.trained_layer)
         part = VocabularySlice(
             first=lambda rows: jax.lax.axis_index(PIPE) * rows,
             total=lambda x: jax.lax.psum(x, PIPE),
@@ -139,15 +136,18 @@ class LlamaStage:
         )
         self._bounds = {"part": part, "vocab_size": model.vocab_size, "chunk_tokens": train.loss_chunk_tokens}
         self._loss, self.sums_shape = ctx.loss, ctx.sums_shape
+        """Shape of what `head` returns as the loss."""
         self._whole_head: Any = None if ctx.loss is None else gather_over_stages(weights[self._head])
 
     @jax.named_scope("embedding")
     def look_up(self, microbatch: Microbatch) -> jax.Array:
+        """The embeddings of a microbatch, on every rank."""
         found_BSD = self._ops.look_up(self._weights["embedding"], microbatch.rows["tokens"])
         return self._ops.constrain(scaled_embeddings(self._model, found_BSD), SHARDED_SEQUENCE)
 
     @jax.named_scope("embedding_backward")
     def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: StageSums) -> StageSums:
+        """`sums` with the gradient of the embedding added. dh_BSD is zero except on the first stage."""
         if "embedding" not in sums.gradients:
             return sums
         dh_BSD = scaled_embeddings(self._model, dh_BSD)
@@ -161,17 +161,21 @@ class LlamaStage:
 
     @jax.named_scope("stage_forward")
     def forward(self, unit: Unit, h_BSD: jax.Array, ring: Ring | None, following: jax.Array | None):
+        """(h, ring, gathered weights for the backward pass of chunk `following`). Without a ring nothing is kept."""
         then = None if following is None else following * self._loop.length + self._loop.length - 1
         h_BSD, _, ring, handed_over = self._loop.forward(self._weights["layers"], self._pass(unit, h_BSD), ring, then)
         return h_BSD, ring, handed_over
 
     @jax.named_scope("stage_backward")
     def backward(self, unit: Unit, dh_BSD: jax.Array, ring: Ring, sums: StageSums, handed_over: Tree, valid: jax.Array):
+        """(dh, sums). `handed_over` is what `forward` returned last. If not `valid`, nothing is added."""
         layers, back = self._weights["layers"], self._pass(unit, dh_BSD)
-        found = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid)
-        return self._accumulate(found, unit.microbatch, sums)
+        dh_BSD, layers, new = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid)
+        squares = self._tap.add(sums.squares, unit.microbatch.number, new) if self._tap else sums.squares
+        return self._ops.constrain(dh_BSD, SHARDED_SEQUENCE), StageSums(sums.gradients | {"layers": layers}, squares)
 
     def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: StageSums, valid: jax.Array):
+        """(loss, dh, sums) of a microbatch that has left the last stage, computed by all ranks."""
         rows, gradients = microbatch.rows, sums.gradients
         normed_BSD, norm_backward = jax.vjp(self._norm, self._weights["final_norm"], h_BSD)
         before_VD = gradients.get(self._head) if self._tap is None else jnp.zeros_like(gradients[self._head])
@@ -203,12 +207,14 @@ class LlamaStage:
         return loss, dnormed_BSD, dhead_VD
 
     def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """The loss alone."""
         rows, head_VD = microbatch.rows, self._weights[self._head]
         weights_BS = rows["mask"].astype(jnp.float32) * self._scale
         normed_BSD = self._norm(self._weights["final_norm"], h_BSD)
         return sums_and_gradients(normed_BSD, head_VD, rows["targets"], weights_BS, z_loss_weight=0.0, **self._bounds)[0][1]
 
     def new_ring(self, slots: int, h_BSD: jax.Array, microbatch: Microbatch) -> Ring:
+        """Room for `slots` residuals. Only shapes of the arguments matter."""
         return self._loop.new_ring(slots, self._weights["layers"], h_BSD, self._block_context(microbatch.rows))
 
     def _norm(self, scale: Tree, h_BSD: jax.Array) -> jax.Array:
@@ -219,13 +225,6 @@ class LlamaStage:
 
     def _pass(self, unit: Unit, x_BSD: jax.Array) -> Pass:
         return Pass(unit.chunk, x_BSD, self._block_context(unit.microbatch.rows), unit.slot, self._losses_scale)
-
-    def _accumulate(self, found: tuple[jax.Array, Tree, Any], microbatch: Microbatch, sums: StageSums):
-        dh_BSD, layers, new = found
-        squares = sums.squares
-        if self._tap is not None:
-            squares = self._tap.add(squares, microbatch.number, new)
-        return self._ops.constrain(dh_BSD, SHARDED_SEQUENCE), StageSums(sums.gradients | {"layers": layers}, squares)
 
 
 class TokenLossStage(LlamaStage):
@@ -249,3 +248,32 @@ def new_sums(weights: Tree, access: WeightAccess, trained: Callable[[Tree], Tree
         return scatter(trained(gather(layer) if gather else layer))
 
     return jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), jnp.float32), jax.eval_shape(shard, weights))
+
+
+# --------------------------------------------------------------------------------------------------- a loss of the caller's
+
+
+def gather_over_stages(head_VD: jax.Array) -> jax.Array:
+    """[stage, rows of a stage, width] on every stage, from the rows of each. Call it where `pipe` is manual."""
+    gather = lambda x: jax.lax.all_gather(x, PIPE)  # noqa: E731
+    return tensor_shard_map(gather, in_specs=(P(TENSOR),), out_specs=P(None, TENSOR))(head_VD)
+
+
+def stage_gradients(
+    loss: Loss, vocab_size: int, h_BSD: jax.Array, head_PVD: jax.Array, rows: Rows, valid: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(sums, dh_BSD, dhead_VD) of a microbatch in a pipeline: dh is this stage's part of a sum over stages, and dhead has this
+    stage's rows. All stages compute the same, as none has other work then. If not `valid`, gradients are 0.
+
+    Args:
+      head_PVD: of gather_over_stages.
+    """
+
+    def of(h_BSD: jax.Array, head_PVD: jax.Array) -> jax.Array:
+        return loss_sums(loss, vocab_size, h_BSD, head_PVD.reshape(-1, head_PVD.shape[-1]), rows)
+
+    sums, backward = jax.vjp(of, h_BSD, head_PVD)
+    dh_BSD, dhead_PVD = backward(jnp.array([1.0, 0.0], jnp.float32))
+    stage = jax.lax.axis_index(PIPE)
+    dhead_VD = jax.lax.dynamic_index_in_dim(dhead_PVD, stage, keepdims=False)
+    return sums, jnp.where(valid & (stage == 0), dh_BSD, 0), jnp.where(valid, dhead_VD, 0)

@@ -25,14 +25,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.config import Config
 from jaxllm.mesh.axes import PIPE
 from jaxllm.mesh.sharding import Layout, Parameter, manual_spec, map_specs, partial_sum_spec, replica_spec
-from jaxllm.parallel.activation_norms import layer_norms_region
+from jaxllm.model.loss import mean_of_sums
 from jaxllm.parallel.context import ParallelContext, SpecTransform, leading_dims, master_specs, shared_by_replicas
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.layer_stacking import join_layers
 from jaxllm.parallel.llama_pipeline import pipeline_gradient_region, pipeline_loss_region, pipeline_token_loss_region
-from jaxllm.parallel.own_loss import mean
-from jaxllm.parallel.parameters import initial_params
-from jaxllm.parallel.regions import gradient_region, loss_region, once_gradient_region, token_loss_region
+from jaxllm.parallel.parameters import initial_params, join_layers
+from jaxllm.parallel.regions import gradient_region, layer_norms_region, loss_region, once_gradient_region, token_loss_region
 from jaxllm.parallel.types import Batch, GradientRegion, Loss, NoiseParts, Parallelized, Params
 
 
@@ -117,7 +115,7 @@ class GradientReduction:
             joined = join_layers(gradients, leading_dims(self._weight_transform))
             gradients = ctx.pin(joined, master_specs(ctx.layouts), self._weight_transform)
         if ctx.loss is not None:
-            loss, gradients = mean(loss, gradients)
+            loss, gradients = mean_of_sums(loss, gradients)
         return loss, gradients, parts
 
     def _gradient_specs(self) -> Any:

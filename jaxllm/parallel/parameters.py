@@ -1,13 +1,28 @@
-"""The network's parameters as training stores them: initial values, the table of their dims, and the way back to a network."""
+"""The network's parameters as training stores them: the stack of layers, initial values, the table of their dims, the way back
+to a network, and the part that is trained.
+
+The model stacks its L layers in one leading dim, `layers`. Over P stages of one chunk each, that dim is sharded. With V virtual
+stages, stage i holds the chunks i, P + i, 2P + i, ... The stack is then stored as [virtual stage, stage, layer of the chunk],
+so that sharding the second dim puts every layer on its stage.
+
+If the layers do not divide, identity layers fill the last chunks. All their weights are zero, so a block adds nothing to its
+input. They stay zero: every gradient of such a layer is exactly zero, because each weight's gradient has another of the layer's
+weights, or the output of one, as a factor. Weight decay leaves zero unchanged.
+
+Gradients, moments and updates are of trained parameters alone. Frozen weights are stored in the compute dtype, below ZeRO 3 in
+the layout of the train step. Matmuls make no gradients for them (ParallelContext.block).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,8 +31,78 @@ from jaxllm.config import Config
 from jaxllm.config.model_spec import parameters
 from jaxllm.mesh.sharding import Parameter, vocab_rows
 from jaxllm.model.llama import Llama
-from jaxllm.parallel.layer_stacking import over_layers, stacking_of
-from jaxllm.parallel.types import Params
+from jaxllm.parallel.types import Params, Tree
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How many layers, stages and chunks there are."""
+
+    layers: int
+    """L, the layers of the model."""
+    stages: int
+    virtual_stages: int
+    chunk: int
+    """Layers per chunk."""
+
+    @property
+    def identity_layers(self) -> int:
+        """Zero layers at the end that fill the last chunks."""
+        return self.chunk * self.stages * self.virtual_stages - self.layers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The leading dims of a stored parameter."""
+        if self.virtual_stages == 1:
+            return (self.layers + self.identity_layers,)
+        return self.virtual_stages, self.stages, self.chunk
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return ("layers",) if self.virtual_stages == 1 else ("virtual_stages", "stages", "stage_layers")
+
+    def stored(self, x: jax.Array) -> jax.Array:
+        """The stored form of an array [L, ...]."""
+        padded = jnp.pad(x, [(0, self.identity_layers)] + [(0, 0)] * (x.ndim - 1)) if self.identity_layers else x
+        return padded.reshape(*self.shape, *x.shape[1:])
+
+    def plain(self, x: jax.Array) -> jax.Array:
+        """The array [L, ...] of its stored form."""
+        return x.reshape(-1, *x.shape[len(self.shape) :])[: self.layers]
+
+    def describe(self, parameter: Parameter) -> Parameter:
+        """A parameter of the layers with the shape and dims that are stored."""
+        return replace(parameter, shape=(*self.shape, *parameter.shape[1:]), dims=(*self.dims, *parameter.dims[1:]))
+
+
+def stacking_of(config: Config) -> Stacking:
+    return Stacking(config.model.num_layers, config.parallel.pipe, config.parallel.virtual_stages, config.chunk_layers)
+
+
+def flatten_layers(weights: dict[str, Any], stack_dims: int) -> dict[str, Any]:
+    """`weights` with the layers' leading dims, `stack_dims` of them, merged into one."""
+    flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stack_dims:]), weights["layers"])
+    return {**weights, "layers": flat}
+
+
+def cut_layers(params: dict[str, Any], dim: int = 0) -> dict[str, Any]:
+    """`params` with a list of layers in the place of their stack, whose leaves have the layers in `dim`."""
+    number = jax.tree.leaves(params["layers"])[0].shape[dim]
+    one = partial(jax.lax.index_in_dim, axis=dim, keepdims=False)
+    return {**params, "layers": [jax.tree.map(partial(one, index=at), params["layers"]) for at in range(number)]}
+
+
+def join_layers(params: dict[str, Any], dim: int = 0) -> dict[str, Any]:
+    """The inverse of cut_layers."""
+    return {**params, "layers": jax.tree.map(lambda *layers: jnp.stack(layers, dim), *params["layers"])}
+
+
+def over_layers(function: Any, params: Any) -> Any:
+    """`params` with `function` applied to every leaf under "layers"."""
+    return {name: jax.tree.map(function, tree) if name == "layers" else tree for name, tree in params.items()}
+
+
+# --------------------------------------------------------------------------------------------------------- values and the table
 
 
 def build_model(config: Config, key: jax.Array) -> Llama:
@@ -74,3 +159,36 @@ def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     table = nnx.to_pure_dict(jax.tree_util.tree_map_with_path(describe, state, is_leaf=is_variable))
     return graph, over_layers(stacking_of(config).describe, table)
+
+
+# ------------------------------------------------------------------------------------------------------------- the trained part
+
+
+def freezes(table: Tree) -> bool:
+    """Whether some parameter is frozen. `table`: nested dict of Parameter."""
+    return not all(parameter.trainable for parameter in jax.tree.leaves(table))
+
+
+def trained(tree: Tree, table: Tree) -> Tree:
+    """The trained part of a nested dict with an entry for each parameter; all of it if nothing is frozen."""
+    return chosen(tree, table, lambda parameter: parameter.trainable) if freezes(table) else tree
+
+
+def chosen(tree: Tree, table: Tree, which: Callable[[Any], bool]) -> Tree:
+    """The part of a nested dict whose Parameters `which` chooses. Its "layers" may be empty, but are there."""
+    found = {}
+    for name, entry in table.items():
+        if isinstance(entry, dict):
+            part = chosen(tree[name], entry, which)
+            if part or name == "layers":
+                found[name] = part
+        elif which(entry):
+            found[name] = tree[name]
+    return found
+
+
+def with_part(tree: Tree, part: Tree) -> Tree:
+    """`tree` with the leaves that are in `part`, a part of it, replaced by these."""
+    if not isinstance(tree, dict):
+        return part
+    return {name: with_part(entry, part[name]) if name in part else entry for name, entry in tree.items()}

@@ -17,7 +17,7 @@ through a scan would keep the residuals of all microbatches.
 
 No stage is special. Embedding and head are sharded over stages by vocabulary: all stages look up the microbatch that enters,
 and all work on the loss of the one that leaves. Gradients are computed here, by hand; those of the vocabulary come from
-`Stage`.
+the stage.
 
 A tick's messages overlap with its compute. The output is sent as soon as it is made and travels during the backward pass. The
 gradient is sent at the top of the next tick and travels during its forward pass. The loss of an output is taken one tick later,
@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,46 +58,6 @@ class Unit(NamedTuple):
     """Slot of the ring that holds its residuals."""
 
 
-class Stage(Protocol):
-    """A rank's work in a tick. Methods are called where `pipe` is manual. Hidden states are [B, S, D]. `sums` is a tree of
-    float32 gradients: methods add to it and return it. `ring` holds the residuals of several passes."""
-
-    sums_shape: tuple[int, ...]
-    """Shape of what `head` returns as the loss."""
-
-    def look_up(self, microbatch: Microbatch) -> jax.Array:
-        """The embeddings of a microbatch, on every rank."""
-        ...
-
-    def look_up_backward(self, dh_BSD: jax.Array, microbatch: Microbatch, sums: Tree) -> Tree:
-        """`sums` with the gradient of the embedding added. dh_BSD is zero except on the first stage."""
-        ...
-
-    def forward(
-        self, unit: Unit, h_BSD: jax.Array, ring: Tree | None, following: jax.Array | None
-    ) -> tuple[jax.Array, Tree | None, Tree]:
-        """(h, ring, gathered weights for the backward pass of chunk `following`). Without a ring nothing is kept."""
-        ...
-
-    def backward(
-        self, unit: Unit, dh_BSD: jax.Array, ring: Tree, sums: Tree, handed_over: Tree, valid: jax.Array
-    ) -> tuple[jax.Array, Tree]:
-        """(dh, sums). `handed_over` is what `forward` returned last. If not `valid`, nothing is added."""
-        ...
-
-    def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: Tree, valid: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
-        """(loss, dh, sums) of a microbatch that has left the last stage, computed by all ranks."""
-        ...
-
-    def head_loss(self, h_BSD: jax.Array, microbatch: Microbatch) -> jax.Array:
-        """The loss alone."""
-        ...
-
-    def new_ring(self, slots: int, h_BSD: jax.Array, microbatch: Microbatch) -> Tree:
-        """Room for `slots` residuals. Only shapes of the arguments matter."""
-        ...
-
-
 class Carry(NamedTuple):
     """The values that one tick hands to the next."""
 
@@ -112,10 +72,11 @@ class Carry(NamedTuple):
     loss: jax.Array
 
 
-def run_schedule(schedule: Schedule, stage: Stage, batch: Batch, h_BSD: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+def run_schedule(schedule: Schedule, stage: Any, batch: Batch, h_BSD: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
     """(loss summed over microbatches, sums with all gradients added). The loss is the same on every stage.
 
     Args:
+      stage: a rank's work in a tick (llama_pipeline.LlamaStage).
       batch: arrays [microbatch, sequence, position].
       h_BSD: zeros of a hidden state's shape and layout.
       sums: None for a schedule without backward, which gives the loss alone.

@@ -19,18 +19,17 @@ from flax import nnx
 
 from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
+from jaxllm.mesh.axes import PIPE
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
-from jaxllm.model.loss import cross_entropy
-from jaxllm.model.token_losses import token_losses
+from jaxllm.model.loss import cross_entropy, loss_sums, token_losses
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.host_layers import HostSums
-from jaxllm.parallel.layer_loop import LayerLoop, remat, unrolling
-from jaxllm.parallel.layer_stacking import cut_layers
+from jaxllm.parallel.layer_loop import HostSums, LayerLoop, remat
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
-from jaxllm.parallel.own_loss import loss_sums
+from jaxllm.parallel.parameters import cut_layers, flatten_layers
+from jaxllm.parallel.pipeline_executor import sum_over_stages
 from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree
 from jaxllm.parallel.zero import Phase, zeros_of_shard
 
@@ -156,6 +155,49 @@ def token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
 
     def region(weights: Params, batch: Batch):
         return jax.lax.map(lambda rows: sums(None, weights, rows, jnp.ones((), jnp.float32))[1][0], batch)
+
+    return region
+
+
+def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Array]:
+    """(weights, batch) -> the root mean square of each layer's output, float32 [num_layers]: over all positions of the first
+    microbatch, with or without a target, on all ranks along batch_axes.
+
+    It is a forward pass apart from the train step. The stages of a pipeline take turns without a schedule: all stages compute
+    in each turn, and only the result of the turn's stage is used. So it takes pipe times as long as without a pipeline.
+    """
+    model, ops, stacking, zero = ctx.config.model, ctx.ops, ctx.stacking, ctx.zero
+    stages, gather = stacking.stages, ctx.access.gather
+
+    def region(weights: Params, batch: Batch) -> jax.Array:
+        rows = jax.tree.map(lambda x: x[0], batch)
+        if zero is not None and stages == 1:
+            rest = {name: w for name, w in weights.items() if name != "layers"}
+            weights = {**zero.read(rest, None), "layers": weights["layers"]}
+        weights = flatten_layers(weights, ctx.stack_dims)
+        block = partial(apply_block, nnx.split(nnx.merge(ctx.graph, weights).layers)[0], ops)
+        block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
+
+        def layer(h_BSD, number):
+            read = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), weights["layers"])
+            h_BSD, _ = block(gather(read) if gather else read, h_BSD, block_context.of_layer(number))
+            return h_BSD, jnp.sum(jnp.square(h_BSD.astype(jnp.float32)))
+
+        def turn(h_BSD, number):
+            h_BSD, squares = jax.lax.scan(layer, h_BSD, number // stages * stacking.chunk + jnp.arange(stacking.chunk))
+            if stages > 1:
+                is_mine = jax.lax.axis_index(PIPE) == number % stages
+                h_BSD = sum_over_stages(jnp.where(is_mine, h_BSD, 0))
+                squares = jax.lax.psum(jnp.where(is_mine, squares, 0), PIPE)
+            return h_BSD, squares
+
+        h_BSD = scaled_embeddings(model, ops.look_up(weights["embedding"], rows["tokens"]))
+        h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
+        _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * stacking.virtual_stages))
+        # The turns go through the layers in order; identity layers come last.
+        squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], ctx.batch_axes)
+        positions = jax.lax.psum(jnp.float32(rows["tokens"].size), ctx.batch_axes)
+        return jnp.sqrt(squares / (positions * model.hidden_size))
 
     return region
 
@@ -289,10 +331,8 @@ def _stacked_layers(
     tap: GradSquareNorms | None,
 ) -> tuple[jax.Array, Losses, Tree | None]:
     """(h, sums of the layers' own losses, the layers' full weights if the phase keeps them)"""
-    model, block, zero = ctx.config.model, ctx.block(graph), ctx.zero
-    access = zero.access(phase) if zero and zero.once else ctx.access
-    policy = policy_of(ctx.config.parallel.remat, model)
-    loop = LayerLoop(block, model.num_layers, policy, access, tap, trained=ctx.trained_layer, unroll=unrolling(model))
+    access = ctx.zero.access(phase) if ctx.zero and ctx.zero.once else ctx.access
+    loop = LayerLoop(ctx.block(graph), ctx.config.model.num_layers, ctx.config, access, tap, ctx.trained_layer)
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 

@@ -57,7 +57,7 @@ def ring_attention(kernel: Kernel, axis_name: str, c: int) -> BlockwiseAttention
         def meet(found: Halves, visitor: Keys, step) -> Halves:
             lower = is_lower(step)
             q, k, v, mask = _two_products(q_BSNH, visitor, segments_BS, lower)
-            first, second = _unbatch(kernel.forward(q, k, v, mask))
+            first, second = _split(kernel.forward(q, k, v, mask), axis=0)
             low, high = found
             return _merge_either((low, merge(high, first)), second, lower)
 
@@ -267,10 +267,6 @@ def _split(tree: Any, axis: int = 1) -> tuple[Any, Any]:
     return tuple(jax.tree.map(partial(half, part=part), tree) for part in (0, 1))
 
 
-def _unbatch(tree: Any) -> tuple[Any, Any]:
-    return _split(tree, axis=0)
-
-
 def _join(low: Any, high: Any, axis: int = 1) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis), low, high)
 
@@ -322,10 +318,10 @@ def _low_and_either(x, is_low):
 
 
 def _from_high_and_either(x, is_low):
-    high, either = _unbatch(x.astype(jnp.float32))
+    high, either = _split(x.astype(jnp.float32), axis=0)
     return _join(jnp.zeros_like(high), high) + _from_either(either, is_low)
 
 
 def _from_low_and_either(x, is_low):
-    low, either = _unbatch(x.astype(jnp.float32))
+    low, either = _split(x.astype(jnp.float32), axis=0)
     return _join(low, jnp.zeros_like(low)) + _from_either(either, is_low)

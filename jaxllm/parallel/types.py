@@ -33,7 +33,7 @@ class WeightAccess:
     scatter: Callable[[Tree], Tree] | None = None
     """One layer's gradients -> the rank's shard of their sum over ranks, float32. It runs behind the next layer's compute."""
     token: Callable[[Tree], jax.Array] | None = None
-    """Where layers are on the host, so that `gather` fetches and sums are HostSums (host_layers.py): arrays of one layer ->
+    """Where layers are on the host, so that `gather` fetches and sums are HostSums (layer_loop.py): arrays of one layer ->
     their token (ordering.py)."""
 
     @property
@@ -100,7 +100,7 @@ class Parallelized:
     table: Any
     """Nested dict of Parameter, with the shapes that the train step computes with."""
     trained: Callable[[Any], Any]
-    """A nested dict with an entry for each parameter -> its part with the trained parameters (trained.py)."""
+    """A nested dict with an entry for each parameter -> its part with the trained parameters (parameters.py)."""
     attention: str
     """How attention is computed: xla or cudnn, and over several context ranks ring or all_gather."""
 

@@ -84,7 +84,7 @@ CALLS = {
 """Primitives that run a program with the same inputs and outputs, in order."""
 
 
-def kept_names(block: Any, weights: Any, h: Any, block_context: Any, policy: Policy | None = None) -> Any:
+def kept_names(block: Any, weights: Any, h: Any, block_context: Any, policy: Policy) -> Any:
     """The name of each residual of block(weights, h, block_context), in a tree like extract()'s: BLOCK_INPUT for h, None for a
     residual without a name. `block` has its remat applied. The arguments may be tracers or shapes.
 
@@ -93,7 +93,7 @@ def kept_names(block: Any, weights: Any, h: Any, block_context: Any, policy: Pol
 
     Raises:
       RuntimeError: a tensor to be offloaded has no residual. The results of attention may lack one: they have residuals only if
-        attention is computed in blocks (`absent` lists them).
+        attention is computed in blocks.
     """
 
     def residuals(weights, h, block_context):
@@ -108,7 +108,7 @@ def kept_names(block: Any, weights: Any, h: Any, block_context: Any, policy: Pol
             origin = BLOCK_INPUT if first <= origin < first + count else None
         names.append(origin)
     tree = jax.tree.structure(shapes).unflatten(names)
-    if lost := [name for name in absent(tree, policy.offload if policy else ()) if name not in ATTENTION_RESULTS]:
+    if lost := [name for name in policy.offload if name not in (*names, *ATTENTION_RESULTS)]:
         raise RuntimeError(f"No residual of a block is its {', '.join(lost)}, so it cannot wait in the host's memory.")
     return tree
 
@@ -116,12 +116,6 @@ def kept_names(block: Any, weights: Any, h: Any, block_context: Any, policy: Pol
 def waits_on_host(names: Any, policy: Policy) -> tuple[bool, ...]:
     """Whether `policy` offloads each residual, in the order of the leaves of extract(vjp). `names` come from kept_names()."""
     return tuple(name in policy.offload for name in jax.tree.leaves(names, is_leaf=lambda x: x is None))
-
-
-def absent(names: Any, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The wanted names that are not among `names`, which come from kept_names()."""
-    found = set(jax.tree.leaves(names))
-    return tuple(name for name in wanted if name not in found)
 
 
 def _origin(program: Any, variable: Any) -> str | int | None:

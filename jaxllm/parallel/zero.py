@@ -32,7 +32,6 @@ from jaxllm.mesh.axes import ZERO_AXES
 from jaxllm.mesh.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.ordering import after, weights_token
-from jaxllm.parallel.trained import trained
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
 
 
@@ -52,21 +51,19 @@ class Zero:
       level: of ZeRO. Below 2 each layer is sent once in a step, in phases.
       layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the layer loop strips.
       stack_dims: how many those are.
-      table: nested dict of Parameter; gradients are those of the trained ones. None: all are trained.
+      trained: the part of `layouts` that has gradients; None: all.
       in_order: no transfer outside the loops over layers is on its way while a loop runs. CPU devices need that: XLA orders the
         transfers of one computation, but two devices may start a loop and a transfer beside it in different orders, and then
         wait for each other forever.
     """
 
-    def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False, table: Tree | None = None):
-        layer = jax.tree.map(partial(unstack_layout, stack_dims=stack_dims), layouts["layers"])
+    def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False, trained: Tree | None = None):
+        of_layer = partial(jax.tree.map, partial(unstack_layout, stack_dims=stack_dims))
+        layer, trained = of_layer(layouts["layers"]), trained or layouts
         rest = {name: tree for name, tree in layouts.items() if name != "layers"}
         self.level, self.once, self._in_order, self.layouts = level, level < 2, in_order, {**rest, "layer": layer}
-        self._rest, self._trained = rest, list(rest)
-        self.gather_layer, self._scatter_layer = _gather(layer, self.once), _scatter(layer, self.once)
-        if table is not None:
-            self._trained = [name for name in trained(rest, {name: table[name] for name in rest})]
-            self._scatter_layer = _scatter(trained(layer, table["layers"]), self.once)
+        self._rest, self._trained = rest, [name for name in rest if name in trained]
+        self.gather_layer, self._scatter_layer = _gather(layer, self.once), _scatter(of_layer(trained["layers"]), self.once)
 
     def access(self, phase: Phase = Phase()) -> WeightAccess:
         """To one layer, for a loop over layers: in a phase, or in every microbatch of levels 2 and 3."""

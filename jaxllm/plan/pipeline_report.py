@@ -9,9 +9,8 @@ from typing import Any
 from jaxllm.config import AUTO, Config, ConfigError
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
-from jaxllm.cost_model.pipeline_idle import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.display import readable
-from jaxllm.pipeline_schedule import Schedule, make_schedule
+from jaxllm.pipeline_schedule import USUAL_IDLE, Schedule, idle_share, make_schedule, microbatches_for
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.pipeline_idle import idle_share
 from jaxllm.display import readable
-from jaxllm.pipeline_schedule import Schedule
+from jaxllm.pipeline_schedule import Schedule, idle_share
 
 ENDINGS = (".png", ".svg")
 _HUES = ((0.12, 0.37, 0.65), (0.83, 0.42, 0.05), (0.16, 0.50, 0.28), (0.52, 0.25, 0.60))

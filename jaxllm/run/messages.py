@@ -10,8 +10,8 @@ from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.config.rounds import sends_codes
 from jaxllm.cost_model.flops import parameter_count
-from jaxllm.cost_model.pipeline_idle import USUAL_IDLE, idle_share, microbatches_for
-from jaxllm.parallel.layer_stacking import stacking_of
+from jaxllm.parallel.parameters import stacking_of
+from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.run.console import Console
 from jaxllm.run.hooks import Run
 from jaxllm.run.metrics import Record

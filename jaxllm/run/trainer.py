@@ -45,7 +45,7 @@ from jaxllm.train import diloco
 from jaxllm.train.build import State
 from jaxllm.train.given import Batches, Given, GivenBatches, adopted, require_same_optimizer
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM
-from jaxllm.train.state import on_device
+from jaxllm.train.step import on_device
 from jaxllm.weights.stored_models import with_commits
 from jaxllm.weights.weights import MUST_AGREE, WeightsSource, initial_adapter, initial_weights, read_initial
 

@@ -16,7 +16,7 @@ from jaxllm.config.rounds import sends_codes
 from jaxllm.config.types import GIVEN, MASTER_ON_HOST
 from jaxllm.mesh.axes import replicated
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.trained import freezes, with_part
+from jaxllm.parallel.parameters import freezes, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.dpo import dpo_loss
@@ -24,8 +24,17 @@ from jaxllm.train.given import Given
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
-from jaxllm.train.state import TrainState, state_shardings, what_to_offload
-from jaxllm.train.step import Clipping, Metrics, Observe, Update, make_train_step, make_update
+from jaxllm.train.step import (
+    Clipping,
+    Metrics,
+    Observe,
+    TrainState,
+    Update,
+    make_train_step,
+    make_update,
+    state_shardings,
+    what_to_offload,
+)
 
 State = TrainState | diloco.DilocoState
 """The training state: a DilocoState with train.diloco_steps, else a TrainState."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxllm.config import Config
 from jaxllm.mesh.axes import CONTEXT
-from jaxllm.model.token_losses import differentiable_token_losses
+from jaxllm.model.loss import differentiable_token_losses
 from jaxllm.parallel.types import Loss, Rows
 
 

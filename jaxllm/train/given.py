@@ -20,8 +20,7 @@ from jaxllm.config.attention import packed_documents
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.types import GIVEN
 from jaxllm.cost_model.hardware import compute_capability
-from jaxllm.parallel.parameters import parameter_table
-from jaxllm.parallel.trained import trained
+from jaxllm.parallel.parameters import parameter_table, trained
 from jaxllm.parallel.types import Loss
 
 Arrays = Mapping[str, np.ndarray]

@@ -82,7 +82,7 @@ def layer_grad_norms(table: Any, num_layers: int) -> Callable[[Any], jax.Array]:
     """Makes a function: gradients -> norm of each layer, float32 [num_layers].
 
     Args:
-      table: nested dict of Parameter. The parameters of layers are stacked (parallel/layer_stacking.py).
+      table: nested dict of Parameter. The parameters of layers are stacked (parallel/parameters.py).
     """
 
     def squares(parameter: Any, gradient: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Optimizer state in host memory: AdamW's moments, and optionally the fp32 master weights, stay there between steps. With
 parallel.offload_state=all so do the layers' weights in the compute dtype and their gradients within a step
-(parallel/host_layers.py).
+(parallel/layer_loop.py).
 
 The update loads one piece at a time (a layer, or a part of the embedding or the head), so that the device never holds more
 than a few. A loop reads from the arrays on the host and writes back into them. Within a piece XLA reads one parameter while it
@@ -25,12 +25,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.mesh.sharding import Parameter, stack_dims
-from jaxllm.parallel.trained import trained, with_part
+from jaxllm.parallel.parameters import trained, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
 from jaxllm.train.optimizer import make_optimizer
-from jaxllm.train.state import TrainState
-from jaxllm.train.step import Clipping, Update, clip_scale, make_update
+from jaxllm.train.step import Clipping, TrainState, Update, clip_scale, make_update
 
 PIECE_BYTES = 64 * 2**20
 """Maximum size of a piece of the embedding or head: 1.2 ms on a PCIe 5 link, far above the start-up cost of a copy."""
@@ -112,14 +111,11 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
             loaded[name] = mapped(own[name])
         return with_part(params, loaded)
 
-    return dataclasses.replace(
-        functions,
-        value_and_grad=lambda params, batch: functions.value_and_grad(load(params), batch),
-        value_grad_and_parts=lambda params, batch: functions.value_grad_and_parts(load(params), batch),
-        loss_sum=lambda params, batch: functions.loss_sum(load(params), batch),
-        token_losses=lambda params, batch: functions.token_losses(load(params), batch),
-        layer_norms=lambda params, batch: functions.layer_norms(load(params), batch),
-    )
+    def loading(name: str) -> Any:
+        return lambda params, batch: getattr(functions, name)(load(params), batch)
+
+    of_params = ("value_and_grad", "value_grad_and_parts", "loss_sum", "token_losses", "layer_norms")
+    return dataclasses.replace(functions, **{name: loading(name) for name in of_params})
 
 
 @dataclass(frozen=True)

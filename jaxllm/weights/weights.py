@@ -42,7 +42,7 @@ from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.types import GIVEN
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES
-from jaxllm.parallel.trained import chosen, with_part
+from jaxllm.parallel.parameters import chosen, with_part
 from jaxllm.weights.adapters import AdapterFolder, MergedFolder, open_adapter
 from jaxllm.weights.folder import Folder, Index, open_folder
 from jaxllm.weights.read_weights import load_params

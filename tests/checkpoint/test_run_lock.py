@@ -27,7 +27,7 @@ from jaxllm.cluster import distributed, exit_codes
 from jaxllm.cluster.launchers import LaunchInfo
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.run.metrics import JsonLines
-from jaxllm.train.state import TrainState
+from jaxllm.train.step import TrainState
 
 CHECKOUT = Path(__file__).parents[2]
 ELSEWHERE = Holder("job 7", 1, "h1", 1234, "another boot", "99", "theirs", "2026-01-01T00:00:00.000+00:00")

@@ -1,7 +1,5 @@
 """Memory to load, evaluate and generate: weights and caches are those of live arrays, the rest is close to XLA's figure."""
 
-import inspect
-import itertools
 import json
 import math
 import sys
@@ -18,7 +16,6 @@ from hf_folders import HUB, random_weights, write_folder
 from jaxllm.cli.app import main
 from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
 from jaxllm.config import ConfigError, load_config
-from jaxllm.cost_model import inference_memory
 from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
 from jaxllm.cost_model.inference_memory import (
     cache_bytes,
@@ -31,7 +28,6 @@ from jaxllm.cost_model.inference_memory import (
 )
 from jaxllm.inference.generate import Generator
 from jaxllm.mesh.axes import make_mesh
-from jaxllm.model.blockwise_attention import _tile_rows, xla_kernel
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.plan.inference_estimate import PURPOSES, estimate_inference
@@ -82,13 +78,6 @@ def test_weights_are_those_that_a_device_holds(mesh, dtype):
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(master)) * np.dtype(dtype).itemsize
     assert peak(load_moments(config, dtype)) == held
     assert all(terms["stored_weights"] == held for terms in evaluation_moments(config, H100, dtype).values())
-
-
-def test_tiles_are_those_of_the_kernel():
-    defaults = {name: value.default for name, value in inspect.signature(xla_kernel).parameters.items()}
-    assert defaults == {"max_rows": inference_memory.XLA_ROWS, "max_scores": inference_memory.MOST_SCORES}
-    for B, S, N in itertools.product((1, 8, 64), (16, 1024, 8192), (4, 64)):
-        assert inference_memory._tile_rows(B * N, S) == _tile_rows((B, S, N, 1), S, None, *defaults.values())
 
 
 LARGE = {**HUB, "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 6144, "tie_word_embeddings": False}

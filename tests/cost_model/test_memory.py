@@ -15,8 +15,7 @@ from jaxllm.config.attention import takes_cudnn
 from jaxllm.cost_model.activations import is_blockwise
 from jaxllm.cost_model.hardware import GPUS, find_gpu
 from jaxllm.cost_model.memory import Step, estimate_memory
-from jaxllm.cost_model.parameters import Elements
-from jaxllm.cost_model.step_sizes import FLOAT32, slots_of
+from jaxllm.cost_model.step_sizes import FLOAT32, Elements, slots_of
 from jaxllm.mesh.axes import axis_sizes
 from jaxllm.mesh.sharding import layout, weight_rules
 from jaxllm.model.attention import choose_kernel

@@ -17,9 +17,8 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.evaluate import PositionBucket, Score, Windows, evaluate, read_text, tokenize
 from jaxllm.mesh.axes import make_mesh
-from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.parameters import build_model
+from jaxllm.parallel.parameters import build_model, over_layers, stacking_of
 
 LENGTH, TOKENS = 15, 100
 SHARP = ("model.initializer_std=0.3", "data.mask_documents=false")

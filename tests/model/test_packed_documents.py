@@ -19,7 +19,7 @@ from jaxllm.config.attention import BACKWARD_SLOTS, FORWARD_SLOTS, HOPPER, docum
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.model import cudnn_attention
 from jaxllm.model.blockwise_attention import Mask, xla_kernel
-from jaxllm.model.packed_documents import packed_calls
+from jaxllm.model.cudnn_attention import packed_calls
 from jaxllm.parallel.kernels import choose_attention
 from jaxllm.run import attention_check
 from jaxllm.run.attention_check import require_right_attention, with_room_for_documents

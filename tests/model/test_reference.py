@@ -17,8 +17,7 @@ from jaxllm.mesh.axes import make_mesh
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
-from jaxllm.train.state import TrainState
-from jaxllm.train.step import make_train_step, make_update
+from jaxllm.train.step import TrainState, make_train_step, make_update
 
 LOGIT_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5

@@ -16,7 +16,7 @@ from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import CheckpointConfig, config_folder
 from jaxllm.config.types import zero_shard
-from jaxllm.mesh.sharding import unstacked
+from jaxllm.mesh.sharding import stack_dims
 
 S, MICROBATCHES = 24, 4
 # None of 32, 64, 8 and 262 divides by these.
@@ -62,7 +62,9 @@ def one_device(make_run):
 def is_padded(run):
     """Every matrix of the layers."""
     pairs = zip(*map(jax.tree.leaves, (run.functions.table["layers"], run.functions.master["layers"])), strict=True)
-    return all(parameter.shape != stored.shape for parameter, stored in pairs if len(unstacked(parameter.dims)) > 1)
+    return all(
+        parameter.shape != stored.shape for parameter, stored in pairs if len(parameter.dims) - stack_dims(parameter.dims) > 1
+    )
 
 
 def named(cases):

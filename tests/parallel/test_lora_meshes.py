@@ -13,7 +13,7 @@ from jaxllm.config.model_spec import parameters
 from jaxllm.cost_model.flops import layer_matmul_parameters
 from jaxllm.mesh.axes import make_mesh
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.trained import trained
+from jaxllm.parallel.parameters import trained
 
 MICROBATCHES, ROWS, S = 4, 8, 16
 KINDS = {

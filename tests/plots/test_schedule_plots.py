@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.cost_model.pipeline_idle import idle_share
-from jaxllm.pipeline_schedule import forward_only, make_schedule
+from jaxllm.pipeline_schedule import forward_only, idle_share, make_schedule
 from jaxllm.plots.schedule import save, schedule_figure
 
 PIPELINES = [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 8, 2), ("1f1b", 2, 1, 1)]

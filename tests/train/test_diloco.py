@@ -33,8 +33,7 @@ from jaxllm.run.rounds import Rounds
 from jaxllm.train import diloco
 from jaxllm.train.build import build_training
 from jaxllm.train.diloco import DilocoState, begin, inner_step, outer_step, vmap_over_replicas
-from jaxllm.train.state import TrainState
-from jaxllm.train.step import make_train_step, make_update
+from jaxllm.train.step import TrainState, make_train_step, make_update
 
 S = 16
 COMMON = ("train.global_batch_sequences=16", "train.microbatch_sequences=2", "optimizer.learning_rate=1e-2")

@@ -17,8 +17,7 @@ from jaxllm.run.loop import fit
 from jaxllm.train import offload
 from jaxllm.train.build import build_training
 from jaxllm.train.optimizer import make_optimizer
-from jaxllm.train.state import what_to_offload
-from jaxllm.train.step import make_update
+from jaxllm.train.step import make_update, what_to_offload
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 OFFLOADS = ("optimizer", "optimizer_and_master")

@@ -22,7 +22,7 @@ from jaxllm.run.step_metrics import Watch
 from jaxllm.train.diloco import begin, combine_fragments, outer_step
 from jaxllm.train.instability import Recent
 from jaxllm.train.outer_codes import coded_mean
-from jaxllm.train.state import TrainState
+from jaxllm.train.step import TrainState
 
 
 def assert_equal(found, expected):

@@ -19,9 +19,8 @@ from jaxllm.checkpoint.files import describe_run
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.config import ConfigError, load_config
 from jaxllm.mesh.axes import make_mesh
-from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.parallel.parameters import parameter_table
+from jaxllm.parallel.parameters import over_layers, parameter_table, stacking_of
 from jaxllm.run.loop import fit
 from jaxllm.run.run_dir import keep_companions
 from jaxllm.weights import read_weights
