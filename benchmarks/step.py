@@ -96,7 +96,7 @@ def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
     import jax
 
     import jaxllm
-    from jaxllm.run.log_lines import peak_flops_of
+    from jaxllm.run.messages import peak_flops_of
 
     trainer = jaxllm.Trainer(config)
     config, model, S = trainer.config, trainer.config.model, trainer.config.train.sequence_length

@@ -53,9 +53,9 @@ def inspect(
 
     report = inspect_config(loaded, gpus, gpus_per_host, gpu)
     if picture is not None:
-        from jaxllm.plots.zigzag import picture as draw
+        from jaxllm.plots.schedule import zigzag_picture
 
-        draw(loaded.parallel.context, picture)
+        zigzag_picture(loaded.parallel.context, picture)
     print_report(report, as_json, render)
 
 

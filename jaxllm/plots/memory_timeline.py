@@ -86,11 +86,9 @@ def step_figure(
     Raises:
       ConfigError: matplotlib is not installed.
     """
-    figure = new_figure(10, 4.8, dpi=150)
+    figure = new_figure(10, 4.8, title=title)
     grid = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
     axes, n = figure.add_subplot(grid[0, 0]), len(curve.phases)
-    if title:
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     set_aside = held_bytes + curve.allocated_bytes
     highest = y_limit(max(set_aside, stage.total_bytes), capacity_bytes)
     unit, unit_name = display_unit(highest)

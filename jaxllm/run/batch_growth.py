@@ -23,7 +23,6 @@ from jaxllm.cost_model.noise_reading import NoiseEstimate
 from jaxllm.run.hooks import Moment, Run
 from jaxllm.run.messages import describe_phase
 from jaxllm.run.metrics import Record
-from jaxllm.run.run_dir import keep_config
 
 EVERY = 20
 """Steps between decisions. At each, the loop waits for the running step."""
@@ -89,21 +88,20 @@ def grow(trainer: Any) -> Record | None:
 
 
 def register(run: Run) -> None:
-    """Says when a phase of train.batch_schedule or train.length_schedule begins, and stores a config whose batch has grown."""
+    """Says when a phase of train.batch_schedule or train.length_schedule begins, and when the batch grows."""
     trainer, console = run.trainer, run.console
-    stored = trainer.config
+    shown = trainer.config
 
     def announce() -> None:
         if trainer.step > 0 and (phase := trainer.config.phase_at(trainer.step)).first_step == trainer.step:
             console.say(f"{describe_phase(trainer.config, phase)} from here on")
 
     def grown(moment: Moment) -> None:
-        nonlocal stored
-        if (config := trainer.config) is not stored:
-            stored = config
+        nonlocal shown
+        if (config := trainer.config) is not shown:
+            shown = config
             console.resize(config.train.steps)
             console.say(f"{describe_phase(config, config.phases[-1])} from step {moment.step} to {config.train.steps}")
-            keep_config(run)
 
     run.on("before", announce)
     run.on("begun", grown)

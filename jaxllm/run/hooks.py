@@ -34,7 +34,6 @@ from jaxllm.cluster import progress
 from jaxllm.config import Config
 from jaxllm.run.console import Console
 from jaxllm.run.metrics import Record
-from jaxllm.run.run_timer import RunTimer
 from jaxllm.run.signals import SignalHandler, StepActions
 
 Event = Literal["before", "record", "begun", "line", "trained", "ended"]
@@ -71,7 +70,7 @@ class Run:
     Attributes:
       asked: the config that was given.
       trainer: its Trainer, which imports some of the features.
-      stores: saving.Stores.
+      timer, stores: step_metrics.RunTimer, saving.Stores.
       folder: run.dir.
       require: raises if the run does not hold run.dir any more; to be called before writing there.
       stack: contexts that end with the run, the last one first.
@@ -84,7 +83,7 @@ class Run:
     folder: Path
     console: Console
     signals: SignalHandler
-    timer: RunTimer
+    timer: Any
     stores: Any
     require: Callable[[], None]
     stack: ExitStack

@@ -14,16 +14,14 @@ from jaxllm.cluster import distributed, exit_codes, progress, watchdog
 from jaxllm.config import Config
 from jaxllm.config.rounds import next_common_step
 from jaxllm.parallel.types import Loss
-from jaxllm.run import trackers
 from jaxllm.run.console import Console
 from jaxllm.run.features import FEATURES
 from jaxllm.run.hooks import Run
 from jaxllm.run.memory_check import explain_out_of_memory
-from jaxllm.run.metrics import Record
-from jaxllm.run.run_dir import make_run_dir
-from jaxllm.run.run_timer import RunTimer
-from jaxllm.run.saving import stores_of
+from jaxllm.run.metrics import Record, check_trackers
+from jaxllm.run.saving import make_run_dir, stores_of
 from jaxllm.run.signals import SignalHandler
+from jaxllm.run.step_metrics import RunTimer
 from jaxllm.run.trainer import Trainer
 from jaxllm.train.given import Batches, Given, adopted
 
@@ -49,7 +47,7 @@ def fit(
     timer = RunTimer(import_s)
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
-    trackers.check(config)
+    check_trackers(config)
     signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:

@@ -1,20 +1,22 @@
-"""Messages of a run: its header before the first step, and its notes during training."""
+"""A run's lines: the header before the first step, the steps' in metrics.jsonl, trackers and the console, and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from jaxllm.cluster import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.config.rounds import sends_codes
-from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.flops import mfu, parameter_count
+from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.cost_model.pipeline_idle import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.parallel.layer_stacking import stacking_of
 from jaxllm.run.console import Console
 from jaxllm.run.hooks import Run
-from jaxllm.run.metrics import Record
+from jaxllm.run.metrics import Record, open_sinks
 
 WELL_FILLED = 0.9
 """Fill ratio of sequences below which a run reports the free space."""
@@ -146,3 +148,34 @@ def who_was_left_out(record: Record) -> str:
         f"step {record['step']}: the outer step left out {record['islands_left_out']:.0f} of the replicas, whose weights are "
         f"not finite; they continue from the common weights"
     )
+
+
+def register(run: Run) -> None:
+    trainer, console, peak_flops = run.trainer, run.console, peak_flops_of(run.trainer)
+    if distributed.is_main_process():
+        for sink in open_sinks(trainer.config, run.first, run.require, lambda: trainer.config.train.steps):
+            run.stack.callback(sink.close)
+            run.on("line", sink.write)
+        trainer.metrics.watch.recall(run.folder / "metrics.jsonl")
+
+    def publish(record: Record) -> None:
+        config = trainer.config
+        record |= run.timer.record_keys(trainer, peak_flops)
+        run.write(record)
+        if record["skipped"] or record["loss_spike"]:
+            console.say(what_went_wrong(record))
+        if record.get("islands_left_out"):
+            console.say(who_was_left_out(record))
+        rate = float(record["tokens_per_s_per_device"])
+        length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
+        utilisation = mfu(rate, config.model, length, peak_flops, config.frozen) if peak_flops else None
+        due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
+        console.step(record, utilisation, due)
+
+    run.on("record", publish)
+
+
+def peak_flops_of(trainer: Any) -> float | None:
+    """Dense peak of this chip in the compute dtype, in FLOP/s; None for an unknown chip."""
+    gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
+    return gpu.peak_flops(trainer.config.model.compute_dtype) if gpu else None

@@ -17,9 +17,9 @@ import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
 from jaxllm.json_lines import read_lines
+from jaxllm.run.evaluation import has_evaluation
 from jaxllm.run.loop import fit
 from jaxllm.run.metrics import JsonLines
-from jaxllm.run.run_dir import has_evaluation
 from jaxllm.run.signals import SignalHandler
 from jaxllm.run.step_metrics import Watch
 

@@ -27,7 +27,7 @@ from jaxllm.plan.data_ranks import accumulations, over_data_ranks, steps_to_loss
 from jaxllm.plan.quote import predicted_speed
 from jaxllm.plan.sweep import PAYS
 from jaxllm.run.memory_check import check_memory
-from jaxllm.run.run_timer import start_keys
+from jaxllm.run.step_metrics import start_keys
 from jaxllm.run_report.history import (
     COMPILING,
     DATA,
@@ -470,14 +470,14 @@ def test_phases_add_up_and_the_watchdogs_seconds_are_left_alone():
 
 
 def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
-    from jaxllm.run import run_timer
+    from jaxllm.run import step_metrics
 
     now_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: 1000 + now_s)
     monkeypatch.setattr(progress, "_total_s", dict.fromkeys(progress.PHASES, 0.0))
-    for module, name, value in ((progress, "time", clock), (run_timer, "time", clock), (progress, "_since_s", now_s)):
+    for module, name, value in ((progress, "time", clock), (step_metrics, "time", clock), (progress, "_since_s", now_s)):
         monkeypatch.setattr(module, name, value)
-    timer = run_timer.RunTimer(import_s=0.5)
+    timer = step_metrics.RunTimer(import_s=0.5)
     trainer = SimpleNamespace(
         compiled=None, mesh=SimpleNamespace(size=1), start=SimpleNamespace(memory_fit=None, absent_hosts=0)
     )
@@ -551,20 +551,20 @@ def test_a_real_run_has_its_page(trained):
 
 
 def test_gpus_say_what_was_in_use(monkeypatch):
-    from jaxllm.run import run_timer
+    from jaxllm.run import step_metrics
 
     def device(platform, **stats):
         return SimpleNamespace(platform=platform, memory_stats=lambda: stats or None)
 
     devices = [device("gpu", peak_bytes_in_use=5), device("gpu", peak_bytes_in_use=7), device("gpu"), device("cpu")]
-    monkeypatch.setattr(run_timer.jax, "local_devices", lambda: devices)
-    assert run_timer.memory_in_use() == 7
+    monkeypatch.setattr(step_metrics.jax, "local_devices", lambda: devices)
+    assert step_metrics.memory_in_use() == 7
     devices[:2] = []
-    assert run_timer.memory_in_use() is None
+    assert step_metrics.memory_in_use() is None
 
 
 def test_programs_that_take_more_are_told_of():
-    from jaxllm.run.run_timer import RunTimer
+    from jaxllm.run.step_metrics import RunTimer
 
     class Program:
         def __init__(self, size):

@@ -20,7 +20,7 @@ from jaxllm.config.batch_schedule import Phase, done_by, phase_at, phases_of, se
 from jaxllm.plan.estimate import estimate
 from jaxllm.run import loop
 from jaxllm.run.messages import batch_notes
-from jaxllm.run.run_dir import require_same_batches
+from jaxllm.run.saving import require_same_batches
 from jaxllm.train.optimizer import make_learning_rate
 
 # Six steps: two of 8 sequences (128 tokens), two of 16, two of 32; on 8 data ranks in 1, 2 and 4 microbatches.

@@ -19,7 +19,7 @@ from jaxllm.parallel.zigzag import order
 from jaxllm.run import loop
 from jaxllm.run.messages import batch_notes
 from jaxllm.run.programs import run_programs
-from jaxllm.run.run_dir import require_same_batches
+from jaxllm.run.saving import require_same_batches
 from jaxllm.train.optimizer import make_learning_rate
 
 # Six steps of 128 tokens: two with sequences of 4, two of 8, two of 16.

@@ -23,7 +23,7 @@ from jaxllm.parallel.layer_stacking import over_layers, stacking_of
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import parameter_table
 from jaxllm.run.loop import fit
-from jaxllm.run.run_dir import keep_companions
+from jaxllm.run.saving import keep_companions
 from jaxllm.weights import read_weights
 from jaxllm.weights.folder import open_folder
 from jaxllm.weights.hf_convert import from_hf, to_hf
