@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
@@ -13,8 +13,8 @@ Change = Any
 """Keys of a config to set: overrides, as on the command line; figures, their effect; cost in time, in words; config."""
 
 
-class Advisor(Protocol):
-    """Its own answers are those of a run without planner and report. Configs are resolved, but for that of `fastest`."""
+class Advisor:
+    """Answers of a run without planner and report. Configs are resolved, but for that of `fastest`."""
 
     def speed(self, config: Config, gpu: Gpu) -> Any:
         """Tokens/s of a device: expected, low, high, and text(unit, decimals). None if it is not known."""
@@ -40,15 +40,11 @@ class Advisor(Protocol):
         return None
 
 
-class _NoPlanner(Advisor):
-    pass
+_current: Any = Advisor()
 
 
-_current: Advisor = _NoPlanner()
-
-
-def use(advisor: Advisor) -> None:
-    """Every later question goes to `advisor`: an object, or a module with these functions."""
+def use(advisor: Any) -> None:
+    """Every later question goes to `advisor`: a module with these functions."""
     global _current
     _current = advisor
 
@@ -58,4 +54,4 @@ def ask() -> Advisor:
 
 
 def is_known() -> bool:
-    return not isinstance(_current, _NoPlanner)
+    return not isinstance(_current, Advisor)

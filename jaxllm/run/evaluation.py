@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxllm.cluster import distributed, progress
-from jaxllm.config import Config, ConfigError
+from jaxllm.config import ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.data.loader import PackedDocuments, SampleStream
 from jaxllm.data.manifest import read_npy
-from jaxllm.data.sources import Data
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable
 from jaxllm.json_lines import read_lines
@@ -29,23 +28,10 @@ from jaxllm.parallel.zigzag import inverse
 from jaxllm.run.hooks import Moment, Run, is_multiple
 from jaxllm.run.memory_check import is_out_of_memory
 from jaxllm.run.metrics import Record
-from jaxllm.train.build import State
 from jaxllm.untrusted import RefusedInput, reason_of
 
 FINAL_EVAL_TOKENS = 2**24
 """Tokens per source in the final evaluation, because a hundredth of a large corpus would take days."""
-
-
-class Scoring(Protocol):
-    """What evaluation reads of a Trainer."""
-
-    config: Config
-    mesh: jax.sharding.Mesh
-    data: Data
-    stream: SampleStream
-    state: State
-    reference: Reference | None
-    programs: Any
 
 
 class Evaluation(NamedTuple):
@@ -61,7 +47,7 @@ class Evaluation(NamedTuple):
     """Share of pairs whose chosen answer gained more log-probability over the reference than the rejected; None for text."""
 
 
-def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
+def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
     """See Trainer.evaluate."""
     # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
     together = trainer.config.parallel.pipe * trainer.config.microbatch_rows
@@ -85,13 +71,13 @@ def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]
     return Evaluation(float(loss / count), int(count), by_source, float(right / count) if score is _pairs else None)
 
 
-def reference_of(trainer: Scoring) -> Reference:
+def reference_of(trainer: Any) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
     with jax.set_mesh(trainer.mesh):
         return Reference.compute(trainer.stream.sources, trainer.data.held_out(), partial(token_losses, trainer))
 
 
-def token_losses(trainer: Scoring, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def token_losses(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     """-log p of each target of these samples, float32 [samples, S], on every process."""
     config = trainer.config
     M, R, S = config.parallel.pipe, config.microbatch_rows, config.train.sequence_length
@@ -105,7 +91,7 @@ def token_losses(trainer: Scoring, source: PackedDocuments, samples: np.ndarray)
     return np.concatenate(found)[: len(samples), inverse(S, trainer.mesh.shape[CONTEXT])]
 
 
-def _text(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def _text(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     config = trainer.config
     rows = samples.reshape(config.parallel.pipe, config.microbatch_rows)
     batch = put_global_batch(trainer.mesh, source.in_order, rows, config.train.sequence_length)
@@ -113,7 +99,7 @@ def _text(trainer: Scoring, number: int, source: PackedDocuments, samples: np.nd
     return np.array([float(loss), int(tokens), 0])
 
 
-def _pairs(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def _pairs(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     assert trainer.reference is not None, "computed or read before the first step"
     samples = samples[samples < source.packing.num_samples]
     now = log_p(source, samples, partial(token_losses, trainer))

@@ -95,7 +95,10 @@ def train(run: Run) -> None:
     trainer, signals, console = run.trainer, run.signals, run.console
     started = time.perf_counter()
     if run.first < trainer.config.train.steps:
-        compile_step(trainer, console)
+        trainer.prepare()
+        if trainer.compile_s is not None:
+            source = ", from the cache" if trainer.programs.from_cache else ""
+            console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")
     else:
         console.say(f"nothing to train: train.steps={trainer.config.train.steps}")
     signals.next_common = lambda step: next_common_step(trainer.config, step)
@@ -114,10 +117,3 @@ def train(run: Run) -> None:
     run.publish(trainer.finish())
     if trainer.step > run.first:
         console.say(f"trained {trainer.step - run.first} steps in {time.perf_counter() - started:.0f} s")
-
-
-def compile_step(trainer: Trainer, console: Console) -> None:
-    trainer.prepare()
-    if trainer.compile_s is not None:
-        source = ", from the cache" if trainer.programs.from_cache else ""
-        console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")

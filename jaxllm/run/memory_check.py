@@ -1,4 +1,5 @@
-"""Checks before a run that it fits into device memory, and gives advice when a device runs out of memory.
+"""Checks before a run: it fits into device memory, its documents into attention, and cuDNN's attention is right. Also advice
+when a device runs out of memory.
 
 On CPU devices, for which there is no estimate, only what no machine of this size can hold is refused.
 """
@@ -9,8 +10,9 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -77,12 +79,7 @@ def capacity_of(device: jax.Device) -> int | None:
     return known.capacity_bytes if known else None
 
 
-def check_memory(
-    config: Config,
-    device: jax.Device,
-    capacity_of: Callable[[jax.Device], int | None] = capacity_of,
-    estimate: EstimateMemory | None = None,
-) -> Fit | None:
+def check_memory(config: Config, device: jax.Device) -> Fit | None:
     """Compares the estimate of a resolved config with the memory of `device`, one of its devices, and predicts the speed.
 
     Returns:
@@ -97,7 +94,7 @@ def check_memory(
             require_host_memory(least_host_bytes(config), "Weights, optimizer state and batch")
         return None
     gpu = gpu_from_device_kind(device.device_kind)
-    estimate = estimate or partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
+    estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
     speed = None if gpu is None else advisor.ask().speed(config, gpu)
     fit = Fit(estimate(config), capacity_bytes, speed)
     if fit.fits:
@@ -148,48 +145,37 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and re.search(OUT_OF_MEMORY, str(error)) is not None
 
 
-@dataclass
-class OutOfMemoryAdvice:
-    """Advice for a run whose device ran out of memory."""
+def out_of_memory_text(error: BaseException, config: Config, trainer: Any) -> str:
+    """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less.
 
-    config: Config
-    trainer: Any = None
-    """The run's Trainer, once it exists."""
-    capacity_of: Callable[[jax.Device], int | None] = field(default=capacity_of)
-
-    def text(self, error: BaseException) -> str:
-        """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less."""
-        device = jax.local_devices()[0]
-        config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
-        gpu = gpu_from_device_kind(device.device_kind)
-        estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
-        capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
-        target = round(SAFER_SHARE * memory.peak_bytes)
-        if capacity_bytes is not None:
-            # If XLA needs more than the estimate, assume the same ratio after a change.
-            seen = max(memory.peak_bytes, compiled_bytes or 0)
-            target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
-        found = advisor.ask().changes_that_fit(config, target, gpu, estimate)
-        return "\n".join(
-            [
-                f"A device ran out of memory {self._when()}: {_cure(found)}.",
-                *_figures(memory, compiled_bytes, capacity_bytes, device),
-                *_numbered(found),
-                f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
-            ]
-        )
-
-    def _when(self) -> str:
-        if self.trainer is None:
-            return "while the state was made"
-        if self.trainer.compiled is None:
-            return "before the train step was compiled"
-        return f"in step {max(self.trainer.step, 1)}"
-
-    def _compiled_bytes(self) -> int | None:
-        """XLA's figure; None before the step is compiled."""
-        compiled = None if self.trainer is None else self.trainer.compiled
-        return None if compiled is None else total_bytes(compiled.memory_analysis())
+    Args:
+      trainer: the run's Trainer; None before it exists.
+    """
+    device = jax.local_devices()[0]
+    config = config.resolve(jax.device_count()) if trainer is None else trainer.config
+    compiled = None if trainer is None else trainer.compiled
+    gpu = gpu_from_device_kind(device.device_kind)
+    estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
+    compiled_bytes = None if compiled is None else total_bytes(compiled.memory_analysis())
+    capacity_bytes, memory = capacity_of(device), estimate(config)
+    target = round(SAFER_SHARE * memory.peak_bytes)
+    if capacity_bytes is not None:
+        # If XLA needs more than the estimate, assume the same ratio after a change.
+        seen = max(memory.peak_bytes, compiled_bytes or 0)
+        target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
+    found = advisor.ask().changes_that_fit(config, target, gpu, estimate)
+    cure = f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
+    when = "while the state was made"
+    if trainer is not None:
+        when = "before the train step was compiled" if compiled is None else f"in step {max(trainer.step, 1)}"
+    return "\n".join(
+        [
+            f"A device ran out of memory {when}: {cure}.",
+            *_figures(memory, compiled_bytes, capacity_bytes, device),
+            *_numbered(found),
+            f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
+        ]
+    )
 
 
 def _figures(
@@ -212,10 +198,6 @@ def _figures(
         yield f"  {which} would fit: look in nvidia-smi for other programs that hold memory of these GPUs."
 
 
-def _cure(found: Sequence[Change]) -> str:
-    return f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
-
-
 def _numbered(found: Sequence[Change]) -> Iterator[str]:
     if found:
         yield "  changes that need less memory, cheapest first:"
@@ -225,20 +207,20 @@ def _numbered(found: Sequence[Change]) -> Iterator[str]:
 
 
 @contextmanager
-def explain_out_of_memory(config: Config) -> Iterator[OutOfMemoryAdvice]:
+def explain_out_of_memory(config: Config) -> Iterator[SimpleNamespace]:
     """Context of a run: if a device runs out of memory inside, it raises a ConfigError that says what to change. The run sets
-    `advice.trainer = trainer` on the value.
+    `trainer` of the value once it has one.
 
     Raises:
       ConfigError: a device ran out of memory, at any point.
     """
-    advice = OutOfMemoryAdvice(config)
+    run = SimpleNamespace(trainer=None)
     try:
-        yield advice
+        yield run
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise ConfigError(advice.text(error)) from None
+        raise ConfigError(out_of_memory_text(error, config, run.trainer)) from None
 
 
 def total_bytes(memory: Any) -> int:
@@ -246,6 +228,8 @@ def total_bytes(memory: Any) -> int:
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
 
+
+# ---------------------------------------------------------------------------------------------------------- attention
 
 ATTENTION_TOLERANCE = 0.03
 

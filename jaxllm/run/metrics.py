@@ -1,4 +1,11 @@
-"""Metrics sinks: metrics.jsonl always, trackers on request (trackers.py)."""
+"""Metrics sinks: metrics.jsonl always, spikes.jsonl, and trackers on request.
+
+Trackers get the lines of metrics.jsonl, which stay the truth: TensorBoard, W&B, MLflow, Prometheus, own sinks
+(tracker_kinds.py). Each has a thread of its own that reads the file, and a cursor, kept in run.dir/trackers: the byte up to
+which it has all. So training never waits for one. One that was away, or that the config names later, gets every line that it
+lacks, also from a later start. A run that was killed continues the same W&B or MLflow run. A line may be sent twice; none is
+left out.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +17,17 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
 from jaxllm.json_lines import before_step, parse
 from jaxllm.run.tracker_kinds import PATIENCE_S, Kind, Record, Sink, kinds_of, reason_of
-from jaxllm.untrusted import GIB, RefusedInput, parse_json, read_bytes
+from jaxllm.untrusted import GIB, RefusedInput, Whole, checked, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
@@ -33,46 +40,63 @@ class JsonLines:
 
     Args:
       require: called before anything is written; RunDirLock.require where the run holds the directory.
+      line_of: makes a line of a record, or None if there is none; the first line creates the file. Default: each record is one.
     """
 
-    def __init__(self, path: Path, last_step: int, require: Callable[[], None] = unfenced):
-        self._path, self._require = path, require
+    def __init__(
+        self,
+        path: Path,
+        last_step: int,
+        require: Callable[[], None] = unfenced,
+        line_of: Callable[[Record], Record | None] | None = None,
+    ):
+        self._path, self._last_step, self._require, self._line_of = path, last_step, require, line_of
+        self._file: IO[str] | None = None
+        if line_of is None or path.exists():
+            self._open()
+
+    def _open(self) -> IO[str]:
         try:
             self._require()
-            _move_aside(path, last_step)
-            self._file = _open_at_line(path)
+            _move_aside(self._path, self._last_step)
+            self._file = _open_at_line(self._path)
         except OSError as error:
-            raise _unwritable(path, error) from None
+            raise _unwritable(self._path, error) from None
+        return self._file
 
     def write(self, record: Record) -> None:
+        if (line := self._line_of(record) if self._line_of else record) is None:
+            return
         # JSON has no NaN or infinity, so they become null.
-        finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        file = self._file or self._open()
         try:
             self._require()
-            if not self._is_there():
+            if not self._is_there(file):
                 log.warning("%s was removed or replaced during the run: its next lines go to a new file there.", self._path)
                 self.close()
-                self._file = _open_at_line(self._path)
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
+                self._file = file = _open_at_line(self._path)
+            file.write(json.dumps(finite) + "\n")
+            file.flush()
         except OSError as error:
             raise _unwritable(self._path, error) from None
 
-    def _is_there(self) -> bool:
+    def _is_there(self, file: IO[str]) -> bool:
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+            return os.path.samestat(os.stat(self._path), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
         # `write` has reported an error. Closing tries to flush again.
         with suppress(OSError):
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
 
 
-def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] | None:
-    """Makes a line for run.dir/spikes.jsonl with the data to replay a step; None for a usual step. The step read the samples
-    from first_sequence on, in the layout of Trainer.train_batch(step - 1).
+def spike_line(config: Config, record: Record) -> Record | None:
+    """Makes a line for run.dir/spikes.jsonl with the data to replay a step that was skipped or is a spike; None for another. It
+    read the samples from first_sequence on, in the layout of Trainer.train_batch(step - 1).
     """
     if not (record.get("skipped") or record.get("loss_spike")):
         return None
@@ -84,26 +108,6 @@ def spike_line(config: Config, record: Mapping[str, float]) -> dict[str, float] 
     return line | {"first_sequence": first_sequence, "sequences": sequences}
 
 
-class Spikes:
-    """Writes the steps that were skipped or are spikes, with their samples, to a file beside metrics.jsonl. The first such
-    step creates it.
-    """
-
-    def __init__(self, path: Path, config: Config, last_step: int, require: Callable[[], None] = unfenced):
-        self._open = partial(JsonLines, path, last_step, require)
-        self._config, self._lines = config, None if not path.exists() else self._open()
-
-    def write(self, record: Record) -> None:
-        line = spike_line(self._config, record)
-        if line is not None:
-            self._lines = self._lines or self._open()
-            self._lines.write(line)
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-
-
 def open_sinks(
     config: Config, last_step: int, require: Callable[[], None] = unfenced, steps: Callable[[], int] | None = None
 ) -> list[Sink]:
@@ -111,11 +115,8 @@ def open_sinks(
     called before each write that the next start reads, and `steps` at the end, where a batch that has grown has left less of
     train.steps.
     """
-    folder = Path(config.run.dir)
-    files = [
-        JsonLines(folder / "metrics.jsonl", last_step, require),
-        Spikes(folder / "spikes.jsonl", config, last_step, require),
-    ]
+    metrics, spikes = (Path(config.run.dir) / name for name in ("metrics.jsonl", "spikes.jsonl"))
+    files = JsonLines(metrics, last_step, require), JsonLines(spikes, last_step, require, partial(spike_line, config))
     # Behind them, because trackers read what metrics.jsonl holds.
     return [*files, Trackers(config, last_step, require, steps)]
 
@@ -247,6 +248,14 @@ class Tracker(threading.Thread):
             self.cursor.keep()
 
 
+class _Progress(NamedTuple):
+    """A cursor's file."""
+
+    target: str = ""
+    id: str | None = None
+    sent: Whole = 0
+
+
 class Cursor:
     """What of metrics.jsonl a tracker has, in run.dir/trackers/STEM.json. A damaged file is removed, with a warning. One that
     counts lines which metrics.jsonl has no more is corrected.
@@ -264,24 +273,20 @@ class Cursor:
     def __init__(self, folder: Path, stem: str, target: str | None, last_step: int, fence: Callable[[], None]):
         self.metrics, self._last_step = folder / "metrics.jsonl", last_step
         self._path, self._fence = folder / "trackers" / f"{stem}.json", fence
-        self._target, self.id, self.sent = self._kept() if self._path.exists() else ("", None, 0)
+        self._target, self.id, self.sent = self._kept() if self._path.exists() else _Progress()
         if target not in (None, self._target):
             self._target, self.id, self.sent = target, None, 0
         if self.sent > (size := self._size()):
             self.sent = size
             self.keep()
 
-    def _kept(self) -> tuple[str, str | None, int]:
+    def _kept(self) -> _Progress:
         try:
-            found = parse_json(read_bytes(self._path, 2**16))
-            target, own_id, sent = found["target"], found["id"], found["sent"]
-            if isinstance(target, str) and isinstance(own_id, str | None) and isinstance(sent, int) and sent >= 0:
-                return target, own_id, sent
-        except (RefusedInput, KeyError, TypeError):
-            pass
-        log.warning("%s is damaged: that tracker begins a new run and gets all lines.", self._path)
-        self._path.unlink()
-        return "", None, 0
+            return checked(read_json(self._path, 2**16), _Progress)
+        except RefusedInput:
+            log.warning("%s is damaged: that tracker begins a new run and gets all lines.", self._path)
+            self._path.unlink()
+            return _Progress()
 
     def keep(self) -> None:
         """Writes the file."""

@@ -25,7 +25,6 @@ from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.run import fewer_hosts
 from jaxllm.run.batch_growth import resumed
 from jaxllm.run.hooks import Moment, Run, is_multiple
-from jaxllm.run.trainer import Trainer
 from jaxllm.weights.staging import copy_companions
 
 PERIODS = ("every_steps", "keep_every_steps", "store_every_steps", "export_every_steps")
@@ -59,22 +58,17 @@ def stores_of(config: Config, folder: Path) -> Iterator[Stores]:
             yield Stores(stored, joined, leads, resumes or (joined is not None and joined.has_parts()))
 
 
-def open_checkpoints(run: Run) -> Checkpoints:
-    """The run's checkpoints; those of a store only if they are of the same run."""
-    trainer = run.trainer
+def restore(run: Run) -> None:
+    """Opens the run's checkpoints, and restores the newest state, if there is one."""
+    trainer, folder, console = run.trainer, run.folder, run.console
 
-    def accept(address: str, meta: Meta) -> None:
-        require_same_run(address, meta, resumed(trainer.asked, meta), trainer.data.fingerprint, "checkpoint.store")
+    def accept(where: Path | str, meta: Meta, place: str = "checkpoint.store") -> None:
+        require_same_run(where, meta, resumed(trainer.asked, meta), trainer.data.fingerprint, place)
 
-    return Checkpoints(run.folder, trainer.config.checkpoint, run.require, run.stores.stored, accept, run.stores.joined)
-
-
-def resume(run: Run) -> None:
-    """Restores the newest state, if there is one."""
-    trainer, checkpoints, folder, console = run.trainer, run.checkpoints, run.folder, run.console
+    checkpoints = Checkpoints(folder, trainer.config.checkpoint, run.require, run.stores.stored, accept, run.stores.joined)
+    run.checkpoints = run.stack.enter_context(closing(checkpoints))
     if checkpoints.latest is not None:
-        meta = checkpoints.meta()
-        require_same_run(folder, meta, resumed(trainer.asked, meta), trainer.data.fingerprint)
+        accept(folder, checkpoints.meta(), "run.dir")
         with progress.phase("restore"):
             trainer.restore(checkpoints)
         for sentence in checkpoints.said:
@@ -85,25 +79,20 @@ def resume(run: Run) -> None:
     checkpoints.offer_saved()
 
 
-def describe(trainer: Trainer) -> Meta:
-    """Metadata for a checkpoint now."""
-    noise = trainer.metrics.noise.state() if trainer.metrics.noise.found else ()
-    return describe_run(trainer.config, trainer.step, trainer.data.fingerprint, trainer.metrics.watch.skipped_steps, noise)
-
-
 def register(run: Run) -> None:
     """Restores the newest state. Saves by checkpoint.*, by the clock, before a stop and after the last step."""
-    trainer: Trainer = run.trainer
-    config = trainer.config.checkpoint
-    run.checkpoints = checkpoints = run.stack.enter_context(closing(open_checkpoints(run)))
-    resume(run)
+    restore(run)
+    trainer, checkpoints, config = run.trainer, run.checkpoints, run.trainer.config.checkpoint
     run.first = saved_step = trainer.step
     run.console.resize(trainer.config.train.steps)
 
     def save() -> None:
         nonlocal saved_step
         with progress.phase("save"):
-            checkpoints.save(trainer.step, trainer.state, describe(trainer))
+            noise, skipped = trainer.metrics.noise, trainer.metrics.watch.skipped_steps
+            state = noise.state() if noise.found else ()
+            meta = describe_run(trainer.config, trainer.step, trainer.data.fingerprint, skipped, state)
+            checkpoints.save(trainer.step, trainer.state, meta)
         saved_step = trainer.step
         run.signals.saved()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import SampleStream
 from jaxllm.json_lines import numbers, read_lines
 from jaxllm.machine import program_cache
-from jaxllm.run.memory_check import total_bytes
 from jaxllm.run.metrics import Record
 from jaxllm.run.noise_scale import NoiseScale
 from jaxllm.train import diloco
@@ -165,8 +163,6 @@ class RunTimer:
         self._began_unix_s = time.time()
         self._before_s = progress.totals()
         self._first = True
-        # Weak references: a strong one would keep the program on the devices, and an id may be reused.
-        self._programs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compiled_bytes = 0
 
     def record_keys(self, trainer: Any, peak_flops: float | None = None) -> Record:
@@ -190,23 +186,14 @@ class RunTimer:
         line |= {f"{name}_s": spent_s[name] for name in (*ALWAYS, *PAUSES) if spent_s[name] or name in ALWAYS}
         if (peak_bytes := memory_in_use()) is not None:
             line["memory_peak_bytes"] = peak_bytes
-        if (compiled_bytes := self._new_program_bytes(trainer.compiled)) > self._compiled_bytes:
-            line["memory_compiled_bytes"] = self._compiled_bytes = compiled_bytes
+        if trainer.programs.step_bytes > self._compiled_bytes:
+            line["memory_compiled_bytes"] = self._compiled_bytes = trainer.programs.step_bytes
         if self._first:
             self._first = False
             parts_s = {"import": self._import_s, **{name: spent_s[name] for name in START}, "other": spent_s["start"]}
             line |= {f"start_{name}_s": seconds for name, seconds in parts_s.items() if seconds}
             line |= {"start_unix_s": self._began_unix_s, **start_keys(trainer, peak_flops)}
         return line
-
-    def _new_program_bytes(self, program: Any) -> int:
-        """Bytes that XLA reserves for a step; 0 if the program is known already or XLA does not tell."""
-        if program is None or program in self._programs:
-            return 0
-        self._programs.add(program)
-        # Not every backend of JAX reports it.
-        memory = program.memory_analysis()
-        return 0 if memory is None else total_bytes(memory)
 
 
 def start_keys(trainer: Any, peak_flops: float | None) -> Record:

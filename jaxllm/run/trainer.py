@@ -366,22 +366,20 @@ class BatchQueue:
 
     def peek(self, step: int) -> Any:
         """Returns the batch that `take` returns next."""
-        self._peeked = self.take(step)
+        if self._peeked is None:
+            if self._batches is None or self._next_step != step:
+                # After Ctrl-C a batch may have left the queue for a step that never ran.
+                self.close()
+                self._batches = ahead(self._read, start=step)
+            self._next_step = None
+            with progress.phase("data"):
+                self._peeked = next(self._batches)
+            self._next_step = step + 1
         return self._peeked
 
     def take(self, step: int) -> Any:
         """Returns the batch of the step that follows `step` steps."""
-        if self._peeked is not None:
-            batch, self._peeked = self._peeked, None
-            return batch
-        if self._batches is None or self._next_step != step:
-            # After Ctrl-C a batch may have left the queue for a step that never ran.
-            self.close()
-            self._batches = ahead(self._read, start=step)
-        self._next_step = None
-        with progress.phase("data"):
-            batch = next(self._batches)
-        self._next_step = step + 1
+        batch, self._peeked = self.peek(step), None
         return batch
 
     def close(self) -> None:

@@ -478,9 +478,8 @@ def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
     for module, name, value in ((progress, "time", clock), (step_metrics, "time", clock), (progress, "_since_s", now_s)):
         monkeypatch.setattr(module, name, value)
     timer = step_metrics.RunTimer(import_s=0.5)
-    trainer = SimpleNamespace(
-        compiled=None, mesh=SimpleNamespace(size=1), start=SimpleNamespace(memory_fit=None, absent_hosts=0)
-    )
+    start, programs = SimpleNamespace(memory_fit=None, absent_hosts=0), SimpleNamespace(step_bytes=0)
+    trainer = SimpleNamespace(programs=programs, mesh=SimpleNamespace(size=1), start=start)
     lines = []
     for _ in range(2):
         for power, phase in enumerate(progress.PHASES):
@@ -566,21 +565,11 @@ def test_gpus_say_what_was_in_use(monkeypatch):
 def test_programs_that_take_more_are_told_of():
     from jaxllm.run.step_metrics import RunTimer
 
-    class Program:
-        def __init__(self, size):
-            self.size = size
-
-        def memory_analysis(self):
-            others = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"), 0)
-            return SimpleNamespace(argument_size_in_bytes=self.size, **others)
-
-    first, larger, smaller, timer = Program(5), Program(7), Program(6), RunTimer()
-    lines = [
-        timer.record_keys(
-            SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), start=SimpleNamespace(memory_fit=None, absent_hosts=0))
-        )
-        for now in (first, first, larger, first, smaller)
-    ]
+    timer, start = RunTimer(), SimpleNamespace(memory_fit=None, absent_hosts=0)
+    # The last one is of the programs of a larger batch, which know none of before.
+    programs = [SimpleNamespace(step_bytes=size) for size in (5, 5, 7, 7, 6)]
+    trainers = [SimpleNamespace(programs=now, mesh=SimpleNamespace(size=8), start=start) for now in programs]
+    lines = [timer.record_keys(trainer) for trainer in trainers]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]
     assert [line.get("devices") for line in lines] == [8, None, None, None, None]
 
