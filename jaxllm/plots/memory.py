@@ -3,7 +3,7 @@ candidates against their speed. All are drawn from plain data.
 
     save(stage_figure(estimate.memory.stages, capacity_bytes=estimate.capacity_bytes), "stages.png")
 
-Each *_figure returns a matplotlib Figure (a notebook shows it). GiB are 2^30 bytes.
+Each *_figure returns a matplotlib Figure (a notebook shows it), as new_figure (schedule.py) makes it. GiB are 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -66,9 +66,6 @@ def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
 def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = None, title: str = "") -> Any:
     """A stacked bar of terms for each stage, with the capacity as a line. Above MOST_STAGES stages, equal neighbours share one
     bar.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
     """
     columns = fold(stages) if len(stages) > MOST_STAGES else [(f"stage {stage.stage}", stage) for stage in stages]
     labels = [label if len(stages) > 1 else "each device" for label, _ in columns]
@@ -88,9 +85,6 @@ def over_figure(
     Args:
       points: (value, term -> bytes of the fullest stage).
       own: the config's value, whose label is bold.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
     """
     values = [value for value, _ in points]
     labels = [value if isinstance(value, str) else f"{value:,}" for value in values]
@@ -253,9 +247,6 @@ def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes
     Args:
       candidates: as `jaxllm plan --json` has them: estimate_bytes, compiled_bytes (or None), tokens_per_s_per_gpu, and
         pipe, data, context, tensor, zero, microbatch_sequences and remat, which label the fastest.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
     """
     figure = new_figure(9.4, 5, title=title)
     axes = figure.add_subplot()

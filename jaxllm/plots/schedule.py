@@ -66,10 +66,7 @@ def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backwa
         backward has this length everywhere.
 
     Returns:
-      A matplotlib Figure; a notebook shows it.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
+      A Figure, as new_figure; a notebook shows it.
     """
     edges = _tick_edges(schedule, backward_cost)
     P = schedule.stages
@@ -220,11 +217,7 @@ def _label_ticks(axes: Any, edges: np.ndarray, width: float) -> None:
 
 
 def zigzag_picture(c: int, path: str | Path) -> None:
-    """Draws the square of query chunks x key chunks: each block in its rank's colour, with the ring step that computes it.
-
-    Raises:
-      ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draws the square of query chunks x key chunks: each block in its rank's colour, with the ring step that computes it."""
     side = 0.45 * 2 * c + 2.5
     figure = new_figure(side, side, dpi=100)
     axes = figure.add_subplot(aspect="equal", title=f"Zigzag, context = {c}: colour is the rank, number the ring step")

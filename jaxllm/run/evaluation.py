@@ -256,16 +256,11 @@ class Reference:
     def samples(self, stream: SampleStream, ks: np.ndarray) -> dict[str, np.ndarray]:
         """Samples ks of the training stream, with `reference`."""
         batch, places = stream.samples(ks), [stream.locate(int(k)) for k in np.asarray(ks)]
-        rows = zip(
-            [self.train[source][sample] for source, sample, _ in places], batch["segments"], batch["positions"], strict=True
-        )
-        batch["reference"] = np.stack([_at_starts(*row) for row in rows])
+        segments, begins = batch["segments"], (batch["positions"] == 0) & (batch["segments"] > 0)
+        of_text = np.stack([self.train[source][sample] for source, sample, _ in places])
+        at_text = np.take_along_axis(of_text, np.maximum(segments - 1, 0), axis=1)
+        batch["reference"] = np.where(begins, at_text, np.float32(0.0))
         return batch
-
-
-def _at_starts(sums: np.ndarray, segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    begins = (positions == 0) & (segments > 0)
-    return np.where(begins, sums[np.maximum(segments - 1, 0)], np.float32(0.0))
 
 
 def judge(log_p: np.ndarray, reference: np.ndarray, beta: float) -> np.ndarray:

@@ -96,9 +96,9 @@ def train(run: Run) -> None:
     started = time.perf_counter()
     if run.first < trainer.config.train.steps:
         trainer.prepare()
-        if trainer.compile_s is not None:
+        if trainer.programs.compile_s is not None:
             source = ", from the cache" if trainer.programs.from_cache else ""
-            console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")
+            console.say(f"compiled the train step in {trainer.programs.compile_s:.1f} s{source}")
     else:
         console.say(f"nothing to train: train.steps={trainer.config.train.steps}")
     signals.next_common = lambda step: next_common_step(trainer.config, step)

@@ -91,7 +91,10 @@ def check_memory(config: Config, device: jax.Device) -> Fit | None:
     capacity_bytes = capacity_of(device)
     if capacity_bytes is None:
         if device.platform == "cpu" and not config.run.allow_overcommit:
-            require_host_memory(least_host_bytes(config), "Weights, optimizer state and batch")
+            # The least: the state in float32, sharded over all devices, and a batch of token ids.
+            batch_bytes = 4 * config.train.global_batch_sequences * config.train.sequence_length
+            share = (state_bytes(config) + batch_bytes) * jax.local_device_count() // jax.device_count()
+            require_host_memory(share, "Weights, optimizer state and batch")
         return None
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
@@ -110,14 +113,6 @@ def check_memory(config: Config, device: jax.Device) -> Fit | None:
         return fit
     cure = _cheapest(config, capacity_bytes, gpu, estimate)
     raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start anyway.")
-
-
-def least_host_bytes(config: Config) -> int:
-    """Bytes that this process's share of a run on CPU devices takes at the very least: the state in float32, sharded over all
-    devices, and a batch of token ids."""
-    batch_bytes = 4 * config.train.global_batch_sequences * config.train.sequence_length
-    everything = state_bytes(config) + batch_bytes
-    return everything * jax.local_device_count() // jax.device_count()
 
 
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:

@@ -133,13 +133,6 @@ def data_notes(config: Config, stream: SampleStream) -> Iterator[str]:
         yield f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less"
 
 
-def what_went_wrong(record: Record) -> str:
-    """Message about a step that was skipped or is a spike."""
-    what = "a spike" if record["loss_spike"] else "not finite"
-    skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
-    return f"step {record['step']} is {what}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}{skipped}"
-
-
 def who_was_left_out(record: Record) -> str:
     """Message about replicas that an outer step left out (train/diloco.py)."""
     return (
@@ -161,7 +154,10 @@ def register(run: Run) -> None:
         record |= run.timer.record_keys(trainer, peak_flops)
         run.write(record)
         if record["skipped"] or record["loss_spike"]:
-            console.say(what_went_wrong(record))
+            what = "a spike" if record["loss_spike"] else "not finite"
+            skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
+            numbers = f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
+            console.say(f"step {record['step']} is {what}: {numbers}{skipped}")
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))
         rate = float(record["tokens_per_s_per_device"])

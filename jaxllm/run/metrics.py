@@ -25,6 +25,7 @@ from typing import IO, NamedTuple
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
+from jaxllm.data.shards import replace_json
 from jaxllm.json_lines import before_step, parse
 from jaxllm.run.tracker_kinds import PATIENCE_S, Kind, Record, Sink, kinds_of, reason_of
 from jaxllm.untrusted import GIB, RefusedInput, Whole, checked, read_bytes, read_json
@@ -251,9 +252,12 @@ class Tracker(threading.Thread):
 class _Progress(NamedTuple):
     """A cursor's file."""
 
-    target: str = ""
-    id: str | None = None
-    sent: Whole = 0
+    target: str
+    id: str | None
+    sent: Whole
+
+
+BEGINNING = _Progress("", None, 0)
 
 
 class Cursor:
@@ -273,7 +277,7 @@ class Cursor:
     def __init__(self, folder: Path, stem: str, target: str | None, last_step: int, fence: Callable[[], None]):
         self.metrics, self._last_step = folder / "metrics.jsonl", last_step
         self._path, self._fence = folder / "trackers" / f"{stem}.json", fence
-        self._target, self.id, self.sent = self._kept() if self._path.exists() else _Progress()
+        self._target, self.id, self.sent = self._kept() if self._path.exists() else BEGINNING
         if target not in (None, self._target):
             self._target, self.id, self.sent = target, None, 0
         if self.sent > (size := self._size()):
@@ -286,19 +290,13 @@ class Cursor:
         except RefusedInput:
             log.warning("%s is damaged: that tracker begins a new run and gets all lines.", self._path)
             self._path.unlink()
-            return _Progress()
+            return BEGINNING
 
     def keep(self) -> None:
         """Writes the file."""
         self._fence()
         self._path.parent.mkdir(exist_ok=True)
-        aside = self._path.with_suffix(".new")
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump({"target": self._target, "id": self.id, "sent": self.sent}, file)
-            file.flush()
-            # Else a host that loses its power may leave an empty file, and the run would begin again there.
-            os.fsync(file.fileno())
-        aside.replace(self._path)
+        replace_json(self._path, {"target": self._target, "id": self.id, "sent": self.sent})
 
     def read(self, most: int) -> tuple[list[Record], int]:
         """The records of up to `most` complete lines that it lacks, and the byte after them. What is null there is NaN."""

@@ -148,9 +148,8 @@ def by_layer(record: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
-ALWAYS = ("data",)
-"""Phases with a key in every line; the others have one only if they took any time."""
 PAUSES = ("compile", "evaluate", "save")
+"""Phases that have a key in a line if they took any time."""
 START = ("meet", "devices", "dataset", "initialize", "restore", "step")
 """Phases that the first line of a start has a key for, beside those above. The seconds of "start" are its start_other_s."""
 
@@ -182,8 +181,8 @@ class RunTimer:
         now_s = progress.totals()
         spent_s = {name: seconds - self._before_s[name] for name, seconds in now_s.items()}
         self._before_s = now_s
-        line: Record = {"unix_s": time.time()}
-        line |= {f"{name}_s": spent_s[name] for name in (*ALWAYS, *PAUSES) if spent_s[name] or name in ALWAYS}
+        line: Record = {"unix_s": time.time(), "data_s": spent_s["data"]}
+        line |= {f"{name}_s": spent_s[name] for name in PAUSES if spent_s[name]}
         if (peak_bytes := memory_in_use()) is not None:
             line["memory_peak_bytes"] = peak_bytes
         if trainer.programs.step_bytes > self._compiled_bytes:

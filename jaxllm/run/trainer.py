@@ -259,16 +259,6 @@ class Trainer:
         """The compiled train step for the present batch; None until `prepare` or the first step."""
         return self.programs.current
 
-    @property
-    def compile_s(self) -> float | None:
-        """Seconds to compile the train step for the present batch; None until then."""
-        return self.programs.compile_s
-
-    @property
-    def traces(self) -> int:
-        """Number of times a train step was traced."""
-        return self.programs.traces
-
     def restore(self, checkpoints: Checkpoints) -> None:
         """Restores the newest saved state. The data resumes at its step."""
         # Meshes add or remove zeros, so shapes of arrays do not identify the model.

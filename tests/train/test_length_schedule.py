@@ -79,7 +79,7 @@ def test_a_step_has_the_same_tokens_in_shorter_rows(whole):
 
 def test_each_length_is_compiled_once_and_logged(whole):
     lines = steps_of(whole[1])
-    assert whole[0].traces == 2
+    assert whole[0].programs.traces == 2
     assert [line["sequence_length"] for line in lines] == LENGTHS
     assert [line["tokens"] for line in lines] == [128 * step for step in range(1, 5)]
 
