@@ -80,10 +80,7 @@ class Watch:
     """
 
     def __init__(self, config: Config, skipped_steps: int = 0):
-        self._limit, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
-        self._together, self._round = config.train.diloco_after_steps, config.train.diloco_steps or 0
-        # The step beside the outer step that repairs a replica is skipped too.
-        self._late = int(config.train.diloco_overlap)
+        self._train = config.train
         self.skipped_steps, self._in_a_row, self._step = skipped_steps, 0, 0
         self._recent = Recent.empty(np, np.float64)
 
@@ -99,7 +96,8 @@ class Watch:
         skipped, new_2 = int(values["skipped"]), np.array([values["loss"], values["grad_norm"]])
         spike = values.get("loss_spike")
         if spike is None:
-            spike = self._deviations is not None and self._recent.is_spike(new_2, self._deviations, np)
+            most = self._train.spike_deviations
+            spike = most is not None and self._recent.is_spike(new_2, most, np)
         self._recent = self._recent.after(new_2, np)
         self.skipped_steps += skipped
         self._step, self._in_a_row = step, self._in_a_row + 1 if skipped else 0
@@ -108,13 +106,14 @@ class Watch:
     def require_progress(self) -> None:
         """Raises ConfigError if the last train.max_skips_in_a_row steps were all skipped, and during DiLoCo's rounds more than
         a round."""
-        # A replica with bad weights skips until an outer step replaces them (train/diloco.py).
-        most = self._round + self._late
-        waits = self._step > self._together and most >= self._limit
-        if self._in_a_row < (most + 1 if waits else self._limit):
+        train, limit = self._train, self._train.max_skips_in_a_row
+        # A replica with bad weights skips until an outer step replaces them (train/diloco.py). The step beside that skips too.
+        most = (train.diloco_steps or 0) + train.diloco_overlap
+        waits = self._step > train.diloco_after_steps and most >= limit
+        if self._in_a_row < (most + 1 if waits else limit):
             return
-        late = " + 1" if self._late else ""
-        limit = f"{self._limit}, and more than train.diloco_steps={self._round}{late}" if waits else self._limit
+        if waits:
+            limit = f"{limit}, and more than train.diloco_steps={train.diloco_steps}{' + 1' if train.diloco_overlap else ''}"
         last, first = self._step, self._step - self._in_a_row + 1
         which = f"Steps {first} to {last} were" if first < last else f"Step {last} was"
         raise ConfigError(
