@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +72,10 @@ def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) ->
 
 def reference_of(trainer: Any) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
+    parts = trainer.stream.sources, trainer.data.held_out()
     with jax.set_mesh(trainer.mesh):
-        return Reference.compute(trainer.stream.sources, trainer.data.held_out(), partial(token_losses, trainer))
+        found = [[log_p(trainer, each, np.arange(each.packing.num_samples)) for each in part] for part in parts]
+    return Reference(*found)
 
 
 def token_losses(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
@@ -100,10 +101,13 @@ def _text(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarra
 
 
 def _pairs(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
-    assert trainer.reference is not None, "computed or read before the first step"
+    """(sum of losses, pairs, pairs whose chosen answer has gained more than the rejected), float64 [3]"""
     samples = samples[samples < source.packing.num_samples]
-    now = log_p(source, samples, partial(token_losses, trainer))
-    return judge(now, trainer.reference.held_out[number][samples], trainer.config.train.dpo_beta)
+    # NaN where there is no text.
+    ratios = log_p(trainer, source, samples).astype(np.float64) - trainer.reference.held_out[number][samples]
+    margins = trainer.config.train.dpo_beta * (ratios[:, ::2] - ratios[:, 1::2])
+    margins = margins[~np.isnan(margins)]
+    return np.array([np.logaddexp(0.0, -margins).sum(), len(margins), (margins > 0).sum()])
 
 
 def by_source(found: Evaluation) -> str:
@@ -186,13 +190,9 @@ def conclude(run: Run) -> str | None:
 FILE = "reference.npy"
 
 
-Score = Callable[[PackedDocuments, np.ndarray], np.ndarray]
-"""(source, numbers of its samples) -> -log p of each target, float32 [samples, S]"""
-
-
-def log_p(source: PackedDocuments, samples: np.ndarray, score: Score) -> np.ndarray:
+def log_p(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     """log p of the answer in each text of these samples, float32 [samples, texts of a sample]; NaN where there is no text."""
-    rows, losses = source.in_order(samples.tolist()), score(source, samples)
+    rows, losses = source.in_order(samples.tolist()), token_losses(trainer, source, samples)
     segments, mask = rows["segments"], rows["mask"]
     # The first column is free space.
     sums, counts = np.zeros((2, len(samples), 1 + most_texts(source)))
@@ -217,11 +217,6 @@ class Reference:
 
     train: list[np.ndarray]
     held_out: list[np.ndarray]
-
-    @classmethod
-    def compute(cls, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments], score: Score) -> Reference:
-        every = [[log_p(each, np.arange(each.packing.num_samples), score) for each in part] for part in (train, held_out)]
-        return cls(*every)
 
     def save(self, run_dir: Path) -> None:
         """Writes FILE atomically."""
@@ -261,18 +256,6 @@ class Reference:
         at_text = np.take_along_axis(of_text, np.maximum(segments - 1, 0), axis=1)
         batch["reference"] = np.where(begins, at_text, np.float32(0.0))
         return batch
-
-
-def judge(log_p: np.ndarray, reference: np.ndarray, beta: float) -> np.ndarray:
-    """(sum of losses, pairs, pairs whose chosen answer has gained more than the rejected), float64 [3].
-
-    Args:
-      log_p, reference: of the texts of the same samples, [samples, texts]; NaN where there is none.
-    """
-    ratios = log_p.astype(np.float64) - reference
-    margins = beta * (ratios[:, ::2] - ratios[:, 1::2])
-    margins = margins[~np.isnan(margins)]
-    return np.array([np.logaddexp(0.0, -margins).sum(), len(margins), (margins > 0).sum()])
 
 
 def keep_reference(run: Run) -> None:

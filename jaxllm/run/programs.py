@@ -138,7 +138,6 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
 
 
 # --------------------------------------------------------------------------------------------------------- compiled steps
-# The train step as XLA programs, each compiled before its first use.
 
 
 class Programs:

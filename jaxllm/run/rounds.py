@@ -168,10 +168,7 @@ def completed(state: State, layout: State, meta: Mapping[str, Any]) -> State:
     rest = f"{replicas - saved} begin from the weights of the last outer step" if replicas > saved else "the others leave"
     log.warning(
         "The checkpoint has %d DiLoCo replicas and the run %d: the first %d continue, %s.",
-        saved,
-        replicas,
-        min(saved, replicas),
-        rest,
+        *(saved, replicas, min(saved, replicas), rest),
     )
     return joined(state, saved) if replicas > saved else state
 

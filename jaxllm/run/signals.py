@@ -205,10 +205,7 @@ class SignalHandler:
                 now = time.monotonic()
                 if first_s is None:
                     first_s = now
-                    with self._lock:
-                        early, self._signal = not self._begun, signal.Signals(number).name
-                    if early and self._leave_early is not None:
-                        self._leave_early(self._signal)
+                    self.ask(signal.Signals(number).name)
                 elif number == signal.SIGINT and interactive():
                     # The main thread handles it.
                     continue
