@@ -26,7 +26,6 @@ from jaxllm.display import readable
 from jaxllm.machine.host_memory import require_host_memory
 from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.run import advisor
-from jaxllm.run.advisor import Change
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class Fit:
     capacity_bytes: int
     """Bytes that a step may use on one device."""
     speed: Any = None
-    """Predicted tokens/s of a device (Advisor.speed); None for an unknown GPU, and without a planner."""
+    """Predicted tokens/s of a device (plan.quote.Span); None for an unknown GPU, and without a planner."""
 
     @property
     def fits(self) -> bool:
@@ -98,7 +97,8 @@ def check_memory(config: Config, device: jax.Device) -> Fit | None:
         return None
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
-    speed = None if gpu is None else advisor.ask().speed(config, gpu)
+    planner = advisor.ask()
+    speed = None if gpu is None or planner is None else planner.speed(config, gpu)
     fit = Fit(estimate(config), capacity_bytes, speed)
     if fit.fits:
         return fit
@@ -118,13 +118,13 @@ def check_memory(config: Config, device: jax.Device) -> Fit | None:
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:
     """Advice in the middle of a sentence. It never fills the capacity completely."""
     capacity_bytes = int(FIT_SHARE * capacity_bytes)
-    if not advisor.is_known():
+    if (planner := advisor.ask()) is None:
         return "start the run by jaxllm.fit or `jaxllm train`, which say what would fit"
-    found = advisor.ask().changes_that_fit(config, capacity_bytes, gpu, estimate)
+    found = planner.changes_that_fit(config, capacity_bytes, gpu, estimate)
     if found:
         return f"set {found[0].overrides} ({found[0].figures})"
     tried = f"no change that was tried makes it fit on {config.devices} GPUs"
-    larger = advisor.ask().smallest_cluster(config, capacity_bytes, gpu, estimate)
+    larger = planner.smallest_cluster(config, capacity_bytes, gpu, estimate)
     if larger is None:
         return (
             f"{tried} or on more of them, so use a smaller model or shorter sequences (`jaxllm plan` searches all meshes for "
@@ -158,7 +158,8 @@ def out_of_memory_text(error: BaseException, config: Config, trainer: Any) -> st
         # If XLA needs more than the estimate, assume the same ratio after a change.
         seen = max(memory.peak_bytes, compiled_bytes or 0)
         target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
-    found = advisor.ask().changes_that_fit(config, target, gpu, estimate)
+    planner = advisor.ask()
+    found = [] if planner is None else planner.changes_that_fit(config, target, gpu, estimate)
     cure = f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
     when = "while the state was made"
     if trainer is not None:
@@ -193,7 +194,7 @@ def _figures(
         yield f"  {which} would fit: look in nvidia-smi for other programs that hold memory of these GPUs."
 
 
-def _numbered(found: Sequence[Change]) -> Iterator[str]:
+def _numbered(found: Sequence[Any]) -> Iterator[str]:
     if found:
         yield "  changes that need less memory, cheapest first:"
     for number, change in enumerate(found[:MOST_ADVICE], start=1):

@@ -156,8 +156,8 @@ def register(run: Run) -> None:
         if record["skipped"] or record["loss_spike"]:
             what = "a spike" if record["loss_spike"] else "not finite"
             skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
-            numbers = f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
-            console.say(f"step {record['step']} is {what}: {numbers}{skipped}")
+            loss, norm = record["loss"], record["grad_norm"]
+            console.say(f"step {record['step']} is {what}: loss {loss:.4g}, gradient norm {norm:.4g}{skipped}")
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))
         rate = float(record["tokens_per_s_per_device"])

@@ -73,7 +73,7 @@ class JsonLines:
         file = self._file or self._open()
         try:
             self._require()
-            if not self._is_there(file):
+            if not self._is_there():
                 log.warning("%s was removed or replaced during the run: its next lines go to a new file there.", self._path)
                 self.close()
                 self._file = file = _open_at_line(self._path)
@@ -82,9 +82,9 @@ class JsonLines:
         except OSError as error:
             raise _unwritable(self._path, error) from None
 
-    def _is_there(self, file: IO[str]) -> bool:
+    def _is_there(self) -> bool:
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(file.fileno()))
+            return self._file is not None and os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 
@@ -119,7 +119,7 @@ def open_sinks(
     metrics, spikes = (Path(config.run.dir) / name for name in ("metrics.jsonl", "spikes.jsonl"))
     files = JsonLines(metrics, last_step, require), JsonLines(spikes, last_step, require, partial(spike_line, config))
     # Behind them, because trackers read what metrics.jsonl holds.
-    return [*files, Trackers(config, last_step, require, steps)]
+    return [*files, Trackers(config, last_step, require, steps or (lambda: config.train.steps))]
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
@@ -163,9 +163,7 @@ RETRY_S = 30.0
 class Trackers:
     """All trackers of a run, as one sink. Arguments: as open_sinks'."""
 
-    def __init__(
-        self, config: Config, last_step: int, fence: Callable[[], None] = unfenced, steps: Callable[[], int] | None = None
-    ):
+    def __init__(self, config: Config, last_step: int, fence: Callable[[], None], steps: Callable[[], int]):
         folder = Path(config.run.dir)
         # Before lines are written over those that were moved aside, and for trackers too that this start does not use.
         for path in (folder / "trackers").glob("*.json"):
@@ -173,7 +171,7 @@ class Trackers:
         self._threads = []
         for kind in kinds_of(config):
             cursor = Cursor(folder, kind.stem, kind.target(), last_step, fence)
-            self._threads.append(Tracker(kind, cursor, steps or (lambda: config.train.steps)))
+            self._threads.append(Tracker(kind, cursor, steps))
         for thread in self._threads:
             thread.start()
 

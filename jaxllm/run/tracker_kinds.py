@@ -94,7 +94,8 @@ class Kind:
 
     def page(self) -> str | None:
         """That of `jaxllm report`; None if it cannot be made."""
-        return advisor.ask().report_page(self.config.run.dir)
+        report = advisor.ask()
+        return None if report is None else report.report_page(self.config.run.dir)
 
 
 class TensorBoard(Kind):
