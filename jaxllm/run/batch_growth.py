@@ -12,6 +12,7 @@ function of tokens that ends with the last of those steps.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,11 +41,8 @@ def with_schedule(asked: Config, schedule: Schedule) -> Config:
     """`asked` with this train.batch_schedule, and the fewest steps that read at least its tokens."""
     config = asked.model_copy(update={"train": asked.train.model_copy(update={"batch_schedule": tuple(map(tuple, schedule))})})
     # Doubled batches need no more steps.
-    below, enough = 0, asked.train.steps
-    while below + 1 < enough:
-        middle = (below + enough) // 2
-        below, enough = (below, middle) if config.tokens_before(middle) >= asked.total_tokens else (middle, enough)
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": enough})})
+    steps = bisect_left(range(asked.train.steps), asked.total_tokens, key=config.tokens_before)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
 def resumed(asked: Config, meta: Meta) -> Config:
