@@ -252,9 +252,10 @@ class Reference:
         """Samples ks of the training stream, with `reference`."""
         batch, places = stream.samples(ks), [stream.locate(int(k)) for k in np.asarray(ks)]
         segments, begins = batch["segments"], (batch["positions"] == 0) & (batch["segments"] > 0)
-        of_text = np.stack([self.train[source][sample] for source, sample, _ in places])
-        at_text = np.take_along_axis(of_text, np.maximum(segments - 1, 0), axis=1)
-        batch["reference"] = np.where(begins, at_text, np.float32(0.0))
+        # Sources may have different numbers of texts in a sample.
+        sums = [self.train[source][sample] for source, sample, _ in places]
+        found = np.stack([own[np.maximum(numbers - 1, 0)] for own, numbers in zip(sums, segments, strict=True)])
+        batch["reference"] = np.where(begins, found, np.float32(0.0))
         return batch
 
 
