@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -160,6 +160,7 @@ def out_of_memory_text(error: BaseException, config: Config, trainer: Any) -> st
         target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
     planner = advisor.ask()
     found = [] if planner is None else planner.changes_that_fit(config, target, gpu, estimate)
+    changes = [f"{one.overrides} ({one.figures}){f': {one.cost}' if one.cost else ''}" for one in found[:MOST_ADVICE]]
     cure = f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
     when = "while the state was made"
     if trainer is not None:
@@ -168,7 +169,8 @@ def out_of_memory_text(error: BaseException, config: Config, trainer: Any) -> st
         [
             f"A device ran out of memory {when}: {cure}.",
             *_figures(memory, compiled_bytes, capacity_bytes, device),
-            *_numbered(found),
+            *(["  changes that need less memory, cheapest first:"] if found else []),
+            *(f"    {number}. {change}" for number, change in enumerate(changes, start=1)),
             f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
         ]
     )
@@ -192,14 +194,6 @@ def _figures(
     if capacity_bytes is not None and max(memory.peak_bytes, compiled_bytes or 0) <= capacity_bytes:
         which = "By the estimate it" if compiled_bytes is None else "Either"
         yield f"  {which} would fit: look in nvidia-smi for other programs that hold memory of these GPUs."
-
-
-def _numbered(found: Sequence[Any]) -> Iterator[str]:
-    if found:
-        yield "  changes that need less memory, cheapest first:"
-    for number, change in enumerate(found[:MOST_ADVICE], start=1):
-        cost = f": {change.cost}" if change.cost else ""
-        yield f"    {number}. {change.overrides} ({change.figures}){cost}"
 
 
 @contextmanager

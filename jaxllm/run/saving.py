@@ -111,8 +111,8 @@ def register(run: Run) -> None:
     )
     run.on("trained", finish)
     if distributed.is_main_process():
-        keep_companions(run.folder, trainer)
         keep_config(run)
+        keep_companions(run.folder, trainer)
 
 
 def keep_config(run: Run) -> None:

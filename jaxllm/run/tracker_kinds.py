@@ -219,9 +219,10 @@ class MLflow(Kind):
         for record in records:
             # The line of an evaluation follows that of its step.
             self._unix_s = record.get("unix_s", self._unix_s)
-            keys = {name: re.sub(r"[^\w\-. /:]", "_", name) for name in record if name != "step"}
-            sent = [(key, record[name], int(self._unix_s * 1000), record["step"]) for name, key in keys.items()]
-            metrics += [self._entities.Metric(*values) for values in sent]
+            for name, value in record.items():
+                if name != "step":
+                    key = re.sub(r"[^\w\-. /:]", "_", name)
+                    metrics.append(self._entities.Metric(key, value, int(self._unix_s * 1000), record["step"]))
         for some in _parts(metrics, self.METRICS):
             self._client.log_batch(self._id, metrics=some, synchronous=True)
 
