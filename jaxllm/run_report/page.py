@@ -209,7 +209,7 @@ def _marks(history: History, steps: Iterable[float], label: str, color: str) -> 
 def _time_table(times_s: dict[str, float]) -> str:
     whole = sum(times_s.values()) or 1.0
     rows = [(name, duration(seconds), f"{seconds / whole:.1%}") for name, seconds in times_s.items() if seconds]
-    return _table(["", "time", "share"], rows, numbers=True)
+    return _table(["", "time", "share"], rows)
 
 
 def _rank_table(report: RunReport, over: OverRanks) -> str:
@@ -221,18 +221,16 @@ def _rank_table(report: RunReport, over: OverRanks) -> str:
         costs = [duration(row.step_s), f"{row.hours:,.4g}", f"{row.gpu_hours:,.4g}"]
         rows.append([*counts, number(row.batch_tokens), number(row.steps), number(row.tokens), *costs, note])
         classes.append("no" if row.fits is False else "own" if row.data_ranks == report.history.config.data_ranks else "")
-    return _table(heading, rows, classes, numbers=True)
+    return _table(heading, rows, classes)
 
 
-def _table(
-    heading: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence[str] | None = None, numbers: bool = False
-) -> str:
-    """An HTML table. `classes` has one CSS class per row."""
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence[str] | None = None) -> str:
+    """An HTML table, of numbers if it has a heading. `classes` has one CSS class per row."""
     head = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in heading)}</tr>" if heading else ""
     cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     names = classes or [""] * len(cells)
     body = "".join(f'<tr class="{name}">{row}</tr>' for name, row in zip(names, cells, strict=True))
-    return f'<table class="{"numbers" if numbers else "words"}">{head}{body}</table>'
+    return f'<table class="{"numbers" if heading else "words"}">{head}{body}</table>'
 
 
 def paragraphs(sentences: Iterable[str]) -> list[str]:
