@@ -700,7 +700,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     from jaxllm.plots import schedule
 
     compiled = [row for row in rows if not row["error"]]
-    figure = schedule.new_figure(12, 5.4)
+    figure = schedule.new_figure(12, 5.4, dpi=100)
     both, errors = figure.subplots(1, 2)
     totals = [row[key] / 2**30 for row in compiled for key in ("total_bytes", "estimate_bytes")] or [1.0, 10.0]
     ends = [min(totals) / 1.2, max(totals) * 1.2]

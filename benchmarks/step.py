@@ -96,7 +96,7 @@ def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
     import jax
 
     import jaxllm
-    from jaxllm.run.log_lines import peak_flops_of
+    from jaxllm.run.messages import peak_flops_of
 
     trainer = jaxllm.Trainer(config)
     config, model, S = trainer.config, trainer.config.model, trainer.config.train.sequence_length
@@ -189,7 +189,7 @@ def our_side(trainer: Any, batches: list[Any]) -> tuple[Launch, float, int]:
             trainer.state, metrics = compiled(trainer.state, batches[number])
         return metrics["loss"]
 
-    return launch, trainer.compile_s, compiled.memory_analysis().temp_size_in_bytes
+    return launch, trainer.programs.compile_s, compiled.memory_analysis().temp_size_in_bytes
 
 
 def why_no_reference(devices: int) -> str | None:

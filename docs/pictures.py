@@ -24,10 +24,8 @@ from jaxllm.plan.data_ranks import StepsToLoss
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.pipeline_report import pipeline_report
 from jaxllm.plan.search import SearchOptions, search
-from jaxllm.plots.candidates import candidates_figure
-from jaxllm.plots.memory import estimate_picture, over_figure
-from jaxllm.plots.schedule import new_figure, save, schedule_figure
-from jaxllm.plots.zigzag import picture as zigzag_picture
+from jaxllm.plots.memory import candidates_figure, estimate_picture, over_figure
+from jaxllm.plots.schedule import new_figure, save, schedule_figure, zigzag_picture
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU = GPUS["h100-80gb"]

@@ -80,7 +80,7 @@ def as_saved(source: Path | str, saved: Mapping[tuple[str, ...], tuple[int, ...]
         stacked = stack_dims(parameter.dims)
         of_stack = len(shape) - (len(wanted) - stacked)
         sizes = zip(shape[of_stack:], parameter.shape[stacked:], parameter.dims[stacked:], strict=False)
-        # Other replicas are cut off, or are zeros until they join (run/restored.py).
+        # Other replicas are cut off, or are zeros until they join (run/rounds.py).
         is_other = not of_replicas and tuple(saved[names][:replica_dims]) != x.shape[:replica_dims]
         # The rows of a vocabulary are padded for pipe x tensor too, here or in the run.
         is_other = is_other or any(d != "vocab" and (a < least or (a > least and not may_be_padded)) for a, least, d in sizes)

@@ -90,9 +90,9 @@ def inspect(
 
     report = inspect_config(loaded, gpus, gpus_per_host, gpu)
     if picture is not None:
-        from jaxllm.plots.zigzag import picture as draw
+        from jaxllm.plots.schedule import zigzag_picture
 
-        draw(loaded.parallel.context, picture)
+        zigzag_picture(loaded.parallel.context, picture)
     opt.print_report(report, as_json, render_inspect)
 
 
@@ -382,21 +382,24 @@ def report_(
     ] = False,
 ) -> None:
     """Reports on runs, with charts in one HTML page. Of one run it also predicts the effect of more data ranks."""
+    from jaxllm.run_report.page import write
+
     report: Any
     if len(runs) > 1:
         from jaxllm.run_report.comparison import compare
-        from jaxllm.run_report.comparison_page import FILE_NAME, write_page
+        from jaxllm.run_report.comparison_page import FILE_NAME
+        from jaxllm.run_report.comparison_page import comparison_page as page
 
         if gpu is not None or gpus_per_host is not None:
             raise ConfigError("--gpu and --gpus-per-host predict more data ranks of one run: leave them out, or give one RUN.")
         report = compare(runs, loss=loss)
     else:
-        from jaxllm.run_report.page import FILE_NAME, write_page
+        from jaxllm.run_report.page import FILE_NAME, page
         from jaxllm.run_report.summary import report_on
 
         report = report_on(runs[0], gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
-    page = None if as_json and out is None else write_page(report, Path(runs[0]) / FILE_NAME if out is None else out)
-    print(json.dumps(report.to_json()) if as_json else opt.fitted([*report.lines(), "", f"page {page}"]))
+    path = None if as_json and out is None else write(page(report), Path(runs[0]) / FILE_NAME if out is None else out)
+    print(json.dumps(report.to_json()) if as_json else opt.fitted([*report.lines(), "", f"page {path}"]))
 
 
 app.command(**opt.example("export runs/quickstart models/quickstart --to hf --dtype bfloat16"))(export)

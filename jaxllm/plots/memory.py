@@ -1,9 +1,9 @@
-"""Figures of device memory: its contents, over stages, settings or one step, beside the capacity. All are drawn from plain
-data.
+"""Figures of device memory: its contents, over stages, settings or one step, beside the capacity; and that of a plan's
+candidates against their speed. All are drawn from plain data.
 
     save(stage_figure(estimate.memory.stages, capacity_bytes=estimate.capacity_bytes), "stages.png")
 
-Each *_figure returns a matplotlib Figure (a notebook shows it). GiB are 2^30 bytes.
+Each *_figure returns a matplotlib Figure (a notebook shows it), as new_figure (schedule.py) makes it. GiB are 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.display import readable
@@ -65,9 +66,6 @@ def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
 def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = None, title: str = "") -> Any:
     """A stacked bar of terms for each stage, with the capacity as a line. Above MOST_STAGES stages, equal neighbours share one
     bar.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
     """
     columns = fold(stages) if len(stages) > MOST_STAGES else [(f"stage {stage.stage}", stage) for stage in stages]
     labels = [label if len(stages) > 1 else "each device" for label, _ in columns]
@@ -87,9 +85,6 @@ def over_figure(
     Args:
       points: (value, term -> bytes of the fullest stage).
       own: the config's value, whose label is bold.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
     """
     values = [value for value, _ in points]
     labels = [value if isinstance(value, str) else f"{value:,}" for value in values]
@@ -106,10 +101,8 @@ def _stacked(
     own: int | None = None,
 ) -> Any:
     """Draws one stacked bar per column; `own` is the index of the config's column."""
-    figure = new_figure(max(6.5, 1.0 * len(labels) + 4.2), 4.6, dpi=150)
+    figure = new_figure(max(6.5, 1.0 * len(labels) + 4.2), 4.6, title=title)
     axes = figure.add_subplot()
-    if title:
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     highest = y_limit(max(sum(column.values()) for column in columns), capacity_bytes)
     unit, unit_name = display_unit(highest)
     tops = draw_stacks(axes, columns, unit, 0.62)
@@ -245,4 +238,59 @@ def title_of(estimate: Estimate) -> str:
     return f"{estimate.config.model.name or 'model'} on {estimate.devices} x {kind}: {mesh}"
 
 
-# ------------------------------------------------------------------------------------------------------------ one step
+# ---------------------------------------------------------------------------------------------------- a plan's candidates
+
+
+def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes: int | None = None, title: str = "") -> Any:
+    """Memory of every candidate against its speed, and the frontier: the candidates that none beats in both.
+
+    Args:
+      candidates: as `jaxllm plan --json` has them: estimate_bytes, compiled_bytes (or None), tokens_per_s_per_gpu, and
+        pipe, data, context, tensor, zero, microbatch_sequences and remat, which label the fastest.
+    """
+    figure = new_figure(9.4, 5, title=title)
+    axes = figure.add_subplot()
+    memory = np.array([c["compiled_bytes"] or c["estimate_bytes"] for c in candidates], float) / GIB
+    speed = np.array([c["tokens_per_s_per_gpu"] for c in candidates], float)
+    compiled = np.array([bool(c["compiled_bytes"]) for c in candidates], bool)
+    axes.scatter(memory[~compiled], speed[~compiled], 12, color=(0.6, 0.65, 0.72), linewidth=0, label="candidate, estimated")
+    if compiled.any():
+        axes.scatter(memory[compiled], speed[compiled], 34, color=HUES[PARAMETERS], label="candidate, compiled", zorder=3)
+    best = frontier(list(zip(memory.tolist(), speed.tolist(), strict=True)))
+    axes.step(memory[best], speed[best], where="post", color=HUES[ACTIVATIONS], linewidth=1.4, label="frontier")
+    axes.scatter(memory[best], speed[best], 16, color=HUES[ACTIVATIONS], zorder=4)
+    if capacity_bytes is not None:
+        axes.axvline(capacity_bytes / GIB, label=f"capacity {capacity_bytes / GIB:.1f} GiB", **CAPACITY)
+    axes.set_xlim(0, 1.06 * max(memory.max(), (capacity_bytes or 0) / GIB))
+    axes.set_ylim(0, 1.14 * speed.max())
+    fastest = int(np.argmax(speed))
+    right = memory[fastest] > 0.5 * axes.get_xlim()[1]
+    axes.annotate(
+        f"fastest: {_name(candidates[fastest])}",
+        (memory[fastest], speed[fastest]),
+        xytext=(-6 if right else 6, 8),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=8,
+    )
+    axes.set_xlabel("GiB on one device", fontsize=9)
+    style_axes(axes, "tokens/s/GPU, predicted")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    return figure
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (less is better, more is better) that no other point beats, the smallest first."""
+    order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
+    best, found = float("-inf"), []
+    for i in order:
+        if points[i][1] > best:
+            best = points[i][1]
+            found.append(i)
+    return found
+
+
+def _name(candidate: Mapping[str, Any]) -> str:
+    axes = ", ".join(f"{axis} {candidate[axis]}" for axis in ("pipe", "data", "context", "tensor") if candidate[axis] > 1)
+    rest = f"ZeRO {candidate['zero']}, microbatch {candidate['microbatch_sequences']}, remat {remat_text(candidate['remat'])}"
+    return f"{axes}; {rest}" if axes else rest

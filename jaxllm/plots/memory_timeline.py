@@ -82,15 +82,10 @@ def step_figure(
     Args:
       held_bytes: arguments and outputs, which are allocated all the time.
       stage: the fullest stage of the estimate.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
     """
-    figure = new_figure(10, 4.8, dpi=150)
+    figure = new_figure(10, 4.8, title=title)
     grid = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
     axes, n = figure.add_subplot(grid[0, 0]), len(curve.phases)
-    if title:
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     set_aside = held_bytes + curve.allocated_bytes
     highest = y_limit(max(set_aside, stage.total_bytes), capacity_bytes)
     unit, unit_name = display_unit(highest)
@@ -110,21 +105,16 @@ def step_figure(
     axes.set_xlabel("instruction of the compiled step, in order; a loop's body once", fontsize=9)
     style_axes(axes, f"{unit_name} on one device")
     beside = figure.add_subplot(grid[0, 1], sharey=axes)
-    _draw_terms(beside, stage, unit)
+    draw_stacks(beside, fold_slivers([stage.terms_bytes]), unit, 0.7)
+    beside.set_xticks([0], ["estimate"], fontsize=8)
+    beside.set_xlim(-0.6, 0.6)
+    beside.tick_params(labelleft=False, left=False)
+    beside.spines[["top", "right", "left"]].set_visible(False)
+    legend_beside(beside, 1.0)
     for each in (axes, beside):
         draw_capacity(each, capacity_bytes, highest, unit)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=8, frameon=False)
     return figure
-
-
-def _draw_terms(axes: Any, stage: StageMemory, unit: int) -> None:
-    """One stacked bar, with its legend beside it."""
-    draw_stacks(axes, fold_slivers([stage.terms_bytes]), unit, 0.7)
-    axes.set_xticks([0], ["estimate"], fontsize=8)
-    axes.set_xlim(-0.6, 0.6)
-    axes.tick_params(labelleft=False, left=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    legend_beside(axes, 1.0)
 
 
 def _long_spans(curve: StepMemory) -> list[tuple[str, int, int]]:

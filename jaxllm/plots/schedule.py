@@ -1,4 +1,5 @@
-"""Figures of pipeline schedules: the timeline, drawn from the table that is executed.
+"""Figures of schedules: the timeline of a pipeline, drawn from the table that is executed, and the zigzag order
+(parallel/zigzag.py).
 
 matplotlib is optional (extra `notebook`) and is imported only when a figure is drawn.
 """
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.display import readable
+from jaxllm.parallel.zigzag import blocks, chunks
 from jaxllm.pipeline_schedule import Schedule, idle_share
 
 ENDINGS = (".png", ".svg")
@@ -22,7 +24,7 @@ _LABEL_INCHES = 0.17
 """Smallest width of one forward that has room for its microbatch's number."""
 
 
-def new_figure(width: float, height: float, dpi: int = 100) -> Any:
+def new_figure(width: float, height: float, dpi: int = 150, title: str = "", title_size: int = 10) -> Any:
     """A matplotlib Figure, with its size in inches, that has no window.
 
     Raises:
@@ -35,6 +37,8 @@ def new_figure(width: float, height: float, dpi: int = 100) -> Any:
         raise ConfigError("Drawing needs matplotlib: pip install 'jaxllm[notebook]'.") from error
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, fontsize=title_size, x=0.01, ha="left")
     return figure
 
 
@@ -61,10 +65,7 @@ def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backwa
         backward has this length everywhere.
 
     Returns:
-      A matplotlib Figure; a notebook shows it.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
+      A Figure, as new_figure; a notebook shows it.
     """
     edges = _tick_edges(schedule, backward_cost)
     P = schedule.stages
@@ -73,8 +74,7 @@ def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backwa
     rows = 0.42 * P + 0.3
     below = 2.1 if schedule.has_backward else 0
     side = 2.3 if schedule.has_backward else 1.2
-    figure = new_figure(width + side, rows + below + 1.5, dpi=150)
-    figure.suptitle(_title(schedule), fontsize=11, x=0.01, ha="left")
+    figure = new_figure(width + side, rows + below + 1.5, title=_title(schedule), title_size=11)
     grid = figure.add_gridspec(
         2 if below else 1, 2, width_ratios=(width, side), height_ratios=(rows, below) if below else (rows,)
     )
@@ -213,3 +213,22 @@ def _label_ticks(axes: Any, edges: np.ndarray, width: float) -> None:
     room = 0.22 * edges[-1] / width
     every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**6) if n * np.diff(edges).min() >= room or n == 10**6)
     axes.set_xticks(middles[::every], [str(t) for t in range(0, len(middles), every)], fontsize=8)
+
+
+def zigzag_picture(c: int, path: str | Path) -> None:
+    """Draws the square of query chunks x key chunks: each block in its rank's colour, with the ring step that computes it."""
+    side = 0.45 * 2 * c + 2.5
+    figure = new_figure(side, side, dpi=100)
+    axes = figure.add_subplot(aspect="equal", title=f"Zigzag, context = {c}: colour is the rank, number the ring step")
+    axes.set(xlim=(0, 2 * c), ylim=(2 * c, 0), xlabel="key chunk", ylabel="query chunk (rank that holds it)")
+    centres = [chunk + 0.5 for chunk in range(2 * c)]
+    holder = {chunk: rank for rank in range(c) for chunk in chunks(rank, c)}
+    axes.set_xticks(centres, [str(chunk) for chunk in range(2 * c)])
+    axes.set_yticks(centres, [f"{chunk} ({holder[chunk]})" for chunk in range(2 * c)])
+    for rank, steps in enumerate(blocks(c)):
+        for step, products in enumerate(steps):
+            for q, k in products:
+                corners = [(k, q), (k + 1, q + 1), (k, q + 1)] if q == k else [(k, q), (k + 1, q), (k + 1, q + 1), (k, q + 1)]
+                axes.fill(*zip(*corners, strict=True), color=f"C{rank % 10}", alpha=0.6, linewidth=0)
+                axes.text(k + (0.33 if q == k else 0.5), q + (0.67 if q == k else 0.5), step, ha="center", va="center")
+    save(figure, path)

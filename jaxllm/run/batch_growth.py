@@ -12,6 +12,7 @@ function of tokens that ends with the last of those steps.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ from jaxllm.cost_model.noise_reading import NoiseEstimate
 from jaxllm.run.hooks import Moment, Run
 from jaxllm.run.messages import describe_phase
 from jaxllm.run.metrics import Record
-from jaxllm.run.run_dir import keep_config
 
 EVERY = 20
 """Steps between decisions. At each, the loop waits for the running step."""
@@ -41,11 +41,8 @@ def with_schedule(asked: Config, schedule: Schedule) -> Config:
     """`asked` with this train.batch_schedule, and the fewest steps that read at least its tokens."""
     config = asked.model_copy(update={"train": asked.train.model_copy(update={"batch_schedule": tuple(map(tuple, schedule))})})
     # Doubled batches need no more steps.
-    below, enough = 0, asked.train.steps
-    while below + 1 < enough:
-        middle = (below + enough) // 2
-        below, enough = (below, middle) if config.tokens_before(middle) >= asked.total_tokens else (middle, enough)
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": enough})})
+    steps = bisect_left(range(asked.train.steps), asked.total_tokens, key=config.tokens_before)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
 def resumed(asked: Config, meta: Meta) -> Config:
@@ -89,21 +86,20 @@ def grow(trainer: Any) -> Record | None:
 
 
 def register(run: Run) -> None:
-    """Says when a phase of train.batch_schedule or train.length_schedule begins, and stores a config whose batch has grown."""
+    """Says when a phase of train.batch_schedule or train.length_schedule begins, and when the batch grows."""
     trainer, console = run.trainer, run.console
-    stored = trainer.config
+    shown = trainer.config
 
     def announce() -> None:
         if trainer.step > 0 and (phase := trainer.config.phase_at(trainer.step)).first_step == trainer.step:
             console.say(f"{describe_phase(trainer.config, phase)} from here on")
 
     def grown(moment: Moment) -> None:
-        nonlocal stored
-        if (config := trainer.config) is not stored:
-            stored = config
+        nonlocal shown
+        if (config := trainer.config) is not shown:
+            shown = config
             console.resize(config.train.steps)
             console.say(f"{describe_phase(config, config.phases[-1])} from step {moment.step} to {config.train.steps}")
-            keep_config(run)
 
     run.on("before", announce)
     run.on("begun", grown)

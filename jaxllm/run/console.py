@@ -42,7 +42,7 @@ class Console:
 
     def __enter__(self) -> Console:
         if self._main and in_notebook():
-            self._line = NotebookLine(self._total)
+            self._line = NotebookLine()
         elif self._main and self._console.is_terminal and not self._console.is_dumb_terminal:
             # A separate column may wrap: on 80 columns a long line takes two rows. Otherwise its end, the bar and the time
             # left would be cut off.
@@ -64,8 +64,6 @@ class Console:
         self._total = total_steps
         if self._bar is not None:
             self._bar.update(self._task, total=total_steps)
-        if self._line is not None:
-            self._line.total = total_steps
 
     def say(self, line: str) -> None:
         if not self._main:
@@ -90,7 +88,7 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=line)
         elif self._line is not None:
-            self._line.show(int(record["step"]), line + self._remaining(int(record["step"])))
+            self._line.show(int(record["step"]), self._total, line + self._remaining(int(record["step"])))
         elif due:
             self.say(line + self._remaining(int(record["step"])))
 
@@ -107,15 +105,14 @@ class Console:
 class NotebookLine:
     """One output of a cell that is updated in place: a bar and the newest step's line. The last one is saved with the cell."""
 
-    def __init__(self, total: int):
-        self.total = total
+    def __init__(self):
         self._handle: Any = None
         self._shown_s = 0.0
-        self._newest: tuple[int, str] | None = None
+        self._newest: tuple[int, int, str] | None = None
 
-    def show(self, step: int, line: str) -> None:
-        self._newest = step, line
-        if time.monotonic() - self._shown_s >= NOTEBOOK_REFRESH_S or step >= self.total:
+    def show(self, step: int, total: int, line: str) -> None:
+        self._newest = step, total, line
+        if time.monotonic() - self._shown_s >= NOTEBOOK_REFRESH_S or step >= total:
             self.flush()
 
     def flush(self) -> None:
@@ -124,8 +121,8 @@ class NotebookLine:
             return
         from IPython.display import display  # type: ignore[import-not-found]
 
-        (step, line), self._newest = self._newest, None
-        bar = f'<progress value="{step}" max="{self.total}"></progress>'
+        (step, total, line), self._newest = self._newest, None
+        bar = f'<progress value="{step}" max="{total}"></progress>'
         content = {"text/plain": line, "text/html": f"{bar} <code>{escaped(line)}</code>"}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)

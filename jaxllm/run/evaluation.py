@@ -4,43 +4,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxllm.cluster import distributed, progress
-from jaxllm.config import Config, ConfigError
+from jaxllm.config import ConfigError
 from jaxllm.data.baselines import ngram_baseline
 from jaxllm.data.loader import PackedDocuments, SampleStream
-from jaxllm.data.sources import Data
+from jaxllm.data.manifest import read_npy
 from jaxllm.inference.generate import printable, sample
+from jaxllm.json_lines import read_lines
 from jaxllm.mesh.axes import CONTEXT
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.zigzag import inverse
-from jaxllm.run.dpo_reference import Reference, judge, log_p
 from jaxllm.run.hooks import Moment, Run, is_multiple
 from jaxllm.run.memory_check import is_out_of_memory
 from jaxllm.run.metrics import Record
-from jaxllm.run.run_dir import has_evaluation
-from jaxllm.train.build import State
+from jaxllm.untrusted import RefusedInput, reason_of
 
 FINAL_EVAL_TOKENS = 2**24
 """Tokens per source in the final evaluation, because a hundredth of a large corpus would take days."""
-
-
-class Scoring(Protocol):
-    """What evaluation reads of a Trainer."""
-
-    config: Config
-    mesh: jax.sharding.Mesh
-    data: Data
-    stream: SampleStream
-    state: State
-    reference: Reference | None
-    programs: Any
 
 
 class Evaluation(NamedTuple):
@@ -56,7 +45,7 @@ class Evaluation(NamedTuple):
     """Share of pairs whose chosen answer gained more log-probability over the reference than the rejected; None for text."""
 
 
-def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
+def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
     """See Trainer.evaluate."""
     # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
     together = trainer.config.parallel.pipe * trainer.config.microbatch_rows
@@ -80,13 +69,15 @@ def evaluate(trainer: Scoring, max_batches: int | None, stop: Callable[[], bool]
     return Evaluation(float(loss / count), int(count), by_source, float(right / count) if score is _pairs else None)
 
 
-def reference_of(trainer: Scoring) -> Reference:
+def reference_of(trainer: Any) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
+    parts = trainer.stream.sources, trainer.data.held_out()
     with jax.set_mesh(trainer.mesh):
-        return Reference.compute(trainer.stream.sources, trainer.data.held_out(), partial(token_losses, trainer))
+        found = [[log_p(trainer, each, np.arange(each.packing.num_samples)) for each in part] for part in parts]
+    return Reference(*found)
 
 
-def token_losses(trainer: Scoring, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def token_losses(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     """-log p of each target of these samples, float32 [samples, S], on every process."""
     config = trainer.config
     M, R, S = config.parallel.pipe, config.microbatch_rows, config.train.sequence_length
@@ -100,7 +91,7 @@ def token_losses(trainer: Scoring, source: PackedDocuments, samples: np.ndarray)
     return np.concatenate(found)[: len(samples), inverse(S, trainer.mesh.shape[CONTEXT])]
 
 
-def _text(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def _text(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
     config = trainer.config
     rows = samples.reshape(config.parallel.pipe, config.microbatch_rows)
     batch = put_global_batch(trainer.mesh, source.in_order, rows, config.train.sequence_length)
@@ -108,11 +99,14 @@ def _text(trainer: Scoring, number: int, source: PackedDocuments, samples: np.nd
     return np.array([float(loss), int(tokens), 0])
 
 
-def _pairs(trainer: Scoring, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
-    assert trainer.reference is not None, "computed or read before the first step"
+def _pairs(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+    """(sum of losses, pairs, pairs whose chosen answer has gained more than the rejected), float64 [3]"""
     samples = samples[samples < source.packing.num_samples]
-    now = log_p(source, samples, partial(token_losses, trainer))
-    return judge(now, trainer.reference.held_out[number][samples], trainer.config.train.dpo_beta)
+    # NaN where there is no text.
+    ratios = log_p(trainer, source, samples).astype(np.float64) - trainer.reference.held_out[number][samples]
+    margins = trainer.config.train.dpo_beta * (ratios[:, ::2] - ratios[:, 1::2])
+    margins = margins[~np.isnan(margins)]
+    return np.array([np.logaddexp(0.0, -margins).sum(), len(margins), (margins > 0).sum()])
 
 
 def by_source(found: Evaluation) -> str:
@@ -190,3 +184,91 @@ def conclude(run: Run) -> str | None:
             return None
         console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
     return None
+
+
+FILE = "reference.npy"
+
+
+def log_p(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+    """log p of the answer in each text of these samples, float32 [samples, texts of a sample]; NaN where there is no text."""
+    rows, losses = source.in_order(samples.tolist()), token_losses(trainer, source, samples)
+    segments, mask = rows["segments"], rows["mask"]
+    # The first column is free space.
+    sums, counts = np.zeros((2, len(samples), 1 + most_texts(source)))
+    at = (np.arange(len(samples))[:, None], segments)
+    np.add.at(sums, at, np.where(mask, -losses, 0.0))
+    np.add.at(counts, at, mask)
+    return np.where(counts > 0, sums, np.nan)[:, 1:].astype(np.float32)
+
+
+def most_texts(source: PackedDocuments) -> int:
+    """Texts of a sample at most."""
+    return 2 * source.packing.most_pieces
+
+
+@dataclass(frozen=True)
+class Reference:
+    """log p_ref of each text.
+
+    Args:
+      train, held_out: what `log_p` returns for all samples of each source.
+    """
+
+    train: list[np.ndarray]
+    held_out: list[np.ndarray]
+
+    def save(self, run_dir: Path) -> None:
+        """Writes FILE atomically."""
+        aside = run_dir / f".{FILE}"
+        with aside.open("wb") as file:
+            np.save(file, np.concatenate([sums.reshape(-1) for sums in (*self.train, *self.held_out)]))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(run_dir / FILE)
+
+    @classmethod
+    def load(cls, run_dir: Path, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments]) -> Reference:
+        """The reference of a run with this text.
+
+        Raises:
+          ConfigError: FILE is missing, or not that of this run.
+        """
+        path, shapes = run_dir / FILE, [(each.packing.num_samples, most_texts(each)) for each in (*train, *held_out)]
+        try:
+            flat = read_npy(path, np.float32)
+            if len(flat) != sum(map(math.prod, shapes)):
+                raise RefusedInput("it is that of another text")
+        except (OSError, RefusedInput) as error:
+            raise ConfigError(
+                f"{path}, which holds the reference's log-probabilities, cannot be used ({reason_of(error)}): restore it, or "
+                f"begin again in another run.dir."
+            ) from None
+        parts = np.split(flat, np.cumsum(list(map(math.prod, shapes)))[:-1])
+        every = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return cls(every[: len(train)], every[len(train) :])
+
+    def samples(self, stream: SampleStream, ks: np.ndarray) -> dict[str, np.ndarray]:
+        """Samples ks of the training stream, with `reference`."""
+        batch, places = stream.samples(ks), [stream.locate(int(k)) for k in np.asarray(ks)]
+        segments, begins = batch["segments"], (batch["positions"] == 0) & (batch["segments"] > 0)
+        # Sources may have different numbers of texts in a sample.
+        sums = [self.train[source][sample] for source, sample, _ in places]
+        found = np.stack([own[np.maximum(numbers - 1, 0)] for own, numbers in zip(sums, segments, strict=True)])
+        batch["reference"] = np.where(begins, found, np.float32(0.0))
+        return batch
+
+
+def keep_reference(run: Run) -> None:
+    """Stores what the reference says of the text before the first step, and reads it when the run resumes."""
+    trainer = run.trainer
+    if trainer.config.train.loss != "dpo":
+        return
+    if trainer.reference is None:
+        trainer.reference = Reference.load(run.folder, trainer.stream.sources, trainer.data.held_out())
+    elif distributed.is_main_process():
+        run.require()
+        trainer.reference.save(run.folder)
+
+
+def has_evaluation(metrics: Path, step: int) -> bool:
+    return any("eval_loss" in record and record["step"] == step for _, record in read_lines(metrics, "eval_loss"))

@@ -125,24 +125,21 @@ class Exports:
         with self._starting:
             # One at a time: none of them has begun.
             step = min(self._awaited, key=lambda one: (self._can_wait(one), one))
-        try:
-            self._export(step)
-        finally:
-            with self._starting:
-                if not self._closed or self._target(step).exists():
-                    self._awaited.remove(step)
-
-    def _export(self, step: int) -> None:
         source, target = self._folder / "checkpoints" / str(step), self._target(step)
         try:
             code, said = self._convert(source, target)
         except OSError as error:
             code, said = None, reason_of(error)
-        if code == 0:
-            self._say(f"exported step {step} to {target}")
-        elif not self._closed:
-            reason = "checkpoint.keep deleted it" if not source.exists() else safe_to_print(said[-TAIL:]).replace("\n", " ")
-            self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")
+        try:
+            if code == 0:
+                self._say(f"exported step {step} to {target}")
+            elif not self._closed:
+                reason = "checkpoint.keep deleted it" if not source.exists() else safe_to_print(said[-TAIL:]).replace("\n", " ")
+                self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")
+        finally:
+            with self._starting:
+                if not self._closed or self._target(step).exists():
+                    self._awaited.remove(step)
 
     def _convert(self, source: Path, target: Path) -> tuple[int | None, str]:
         """Exit code and output of a process; None, with the reason, if it did not start or took too long."""

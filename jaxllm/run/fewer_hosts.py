@@ -160,22 +160,21 @@ def layout(config: Config, hosts: int, per_host: int, device_kind: str = "", tog
     """
     devices, before = hosts * per_host, _wanted(config) // config.parallel.replica
     groups = [per_host * count for count in together or [1] * hosts]
-    for replicas in _numbers_of_replicas(config, devices):
+    most, kind = config.parallel.replica, gpu_from_device_kind(device_kind)
+    numbers = [replicas for replicas in range(most, 0, -1) if devices % replicas == 0]
+    # First that of the config's own replicas, then from the largest.
+    for replicas in sorted(numbers, key=lambda replicas: devices * most != replicas * _wanted(config)):
         own = devices // replicas
         if _apart(config) and (any(group % own for group in groups) or own < min(per_host, before)):
             continue
         fewer = config.model_copy(update={"parallel": config.parallel.model_copy(update={"replica": replicas})})
-        same = _same_mesh(config, fewer) if own == before and config.parallel.replica > 1 else None
-        if found := same or _fastest(fewer, hosts, per_host, device_kind):
-            return found
+        if own == before and most > 1 and (same := _same_mesh(config, fewer)):
+            return same
+        if (planner := advisor.ask()) is None:
+            raise ConfigError("launch.least_hosts needs the planner: start the run by jaxllm.fit or `jaxllm train`.")
+        if (best := planner.fastest(fewer, kind, devices, per_host)) is not None:
+            return _as_text(best.parallel, best.train.microbatch_sequences)
     return None
-
-
-def _numbers_of_replicas(config: Config, devices: int) -> list[int]:
-    """Those to try, in their order: first that of the config's own replicas, then from the largest."""
-    most = config.parallel.replica
-    numbers = [replicas for replicas in range(most, 0, -1) if devices % replicas == 0]
-    return sorted(numbers, key=lambda replicas: devices * most != replicas * _wanted(config))
 
 
 def _same_mesh(config: Config, fewer: Config) -> str | None:
@@ -189,12 +188,6 @@ def _same_mesh(config: Config, fewer: Config) -> str | None:
             with_layout(config, text).resolve(fewer.devices)
             return text
     return None
-
-
-def _fastest(config: Config, hosts: int, per_host: int, device_kind: str) -> str | None:
-    """The planner's layout."""
-    best = advisor.ask().fastest(config, gpu_from_device_kind(device_kind), hosts * per_host, per_host)
-    return None if best is None else _as_text(best.parallel, best.train.microbatch_sequences)
 
 
 def _as_text(parallel: ParallelConfig, microbatch_sequences: int | None) -> str:

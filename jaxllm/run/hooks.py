@@ -27,14 +27,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.cluster import progress
 from jaxllm.config import Config
 from jaxllm.run.console import Console
 from jaxllm.run.metrics import Record
-from jaxllm.run.run_timer import RunTimer
 from jaxllm.run.signals import SignalHandler, StepActions
 
 Event = Literal["before", "record", "begun", "line", "trained", "ended"]
@@ -58,12 +57,6 @@ class Moment:
         return self.last or self.stopped_by is not None
 
 
-class Due(NamedTuple):
-    name: str
-    is_due: Callable[[Moment], bool]
-    act: Callable[[Moment], Any]
-
-
 @dataclass
 class Run:
     """One start of a run, which features register with.
@@ -71,7 +64,7 @@ class Run:
     Attributes:
       asked: the config that was given.
       trainer: its Trainer, which imports some of the features.
-      stores: saving.Stores.
+      timer, stores: step_metrics.RunTimer, saving.Stores.
       folder: run.dir.
       require: raises if the run does not hold run.dir any more; to be called before writing there.
       stack: contexts that end with the run, the last one first.
@@ -84,7 +77,7 @@ class Run:
     folder: Path
     console: Console
     signals: SignalHandler
-    timer: RunTimer
+    timer: Any
     stores: Any
     require: Callable[[], None]
     stack: ExitStack
@@ -92,7 +85,7 @@ class Run:
     first: int = field(init=False)
     asks_to_stop: str | None = None
     _hooks: dict[Event, list[Callable[..., Any]]] = field(default_factory=dict)
-    _due: list[Due] = field(default_factory=list)
+    _due: list[tuple[str, Callable[[Moment], bool], Callable[[Moment], Any]]] = field(default_factory=list)
 
     def on(self, event: Event, act: Callable[..., Any]) -> None:
         """Calls `act` at each `event`, with its arguments, after those that were registered before."""
@@ -104,7 +97,7 @@ class Run:
         Args:
           name: others may ask is_due(name, moment).
         """
-        self._due.append(Due(name, is_due, act))
+        self._due.append((name, is_due, act))
 
     def every(self, steps: int, act: Callable[[Moment], Any]) -> None:
         """Waits for every steps-th step, and calls act(moment)."""
@@ -131,10 +124,10 @@ class Run:
 
     def is_due(self, name: str, moment: Moment) -> bool:
         """Whether something of this name is due."""
-        return any(one.is_due(moment) for one in self._due if one.name == name)
+        return any(is_due(moment) for known, is_due, _ in self._due if known == name)
 
     def due(self, moment: Moment) -> list[Callable[[Moment], Any]]:
-        return [one.act for one in self._due if one.is_due(moment)]
+        return [act for _, is_due, act in self._due if is_due(moment)]
 
     def emit(self, event: Event, *arguments: Any) -> None:
         for act in self._hooks.get(event, ()):

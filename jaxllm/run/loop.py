@@ -14,16 +14,14 @@ from jaxllm.cluster import distributed, exit_codes, progress, watchdog
 from jaxllm.config import Config
 from jaxllm.config.rounds import next_common_step
 from jaxllm.parallel.types import Loss
-from jaxllm.run import trackers
 from jaxllm.run.console import Console
 from jaxllm.run.features import FEATURES
 from jaxllm.run.hooks import Run
 from jaxllm.run.memory_check import explain_out_of_memory
-from jaxllm.run.metrics import Record
-from jaxllm.run.run_dir import make_run_dir
-from jaxllm.run.run_timer import RunTimer
-from jaxllm.run.saving import stores_of
+from jaxllm.run.metrics import Record, check_trackers
+from jaxllm.run.saving import make_run_dir, stores_of
 from jaxllm.run.signals import SignalHandler
+from jaxllm.run.step_metrics import RunTimer
 from jaxllm.run.trainer import Trainer
 from jaxllm.train.given import Batches, Given, adopted
 
@@ -49,7 +47,7 @@ def fit(
     timer = RunTimer(import_s)
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
-    trackers.check(config)
+    check_trackers(config)
     signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
@@ -97,7 +95,10 @@ def train(run: Run) -> None:
     trainer, signals, console = run.trainer, run.signals, run.console
     started = time.perf_counter()
     if run.first < trainer.config.train.steps:
-        compile_step(trainer, console)
+        trainer.prepare()
+        if trainer.programs.compile_s is not None:
+            source = ", from the cache" if trainer.programs.from_cache else ""
+            console.say(f"compiled the train step in {trainer.programs.compile_s:.1f} s{source}")
     else:
         console.say(f"nothing to train: train.steps={trainer.config.train.steps}")
     signals.next_common = lambda step: next_common_step(trainer.config, step)
@@ -116,10 +117,3 @@ def train(run: Run) -> None:
     run.publish(trainer.finish())
     if trainer.step > run.first:
         console.say(f"trained {trainer.step - run.first} steps in {time.perf_counter() - started:.0f} s")
-
-
-def compile_step(trainer: Trainer, console: Console) -> None:
-    trainer.prepare()
-    if trainer.compile_s is not None:
-        source = ", from the cache" if trainer.programs.from_cache else ""
-        console.say(f"compiled the train step in {trainer.compile_s:.1f} s{source}")

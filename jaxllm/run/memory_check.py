@@ -1,4 +1,5 @@
-"""Checks before a run that it fits into device memory, and gives advice when a device runs out of memory.
+"""Checks before a run: it fits into device memory, its documents into attention, and cuDNN's attention is right. Also advice
+when a device runs out of memory.
 
 On CPU devices, for which there is no estimate, only what no machine of this size can hold is refused.
 """
@@ -7,22 +8,24 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.attention import packed_documents, power_of_four, window_shares
 from jaxllm.cost_model.flops import state_bytes
 from jaxllm.cost_model.hardware import FIT_SHARE, RESERVE_BYTES, Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.memory import EstimateMemory, MemoryEstimate, estimate_memory
 from jaxllm.display import readable
 from jaxllm.machine.host import require_host_memory
+from jaxllm.model.cudnn_attention import largest_error
 from jaxllm.run import advisor
-from jaxllm.run.advisor import Change
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class Fit:
     capacity_bytes: int
     """Bytes that a step may use on one device."""
     speed: Any = None
-    """Predicted tokens/s of a device (Advisor.speed); None for an unknown GPU, and without a planner."""
+    """Predicted tokens/s of a device (plan.quote.Span); None for an unknown GPU, and without a planner."""
 
     @property
     def fits(self) -> bool:
@@ -75,12 +78,7 @@ def capacity_of(device: jax.Device) -> int | None:
     return known.capacity_bytes if known else None
 
 
-def check_memory(
-    config: Config,
-    device: jax.Device,
-    capacity_of: Callable[[jax.Device], int | None] = capacity_of,
-    estimate: EstimateMemory | None = None,
-) -> Fit | None:
+def check_memory(config: Config, device: jax.Device) -> Fit | None:
     """Compares the estimate of a resolved config with the memory of `device`, one of its devices, and predicts the speed.
 
     Returns:
@@ -92,11 +90,15 @@ def check_memory(
     capacity_bytes = capacity_of(device)
     if capacity_bytes is None:
         if device.platform == "cpu" and not config.run.allow_overcommit:
-            require_host_memory(least_host_bytes(config), "Weights, optimizer state and batch")
+            # The least: the state in float32, sharded over all devices, and a batch of token ids.
+            batch_bytes = 4 * config.train.global_batch_sequences * config.train.sequence_length
+            share = (state_bytes(config) + batch_bytes) * jax.local_device_count() // jax.device_count()
+            require_host_memory(share, "Weights, optimizer state and batch")
         return None
     gpu = gpu_from_device_kind(device.device_kind)
-    estimate = estimate or partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
-    speed = None if gpu is None else advisor.ask().speed(config, gpu)
+    estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
+    planner = advisor.ask()
+    speed = None if gpu is None or planner is None else planner.speed(config, gpu)
     fit = Fit(estimate(config), capacity_bytes, speed)
     if fit.fits:
         return fit
@@ -113,24 +115,16 @@ def check_memory(
     raise ConfigError(f"{too_much}: {cure}, or run.allow_overcommit=true to start anyway.")
 
 
-def least_host_bytes(config: Config) -> int:
-    """Bytes that this process's share of a run on CPU devices takes at the very least: the state in float32, sharded over all
-    devices, and a batch of token ids."""
-    batch_bytes = 4 * config.train.global_batch_sequences * config.train.sequence_length
-    everything = state_bytes(config) + batch_bytes
-    return everything * jax.local_device_count() // jax.device_count()
-
-
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:
     """Advice in the middle of a sentence. It never fills the capacity completely."""
     capacity_bytes = int(FIT_SHARE * capacity_bytes)
-    if not advisor.is_known():
+    if (planner := advisor.ask()) is None:
         return "start the run by jaxllm.fit or `jaxllm train`, which say what would fit"
-    found = advisor.ask().changes_that_fit(config, capacity_bytes, gpu, estimate)
+    found = planner.changes_that_fit(config, capacity_bytes, gpu, estimate)
     if found:
         return f"set {found[0].overrides} ({found[0].figures})"
     tried = f"no change that was tried makes it fit on {config.devices} GPUs"
-    larger = advisor.ask().smallest_cluster(config, capacity_bytes, gpu, estimate)
+    larger = planner.smallest_cluster(config, capacity_bytes, gpu, estimate)
     if larger is None:
         return (
             f"{tried} or on more of them, so use a smaller model or shorter sequences (`jaxllm plan` searches all meshes for "
@@ -146,48 +140,40 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and re.search(OUT_OF_MEMORY, str(error)) is not None
 
 
-@dataclass
-class OutOfMemoryAdvice:
-    """Advice for a run whose device ran out of memory."""
+def out_of_memory_text(error: BaseException, config: Config, trainer: Any) -> str:
+    """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less.
 
-    config: Config
-    trainer: Any = None
-    """The run's Trainer, once it exists."""
-    capacity_of: Callable[[jax.Device], int | None] = field(default=capacity_of)
-
-    def text(self, error: BaseException) -> str:
-        """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less."""
-        device = jax.local_devices()[0]
-        config = self.trainer.config if self.trainer is not None else self.config.resolve(jax.device_count())
-        gpu = gpu_from_device_kind(device.device_kind)
-        estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
-        capacity_bytes, memory, compiled_bytes = self.capacity_of(device), estimate(config), self._compiled_bytes()
-        target = round(SAFER_SHARE * memory.peak_bytes)
-        if capacity_bytes is not None:
-            # If XLA needs more than the estimate, assume the same ratio after a change.
-            seen = max(memory.peak_bytes, compiled_bytes or 0)
-            target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
-        found = advisor.ask().changes_that_fit(config, target, gpu, estimate)
-        return "\n".join(
-            [
-                f"A device ran out of memory {self._when()}: {_cure(found)}.",
-                *_figures(memory, compiled_bytes, capacity_bytes, device),
-                *_numbered(found),
-                f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
-            ]
-        )
-
-    def _when(self) -> str:
-        if self.trainer is None:
-            return "while the state was made"
-        if self.trainer.compiled is None:
-            return "before the train step was compiled"
-        return f"in step {max(self.trainer.step, 1)}"
-
-    def _compiled_bytes(self) -> int | None:
-        """XLA's figure; None before the step is compiled."""
-        compiled = None if self.trainer is None else self.trainer.compiled
-        return None if compiled is None else total_bytes(compiled.memory_analysis())
+    Args:
+      trainer: the run's Trainer; None before it exists.
+    """
+    device = jax.local_devices()[0]
+    config = config.resolve(jax.device_count()) if trainer is None else trainer.config
+    compiled = None if trainer is None else trainer.compiled
+    gpu = gpu_from_device_kind(device.device_kind)
+    estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
+    compiled_bytes = None if compiled is None else total_bytes(compiled.memory_analysis())
+    capacity_bytes, memory = capacity_of(device), estimate(config)
+    target = round(SAFER_SHARE * memory.peak_bytes)
+    if capacity_bytes is not None:
+        # If XLA needs more than the estimate, assume the same ratio after a change.
+        seen = max(memory.peak_bytes, compiled_bytes or 0)
+        target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
+    planner = advisor.ask()
+    found = [] if planner is None else planner.changes_that_fit(config, target, gpu, estimate)
+    changes = [f"{one.overrides} ({one.figures}){f': {one.cost}' if one.cost else ''}" for one in found[:MOST_ADVICE]]
+    cure = f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
+    when = "while the state was made"
+    if trainer is not None:
+        when = "before the train step was compiled" if compiled is None else f"in step {max(trainer.step, 1)}"
+    return "\n".join(
+        [
+            f"A device ran out of memory {when}: {cure}.",
+            *_figures(memory, compiled_bytes, capacity_bytes, device),
+            *(["  changes that need less memory, cheapest first:"] if found else []),
+            *(f"    {number}. {change}" for number, change in enumerate(changes, start=1)),
+            f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
+        ]
+    )
 
 
 def _figures(
@@ -210,36 +196,75 @@ def _figures(
         yield f"  {which} would fit: look in nvidia-smi for other programs that hold memory of these GPUs."
 
 
-def _cure(found: Sequence[Change]) -> str:
-    return f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"
-
-
-def _numbered(found: Sequence[Change]) -> Iterator[str]:
-    if found:
-        yield "  changes that need less memory, cheapest first:"
-    for number, change in enumerate(found[:MOST_ADVICE], start=1):
-        cost = f": {change.cost}" if change.cost else ""
-        yield f"    {number}. {change.overrides} ({change.figures}){cost}"
-
-
 @contextmanager
-def explain_out_of_memory(config: Config) -> Iterator[OutOfMemoryAdvice]:
+def explain_out_of_memory(config: Config) -> Iterator[SimpleNamespace]:
     """Context of a run: if a device runs out of memory inside, it raises a ConfigError that says what to change. The run sets
-    `advice.trainer = trainer` on the value.
+    `trainer` of the value once it has one.
 
     Raises:
       ConfigError: a device ran out of memory, at any point.
     """
-    advice = OutOfMemoryAdvice(config)
+    run = SimpleNamespace(trainer=None)
     try:
-        yield advice
+        yield run
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise ConfigError(advice.text(error)) from None
+        raise ConfigError(out_of_memory_text(error, config, run.trainer)) from None
 
 
 def total_bytes(memory: Any) -> int:
     """Bytes that a compiled program uses on a device, from its memory_analysis()."""
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+ATTENTION_TOLERANCE = 0.03
+
+
+def with_room_for_documents(config: Config, device: jax.Device, count: Callable[[], int]) -> Config:
+    """`config` with data.max_documents for the data, if attention packs documents and by default takes fewer.
+
+    Args:
+      count: gives the most documents of a sequence in the data. It is called if attention packs them.
+
+    Raises:
+      ConfigError: the data has more than data.max_documents.
+    """
+    most = packed_documents(config, compute_capability(device))
+    if most is None or (found := count()) <= most:
+        return config
+    if config.data.max_documents is not None:
+        raise ConfigError(
+            f"data.max_documents={most} and the data has a sequence with {found:,} documents, free space at its end counted as "
+            f"one: set data.max_documents to {found} or more, or to null."
+        )
+    data = config.data.model_copy(update={"max_documents": power_of_four(found)})
+    return config.model_copy(update={"data": data})
+
+
+def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
+    """Compares cuDNN's attention, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
+
+    Raises:
+      ConfigError: they differ.
+    """
+    device = mesh.devices.flat[0]
+    if not attention.startswith("cudnn") or device.platform == "cpu":
+        return
+    model, packs = config.model, None
+    if config.data.mask_documents:
+        packs = packed_documents(config, compute_capability(device)) is not None
+    heads = (model.num_heads // model.num_kv_heads, model.head_dim)
+    has_windows = any(window_shares(model, config.train.sequence_length))
+    with jax.default_device(jax.local_devices()[0]):
+        error = largest_error(*heads, packs=packs, has_windows=has_windows)
+        if error < ATTENTION_TOLERANCE:
+            return
+        halves_are_right = packs and largest_error(*heads, packs=False, has_windows=has_windows) < ATTENTION_TOLERANCE
+    raise ConfigError(
+        f"cuDNN's attention is off by {100 * error:.1f}% on this machine, so its version and JAX {jax.__version__} do not fit "
+        f"together: set model.attention={'cudnn_halves' if halves_are_right else 'xla'}, or install other versions."
+    )

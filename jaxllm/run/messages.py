@@ -1,56 +1,59 @@
-"""Messages of a run: its header before the first step, and its notes during training."""
+"""A run's lines: the header before the first step, the steps' in metrics.jsonl, trackers and the console, and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from jaxllm.cluster import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.config.rounds import sends_codes
-from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.flops import mfu, parameter_count
+from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.data.loader import SampleStream
 from jaxllm.parallel.parameters import stacking_of
 from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
-from jaxllm.run.console import Console
 from jaxllm.run.hooks import Run
-from jaxllm.run.metrics import Record
+from jaxllm.run.metrics import Record, open_sinks
 
 WELL_FILLED = 0.9
 """Fill ratio of sequences below which a run reports the free space."""
 
 
 def print_header(run: Run) -> None:
-    console, trainer = run.console, run.trainer
-    config, devices = trainer.config, trainer.mesh.devices
-    kind = devices.flat[0].device_kind
+    for line in header(run.trainer):
+        run.console.say(line)
+
+
+def header(trainer: Any) -> Iterator[str]:
+    config, devices, start = trainer.config, trainer.mesh.devices, trainer.start
+    kind, M = devices.flat[0].device_kind, config.num_microbatches
     axes = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
-    console.say(f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}")
-    M = config.num_microbatches
-    console.say(
+    yield f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}"
+    yield (
         f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
     )
-    for line in batch_notes(config):
-        console.say(line)
+    yield from batch_notes(config)
     if config.parallel.pipe > 1:
-        for line in pipeline_notes(config):
-            console.say(line)
+        yield from pipeline_notes(config)
     if config.train.diloco_steps is not None:
-        console.say(diloco_line(config))
-    if trainer.start.memory_fit is not None:
-        console.say(trainer.start.memory_fit.line)
-    if trainer.start.weights is not None:
-        console.say(f"weights from {trainer.start.weights.description}; optimizer, step and data start from zero")
+        yield diloco_line(config)
+    if start.memory_fit is not None:
+        yield start.memory_fit.line
+    if start.weights is not None:
+        yield f"weights from {start.weights.description}; optimizer, step and data start from zero"
     if config.total_tokens < config.optimizer.warmup_tokens:
-        console.say(f"note: the run ends during its warm-up of {config.optimizer.warmup_tokens:,} tokens")
-    actions = config.parallel.remat
-    attention = trainer.programs.functions.attention
-    console.say(f"attention {attention}; remat {remat_words(actions)}; {trainer.data.description}")
+        yield f"note: the run ends during its warm-up of {config.optimizer.warmup_tokens:,} tokens"
+    actions, attention = config.parallel.remat, trainer.programs.functions.attention
+    yield f"attention {attention}; remat {remat_words(actions)}; {trainer.data.description}"
     named = set(actions) & set(ATTENTION_RESULTS) if isinstance(actions, dict) else ()
     if named and attention == "xla":
-        console.say(f"note: plain XLA attention has no {', '.join(sorted(named))}: it is recomputed")
-    note_epochs(console, trainer)
+        yield f"note: plain XLA attention has no {', '.join(sorted(named))}: it is recomputed"
+    if trainer.stream.sources:
+        yield from data_notes(config, trainer.stream)
 
 
 def batch_notes(config: Config) -> Iterator[str]:
@@ -117,27 +120,17 @@ def diloco_line(config: Config) -> str:
     return f"DiLoCo: {who}{start}; an outer {outer}, every {train.diloco_steps} steps{each}{hidden} and after the last"
 
 
-def note_epochs(console: Console, trainer: Any) -> None:
-    """Prints the epochs of each source, if there are several or one is read more than once."""
-    config, stream = trainer.config, trainer.stream
-    if not stream.sources:
-        return
+def data_notes(config: Config, stream: SampleStream) -> Iterator[str]:
+    """Lines about the epochs of each source, if there are several or one is read more than once, and about free space."""
     epochs = stream.epochs(config.sequences_before(config.train.steps))
     if len(epochs) > 1 or max(epochs.values()) > 1:
-        console.say("epochs of the complete run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items()))
+        yield "epochs of the complete run: " + ", ".join(f"{name} {count:.2f}" for name, count in epochs.items())
     full = sum(
         share * source.packing.num_tokens / source.packing.num_samples
         for source, share in zip(stream.sources, stream.counts, strict=True)
     ) / (sum(stream.counts) * config.train.sequence_length)
     if full < WELL_FILLED:
-        console.say(f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less")
-
-
-def what_went_wrong(record: Record) -> str:
-    """Message about a step that was skipped or is a spike."""
-    what = "a spike" if record["loss_spike"] else "not finite"
-    skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
-    return f"step {record['step']} is {what}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}{skipped}"
+        yield f"note: sequences are {100 * full:.1f}% full; data.packing=concat or longer sequences waste less"
 
 
 def who_was_left_out(record: Record) -> str:
@@ -146,3 +139,37 @@ def who_was_left_out(record: Record) -> str:
         f"step {record['step']}: the outer step left out {record['islands_left_out']:.0f} of the replicas, whose weights are "
         f"not finite; they continue from the common weights"
     )
+
+
+def register(run: Run) -> None:
+    trainer, console, peak_flops = run.trainer, run.console, peak_flops_of(run.trainer)
+    if distributed.is_main_process():
+        for sink in open_sinks(trainer.config, run.first, run.require, lambda: trainer.config.train.steps):
+            run.stack.callback(sink.close)
+            run.on("line", sink.write)
+        trainer.metrics.watch.recall(run.folder / "metrics.jsonl")
+
+    def publish(record: Record) -> None:
+        config = trainer.config
+        record |= run.timer.record_keys(trainer, peak_flops)
+        run.write(record)
+        if record["skipped"] or record["loss_spike"]:
+            what = "a spike" if record["loss_spike"] else "not finite"
+            skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
+            loss, norm = record["loss"], record["grad_norm"]
+            console.say(f"step {record['step']} is {what}: loss {loss:.4g}, gradient norm {norm:.4g}{skipped}")
+        if record.get("islands_left_out"):
+            console.say(who_was_left_out(record))
+        rate = float(record["tokens_per_s_per_device"])
+        length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
+        utilisation = mfu(rate, config.model, length, peak_flops, config.frozen) if peak_flops else None
+        due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
+        console.step(record, utilisation, due)
+
+    run.on("record", publish)
+
+
+def peak_flops_of(trainer: Any) -> float | None:
+    """Dense peak of this chip in the compute dtype, in FLOP/s; None for an unknown chip."""
+    gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
+    return gpu.peak_flops(trainer.config.model.compute_dtype) if gpu else None

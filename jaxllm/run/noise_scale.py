@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -118,20 +117,15 @@ def student_t(freedom: float) -> float:
 
 
 def register(run: Run) -> None:
-    """Says what it found before each save and evaluation."""
+    """Says the noise scale and the last step's batch before each save and evaluation, if it was measured."""
 
     def say(_: Moment) -> None:
-        if note := noise_note(run.trainer):
-            run.console.say(note)
+        trainer, config = run.trainer, run.trainer.config
+        if (found := trainer.metrics.noise.found) is None:
+            return
+        tokens = config.tokens_before(trainer.step) - config.tokens_before(trainer.step - 1)
+        # During rounds the batch of a step is that of one replica.
+        batch = tokens // (config.parallel.replica if trainer.programs.rounds else 1)
+        run.console.say(f"step {trainer.step}  {reading(found, batch)}")
 
     run.when(lambda moment: run.is_due("save", moment) or run.is_due("evaluate", moment), say)
-
-
-def noise_note(trainer: Any) -> str | None:
-    """Message about the gradient noise scale and the last step's batch; None if it was not measured."""
-    if (found := trainer.metrics.noise.found) is None:
-        return None
-    config = trainer.config
-    tokens = config.tokens_before(trainer.step) - config.tokens_before(trainer.step - 1)
-    # During rounds the batch of a step is that of one replica.
-    return f"step {trainer.step}  {reading(found, tokens // (config.parallel.replica if trainer.programs.rounds else 1))}"

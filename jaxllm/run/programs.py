@@ -37,6 +37,7 @@ from jaxllm.machine.program_cache import MANIFEST, ProgramStore, identity, is_op
 from jaxllm.machine.xla_flags import compile_options
 from jaxllm.mesh.axes import batch_sharding, replicated
 from jaxllm.mesh.placement import hosts_of
+from jaxllm.run.memory_check import total_bytes
 from jaxllm.run.rounds import Rounds, early_exchange, layout_of_number
 from jaxllm.train import diloco
 from jaxllm.train.build import State, Training, build_trainings
@@ -52,24 +53,14 @@ INITIAL_STATE, EVALUATION, TOKEN_LOSSES = "initial state", "evaluation", "token 
 FIRST_ROUND = "start of the first round"
 
 
-def jit_evaluation(training: Training, mesh: Mesh) -> Any:
-    """(weights, batch) -> the sum of losses and the number of tokens."""
-    return jax.jit(training.functions.loss_sum, out_shardings=replicated(mesh))
-
-
-def jit_token_losses(training: Training, mesh: Mesh) -> Any:
-    """(weights, batch) -> the loss of each token."""
-    return jax.jit(training.functions.token_losses, out_shardings=replicated(mesh))
+def jit_function(function: Callable, mesh: Mesh) -> Any:
+    """A function (weights, batch) of Parallelized, whose results all devices get."""
+    return jax.jit(function, out_shardings=replicated(mesh))
 
 
 def layer_norms_name(length: int | None) -> str:
     """length: of the sequences, if others differ."""
     return f"layer norms{f', sequences of {length}' if length else ''}"
-
-
-def jit_layer_norms(training: Training, mesh: Mesh) -> Any:
-    """(weights, batch) -> the norm of each layer's output."""
-    return jax.jit(training.functions.layer_norms, out_shardings=replicated(mesh))
 
 
 def jit_first_round(training: Training, config: Config) -> Any:
@@ -138,17 +129,16 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
                 crosses = exchanges and exchanges_beside_steps(config)
                 yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options, crosses)
             if config.log.layer_norms_every is not None:
-                yield RunProgram(layer_norms_name(length), jit_layer_norms(training, mesh), (training.layout().params, batch))
+                norms = jit_function(training.functions.layer_norms, mesh)
+                yield RunProgram(layer_norms_name(length), norms, (training.layout().params, batch))
     last = trainings[-1][0][1]
     batch = batch_layout(config, mesh, config.parallel.pipe, config.microbatch_rows, trains=False)
-    if config.train.loss == "dpo":
-        yield RunProgram(TOKEN_LOSSES, jit_token_losses(last, mesh), (last.layout().params, batch))
-    else:
-        yield RunProgram(EVALUATION, jit_evaluation(last, mesh), (last.layout().params, batch))
+    pairs, functions = config.train.loss == "dpo", last.functions
+    name, function = (TOKEN_LOSSES, functions.token_losses) if pairs else (EVALUATION, functions.loss_sum)
+    yield RunProgram(name, jit_function(function, mesh), (last.layout().params, batch))
 
 
 # --------------------------------------------------------------------------------------------------------- compiled steps
-# The train step as XLA programs, each compiled before its first use.
 
 
 class Programs:
@@ -166,6 +156,7 @@ class Programs:
       loss_sum, token_losses: functions of Parallelized, jitted.
       current: the step's program for the present batch; None before the first compilation.
       compile_s: seconds to compile it; None until then.
+      step_bytes: most bytes that XLA reserves on a device for one of the steps compiled so far; 0 if it does not tell.
       from_cache: whether the last program came from the persistent cache, or was saved by `jaxllm compile`.
       traces: number of times a step was traced.
     """
@@ -175,7 +166,7 @@ class Programs:
         self.current: Any = None
         self.compile_s: float | None = None
         self.from_cache = False
-        self.traces = 0
+        self.step_bytes = self.traces = 0
         self.use(in_rounds=False)
 
     def use(self, in_rounds: bool) -> None:
@@ -187,12 +178,14 @@ class Programs:
         self.training = training = trainings[1]
         self.functions = training.functions
         self.rounds = Rounds(config, mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
-        self.loss_sum = self.saved.wrap(EVALUATION, jit_evaluation(training, mesh))
-        self.token_losses = self.saved.wrap(TOKEN_LOSSES, jit_token_losses(training, mesh))
-        norms = {phase.parts: layer_norms_name(config.length_of(phase)) for phase in config.phases}
-        self._layer_norms = {
-            parts: self.saved.wrap(name, jit_layer_norms(trainings[parts], mesh)) for parts, name in norms.items()
-        }
+
+        def wrapped(name: str, function: Callable) -> Callable:
+            return self.saved.wrap(name, jit_function(function, mesh))
+
+        self.loss_sum = wrapped(EVALUATION, self.functions.loss_sum)
+        self.token_losses = wrapped(TOKEN_LOSSES, self.functions.token_losses)
+        names = {phase.parts: layer_norms_name(config.length_of(phase)) for phase in config.phases}
+        self._layer_norms = {parts: wrapped(name, trainings[parts].functions.layer_norms) for parts, name in names.items()}
 
         def jitted(training: Training, step: Callable, exchanges: bool) -> Any:
             def counted(state, batch):
@@ -253,6 +246,9 @@ class Programs:
             options = early_exchange(lowered, options, self._mesh.devices.flat[0])
         self.current = self._programs[key] = taken or lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
+        # Not every backend of JAX reports it.
+        if (memory := self.current.memory_analysis()) is not None:
+            self.step_bytes = max(self.step_bytes, total_bytes(memory))
         now = program_cache.counts()
         self.from_cache = taken is not None or (now.found > before.found and now.compiled == before.compiled)
 
@@ -318,8 +314,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     if values.get("format") != FORMAT:
         raise RefusedInput(f"its format is {values.get('format')}, not {FORMAT}")
-    machine, programs, left = (checked(values.get(name), dict[str, str]) for name in ("machine", "programs", "left"))
-    return Manifest(machine, checked(values.get("config"), dict[str, Any]), programs, left)
+    return checked(values, Manifest)
 
 
 def store_of(folder: Path) -> ProgramStore:
@@ -340,7 +335,8 @@ def machine_of(mesh: Mesh) -> dict[str, str]:
         found |= {"processes": str(len({device.process_index for device in devices})), "CPU": identity()}
     else:
         found["packages"] = ", ".join(installed(*PACKAGES))
-    given = [flag.partition("=") for flag in xla_flags.given_flags().split() if _matters(flag, on_cpu)]
+    without_effect = ("--xla_dump_", "--xla_force_host_platform_device_count", *(() if on_cpu else ("--xla_cpu_",)))
+    given = [flag.partition("=") for flag in xla_flags.given_flags().split() if not flag.startswith(without_effect)]
     # Of a flag that is there twice XLA takes the last.
     flags = {name: value for name, _, value in given}
     found["XLA_FLAGS"] = " ".join(f"{name}={value}" for name, value in sorted(flags.items()))
@@ -352,11 +348,6 @@ def unlike(saved: dict[str, str], here: dict[str, str], what: str) -> str:
     """'{what} for devices 4 cpu, not 2 cpu', of the first difference; '' if there is none."""
     different = (key for key in here if saved.get(key) != here[key])
     return next((f"{what} for {key} {saved.get(key) or 'none'}, not {here[key] or 'none'}" for key in different), "")
-
-
-def _matters(flag: str, on_cpu: bool) -> bool:
-    without_effect = ("--xla_dump_", "--xla_force_host_platform_device_count", *(() if on_cpu else ("--xla_cpu_",)))
-    return not flag.startswith(without_effect)
 
 
 def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from jaxllm.config.rounds import EXCHANGE_SCOPE as SCOPE
 from jaxllm.config.rounds import fragment_beside, fragments_after
 from jaxllm.machine import xla_flags
 from jaxllm.mesh.axes import replicated
+from jaxllm.train import diloco
+from jaxllm.train.build import State
 from jaxllm.train.diloco import OUTER, DilocoState, Metrics, outer_step, outer_step_of
 
 # --------------------------------------------------------------------------------------------------------- early exchange
@@ -137,3 +140,52 @@ class Rounds:
 def layout_of_number(mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Rounds.number as a shape."""
     return jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+
+
+def layout_in(meta: Mapping[str, Any], layout: State) -> State:
+    """What to read from the checkpoint with this metadata.
+
+    Args:
+      layout: the state of the run, as ShapeDtypeStructs.
+    """
+    if not meta["config"]["train"].get("skip_spikes", False):
+        layout = layout.with_recent(None)
+    return diloco.as_saved(layout, meta) if isinstance(layout, diloco.DilocoState) else layout
+
+
+def completed(state: State, layout: State, meta: Mapping[str, Any]) -> State:
+    """A state that was read from the checkpoint with this metadata, with what that lacks. The usual level of losses is learnt
+    again, nothing waits to be sent, and replicas join that were not there (`joined`)."""
+    if state.recent is None and layout.recent is not None:
+        state = state.with_recent(_zeros(layout.recent))
+    if not isinstance(state, diloco.DilocoState) or not isinstance(layout, diloco.DilocoState):
+        return state
+    if state.residual is None and layout.residual is not None:
+        state = dataclasses.replace(state, residual=_zeros(layout.residual))
+    saved, replicas = meta["config"]["parallel"]["replica"], layout.islands.step.shape[0]
+    if saved == replicas:
+        return state
+    rest = f"{replicas - saved} begin from the weights of the last outer step" if replicas > saved else "the others leave"
+    log.warning(
+        "The checkpoint has %d DiLoCo replicas and the run %d: the first %d continue, %s.",
+        *(saved, replicas, min(saved, replicas), rest),
+    )
+    return joined(state, saved) if replicas > saved else state
+
+
+def joined(state: diloco.DilocoState, saved: int) -> diloco.DilocoState:
+    """`state`, which has replicas of zeros from number `saved` on. Each of these begins with the weights of the last outer
+    step, the moments of the first replica, and nothing to send."""
+
+    def begin(state: diloco.DilocoState) -> diloco.DilocoState:
+        was_there = jnp.arange(state.islands.step.shape[0]) < saved
+        islands = jax.tree.map(lambda x: diloco.where_replica(was_there, x, x[:1]), state.islands)
+        params = jax.tree.map(lambda x, t: diloco.where_replica(was_there, x, t[None]), state.islands.params, state.params)
+        return dataclasses.replace(state, islands=dataclasses.replace(islands, params=params))
+
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(state)
+
+
+def _zeros(layout: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), layout)

@@ -1,23 +1,31 @@
-"""A run's checkpoints: found and restored before the first step, saved when they are due, and at the end."""
+"""The run directory: its config and tokenizer, whether a config may resume its run, and its checkpoints: found and restored
+before the first step, saved when they are due, and at the end.
+"""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxllm.checkpoint.files import Meta, describe_run, saved_steps
+import yaml
+
+from jaxllm.checkpoint.files import Meta, describe_run, require_plain_path, saved_steps
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints, joined_checkpoints
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
 from jaxllm.cluster import distributed, progress
-from jaxllm.config import Config
+from jaxllm.config import Config, ConfigError, whole_rope_scaling
+from jaxllm.config.batch_schedule import done_by, phases_of
+from jaxllm.config.hf_config import TOKENIZER
+from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.run import fewer_hosts
 from jaxllm.run.batch_growth import resumed
-from jaxllm.run.hooks import Run, is_multiple
-from jaxllm.run.run_dir import require_same_run
-from jaxllm.run.trainer import Trainer
+from jaxllm.run.hooks import Moment, Run, is_multiple
+from jaxllm.weights.staging import copy_companions
 
 PERIODS = ("every_steps", "keep_every_steps", "store_every_steps", "export_every_steps")
 """Keys of the section checkpoint: a multiple of any of them is saved."""
@@ -50,22 +58,17 @@ def stores_of(config: Config, folder: Path) -> Iterator[Stores]:
             yield Stores(stored, joined, leads, resumes or (joined is not None and joined.has_parts()))
 
 
-def open_checkpoints(run: Run) -> Checkpoints:
-    """The run's checkpoints; those of a store only if they are of the same run."""
-    trainer = run.trainer
+def restore(run: Run) -> None:
+    """Opens the run's checkpoints, and restores the newest state, if there is one."""
+    trainer, folder, console = run.trainer, run.folder, run.console
 
-    def accept(address: str, meta: Meta) -> None:
-        require_same_run(address, meta, resumed(trainer.asked, meta), trainer.data.fingerprint, "checkpoint.store")
+    def accept(where: Path | str, meta: Meta, place: str = "checkpoint.store") -> None:
+        require_same_run(where, meta, resumed(trainer.asked, meta), trainer.data.fingerprint, place)
 
-    return Checkpoints(run.folder, trainer.config.checkpoint, run.require, run.stores.stored, accept, run.stores.joined)
-
-
-def resume(run: Run) -> None:
-    """Restores the newest state, if there is one."""
-    trainer, checkpoints, folder, console = run.trainer, run.checkpoints, run.folder, run.console
+    checkpoints = Checkpoints(folder, trainer.config.checkpoint, run.require, run.stores.stored, accept, run.stores.joined)
+    run.checkpoints = run.stack.enter_context(closing(checkpoints))
     if checkpoints.latest is not None:
-        meta = checkpoints.meta()
-        require_same_run(folder, meta, resumed(trainer.asked, meta), trainer.data.fingerprint)
+        accept(folder, checkpoints.meta(), "run.dir")
         with progress.phase("restore"):
             trainer.restore(checkpoints)
         for sentence in checkpoints.said:
@@ -76,25 +79,20 @@ def resume(run: Run) -> None:
     checkpoints.offer_saved()
 
 
-def describe(trainer: Trainer) -> Meta:
-    """Metadata for a checkpoint now."""
-    noise = trainer.metrics.noise.state() if trainer.metrics.noise.found else ()
-    return describe_run(trainer.config, trainer.step, trainer.data.fingerprint, trainer.metrics.watch.skipped_steps, noise)
-
-
 def register(run: Run) -> None:
     """Restores the newest state. Saves by checkpoint.*, by the clock, before a stop and after the last step."""
-    trainer: Trainer = run.trainer
-    config = trainer.config.checkpoint
-    run.checkpoints = checkpoints = run.stack.enter_context(closing(open_checkpoints(run)))
-    resume(run)
+    restore(run)
+    trainer, checkpoints, config = run.trainer, run.checkpoints, run.trainer.config.checkpoint
     run.first = saved_step = trainer.step
     run.console.resize(trainer.config.train.steps)
 
     def save() -> None:
         nonlocal saved_step
         with progress.phase("save"):
-            checkpoints.save(trainer.step, trainer.state, describe(trainer))
+            noise, skipped = trainer.metrics.noise, trainer.metrics.watch.skipped_steps
+            state = noise.state() if noise.found else ()
+            meta = describe_run(trainer.config, trainer.step, trainer.data.fingerprint, skipped, state)
+            checkpoints.save(trainer.step, trainer.state, meta)
         saved_step = trainer.step
         run.signals.saved()
 
@@ -112,3 +110,120 @@ def register(run: Run) -> None:
         name="save",
     )
     run.on("trained", finish)
+    if distributed.is_main_process():
+        keep_config(run)
+        keep_companions(run.folder, trainer)
+
+
+def keep_config(run: Run) -> None:
+    """Writes config.yaml now, and where the batch grows. Atomically: a reader sees the old file or the new one."""
+    kept, aside = None, run.folder / ".config.yaml"
+
+    def keep(_: Moment | None) -> None:
+        nonlocal kept
+        if (config := run.trainer.config) is not kept:
+            kept = config
+            run.require()
+            aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            aside.replace(run.folder / "config.yaml")
+
+    keep(None)
+    run.on("begun", keep)
+
+
+def make_run_dir(config: Config) -> Path:
+    """Creates run.dir if it does not exist; ConfigError if it cannot be written, or not be used for checkpoints."""
+    folder = Path(config.run.dir)
+    require_plain_path("run.dir", folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written: choose another folder ({error.strerror}).") from None
+    return folder
+
+
+def keep_companions(folder: Path, trainer: Any) -> None:
+    """Writes run.dir/tokenizer, for exports and for resuming elsewhere: the run's own tokenizer (no files for bytes) and the
+    files that accompanied its initial weights, whose folder may be deleted later.
+    """
+    home, aside, before = folder / TOKENIZER, folder / ".tokenizer", folder / ".tokenizer-before"
+    beside = None if trainer.start.weights is None else trainer.start.weights.outline.companions
+    if trainer.step:
+        # Left by a start that was killed between the two renames below.
+        beside = home if home.exists() else before
+    shutil.rmtree(aside, ignore_errors=True)
+    # If the data is only token IDs, the tokenizer is that of the weights.
+    copy_companions(beside, aside, tokenizer=trainer.data.tokenizer is None)
+    if trainer.data.tokenizer is not None:
+        trainer.data.tokenizer.save(aside)
+        if (template := trainer.data.chat_template) is not None and aside.exists():
+            # Save the template of training, wherever it came from.
+            (aside / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+    if home.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        home.rename(before)
+    if aside.exists():
+        aside.rename(home)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str, place: str = "run.dir") -> None:
+    """Refuses to resume a run under a config that would change its model, its text or the batch of any step.
+
+    Args:
+      folder: where the checkpoint is, which the key `place` of the config says.
+      meta: the checkpoint's description of itself.
+      fingerprint: fingerprint of the present text.
+
+    Raises:
+      ConfigError: names the first such key, with both values, or says that the text differs.
+    """
+    before, now = meta["config"], config.model_dump(mode="json")
+    # The fingerprint identifies the text, whatever its path.
+    free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
+    free |= {("data", key) for key in ("paths", "tokenizer", "chat_template", "max_documents", "cache_dir", "cache_gib")}
+    keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
+    keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences", "loss", "freeze")]
+    for section, key in keys:
+        # A key that is newer than the run had its default value.
+        default = type(getattr(config, section)).model_fields[key].get_default()
+        old, new = before.get(section, {}).get(key, [] if default == () else default), now[section][key]
+        if key == "mixture":
+            old, new = ([{k: v for k, v in part.items() if k != "paths"} for part in parts] for parts in (old, new))
+        if key == "rope_scaling" and isinstance(old, dict):
+            # The run may lack newer keys of it.
+            old = whole_rope_scaling(old)
+        if old != new:
+            raise ConfigError(
+                f"{folder} holds a run with {section}.{key}={old}, not {new}: resume with that value, or choose another "
+                f"{place}."
+            )
+    require_same_batches(folder, meta, config, place)
+    if meta["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"{folder} holds a run on other text: the files of data.* have changed since; restore them, or choose "
+            f"another {place}."
+        )
+
+
+def require_same_batches(folder: Path | str, meta: Meta, config: Config, place: str = "run.dir") -> None:
+    """Refuses a train.batch_schedule or train.length_schedule that differs for the steps already done; later steps may
+    change."""
+    train, step = meta["config"]["train"], meta["step"]
+    first, length = train["global_batch_sequences"], train["sequence_length"]
+    batches, lengths, given = train.get("batch_schedule", ()), train.get("length_schedule", ()), config.train
+    before = done_by(phases_of(first, batches, length), step)
+    if before != done_by(phases_of(given.global_batch_sequences, given.batch_schedule, given.sequence_length), step):
+        schedule = ", ".join(f"[{phase.first_sequence * length}, {phase.sequences}]" for phase in before[1:])
+        raise ConfigError(
+            f"{folder} holds a run of {step} steps that began with train.global_batch_sequences={before[0].sequences} and "
+            f"train.batch_schedule=[{schedule}], but the given schedule differs for them: begin it with these, or choose "
+            f"another {place}."
+        )
+    if done_by(phases_of(first, batches, length, lengths), step) != done_by(config.phases, step):
+        raise ConfigError(
+            f"{folder} holds a run of {step} steps with train.length_schedule={[list(pair) for pair in lengths]}, but the "
+            f"given schedule differs for them: begin it with these, or choose another {place}."
+        )

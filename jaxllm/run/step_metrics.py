@@ -12,9 +12,11 @@ import numpy as np
 
 from jaxllm.cluster import progress
 from jaxllm.config import Config, ConfigError
+from jaxllm.data.loader import SampleStream
 from jaxllm.json_lines import numbers, read_lines
+from jaxllm.machine import program_cache
+from jaxllm.run.metrics import Record
 from jaxllm.run.noise_scale import NoiseScale
-from jaxllm.run.tracker_kinds import Record
 from jaxllm.train import diloco
 from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, WINDOW, Recent
 
@@ -78,10 +80,7 @@ class Watch:
     """
 
     def __init__(self, config: Config, skipped_steps: int = 0):
-        self._limit, self._deviations = config.train.max_skips_in_a_row, config.train.spike_deviations
-        self._together, self._round = config.train.diloco_after_steps, config.train.diloco_steps or 0
-        # The step beside the outer step that repairs a replica is skipped too.
-        self._late = int(config.train.diloco_overlap)
+        self._train = config.train
         self.skipped_steps, self._in_a_row, self._step = skipped_steps, 0, 0
         self._recent = Recent.empty(np, np.float64)
 
@@ -97,7 +96,8 @@ class Watch:
         skipped, new_2 = int(values["skipped"]), np.array([values["loss"], values["grad_norm"]])
         spike = values.get("loss_spike")
         if spike is None:
-            spike = self._deviations is not None and self._recent.is_spike(new_2, self._deviations, np)
+            most = self._train.spike_deviations
+            spike = most is not None and self._recent.is_spike(new_2, most, np)
         self._recent = self._recent.after(new_2, np)
         self.skipped_steps += skipped
         self._step, self._in_a_row = step, self._in_a_row + 1 if skipped else 0
@@ -106,13 +106,14 @@ class Watch:
     def require_progress(self) -> None:
         """Raises ConfigError if the last train.max_skips_in_a_row steps were all skipped, and during DiLoCo's rounds more than
         a round."""
-        # A replica with bad weights skips until an outer step replaces them (train/diloco.py).
-        most = self._round + self._late
-        waits = self._step > self._together and most >= self._limit
-        if self._in_a_row < (most + 1 if waits else self._limit):
+        train, limit = self._train, self._train.max_skips_in_a_row
+        # A replica with bad weights skips until an outer step replaces them (train/diloco.py). The step beside that skips too.
+        most = (train.diloco_steps or 0) + train.diloco_overlap
+        waits = self._step > train.diloco_after_steps and most >= limit
+        if self._in_a_row < (most + 1 if waits else limit):
             return
-        late = " + 1" if self._late else ""
-        limit = f"{self._limit}, and more than train.diloco_steps={self._round}{late}" if waits else self._limit
+        if waits:
+            limit = f"{limit}, and more than train.diloco_steps={train.diloco_steps}{' + 1' if train.diloco_overlap else ''}"
         last, first = self._step, self._step - self._in_a_row + 1
         which = f"Steps {first} to {last} were" if first < last else f"Step {last} was"
         raise ConfigError(
@@ -120,6 +121,19 @@ class Watch:
             f"(train.max_skips_in_a_row={limit}): lower optimizer.learning_rate, or look at the samples that "
             f"run.dir/spikes.jsonl names; the weights are those from before."
         )
+
+
+def data_keys(config: Config, stream: SampleStream, step: int) -> Record:
+    """What a step read: batch and length where a schedule changes them, and the epochs of each of several sources."""
+    phase, found = config.phase_at(step - 1), {}
+    if config.train.batch_schedule or config.train.batch_grows_to:
+        found["batch_sequences"] = phase.sequences
+    if (length := config.length_of(phase)) is not None:
+        found["sequence_length"] = length
+    if len(stream.sources) > 1:
+        epochs = stream.epochs(config.sequences_before(step))
+        found |= {f"epochs/{name}": count for name, count in epochs.items()}
+    return found
 
 
 def by_layer(record: Mapping[str, Any]) -> dict[str, float]:
@@ -131,3 +145,77 @@ def by_layer(record: Mapping[str, Any]) -> dict[str, float]:
         else:
             flat |= {f"{name}/{number}": float(x) for number, x in enumerate(value)}
     return flat
+
+
+PAUSES = ("compile", "evaluate", "save")
+"""Phases that have a key in a line if they took any time."""
+START = ("meet", "devices", "dataset", "initialize", "restore", "step")
+"""Phases that the first line of a start has a key for, beside those above. The seconds of "start" are its start_other_s."""
+
+
+class RunTimer:
+    """Measures one start of a run, from construction. `import_s`: what this process spent before; 0: not known."""
+
+    def __init__(self, import_s: float = 0.0):
+        self._import_s = import_s
+        self._began_unix_s = time.time()
+        self._before_s = progress.totals()
+        self._first = True
+        self._compiled_bytes = 0
+
+    def record_keys(self, trainer: Any, peak_flops: float | None = None) -> Record:
+        """Keys of the next line, on the process that writes it.
+
+        Args:
+          trainer: a Trainer that has compiled its step.
+          peak_flops: of one device in the compute dtype, FLOP/s; None if unknown.
+
+        Every line has unix_s, the current time in seconds since 1970; data_s, the wait for batches; on GPUs memory_peak_bytes,
+        the highest use of the fullest device of this process since it started. compile_s, evaluate_s and save_s are present if
+        they are not 0. memory_compiled_bytes, the memory that XLA reserves for a step on each device, comes with the first
+        program and with each that needs more: a larger batch's may. The first line of a start also has start_unix_s,
+        the keys of `start_keys`, and those parts of the time since the import of jaxllm that are not 0: start_import_s,
+        start_meet_s and so on by START, start_other_s. With compile_s, data_s and evaluate_s they add up to all of it.
+        """
+        now_s = progress.totals()
+        spent_s = {name: seconds - self._before_s[name] for name, seconds in now_s.items()}
+        self._before_s = now_s
+        line: Record = {"unix_s": time.time(), "data_s": spent_s["data"]}
+        line |= {f"{name}_s": spent_s[name] for name in PAUSES if spent_s[name]}
+        if (peak_bytes := memory_in_use()) is not None:
+            line["memory_peak_bytes"] = peak_bytes
+        if trainer.programs.step_bytes > self._compiled_bytes:
+            line["memory_compiled_bytes"] = self._compiled_bytes = trainer.programs.step_bytes
+        if self._first:
+            self._first = False
+            parts_s = {"import": self._import_s, **{name: spent_s[name] for name in START}, "other": spent_s["start"]}
+            line |= {f"start_{name}_s": seconds for name, seconds in parts_s.items() if seconds}
+            line |= {"start_unix_s": self._began_unix_s, **start_keys(trainer, peak_flops)}
+        return line
+
+
+def start_keys(trainer: Any, peak_flops: float | None) -> Record:
+    """Keys for one start: devices; absent_hosts, the number of those that it trains without; with a compilation cache
+    programs_found in it and programs_compiled until the first step; if the devices' memory is known also memory_estimate_bytes,
+    the closed form for the largest batch, and memory_capacity_bytes, the limit for a step; on a known GPU device_peak_flops,
+    and predicted_tokens_per_s_per_device for the largest batch with its range, ..._low and ..._high.
+    """
+    record: Record = {"devices": trainer.mesh.size}
+    if trainer.start.absent_hosts:
+        record["absent_hosts"] = trainer.start.absent_hosts
+    if any(counts := program_cache.counts()):
+        record |= {f"programs_{name}": count for name, count in counts._asdict().items()}
+    if (fit := trainer.start.memory_fit) is not None:
+        record |= {"memory_estimate_bytes": fit.memory.peak_bytes, "memory_capacity_bytes": fit.capacity_bytes}
+        if (speed := fit.speed) is not None:
+            ends = {"": speed.expected, "_low": speed.low, "_high": speed.high}
+            record |= {f"predicted_tokens_per_s_per_device{end}": value for end, value in ends.items()}
+    if peak_flops is not None:
+        record["device_peak_flops"] = peak_flops
+    return record
+
+
+def memory_in_use() -> int | None:
+    """Most bytes in use at once on a device of this process since it started; None if no device reports it (CPU)."""
+    stats_by_device = [(device.memory_stats() or {}) for device in jax.local_devices() if device.platform != "cpu"]
+    return max((stats["peak_bytes_in_use"] for stats in stats_by_device if "peak_bytes_in_use" in stats), default=None)

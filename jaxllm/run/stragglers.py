@@ -129,39 +129,41 @@ def straggler_sentences(found: Mapping[int, Times]) -> dict[int, str]:
     in rounds one about the busiest process of the slowest replica, if it is far from the rest; about one process, one sentence.
     """
     parts_by_rank: dict[int, list[str]] = {}
-    if len(found) < 2:
-        return {}
-    slow = max(found, key=lambda rank: found[rank].own_s)
-    mine, others_s = found[slow], statistics.median(times.own_s for rank, times in found.items() if rank != slow)
-    if mine.own_s - others_s > SLOW_SHARE * mine.step_s:
+    own_s = {rank: times.own_s for rank, times in found.items()}
+    slow, others_s = _slowest(own_s)
+    if slow is not None and own_s[slow] - others_s > SLOW_SHARE * found[slow].step_s:
         parts_by_rank.setdefault(slow, []).append(
-            f"is busy by itself for {_s(mine.own_s)} of each step ({_s(mine.data_s)} of it waiting for data), the others for "
-            f"{_s(others_s)}"
+            f"is busy by itself for {_s(own_s[slow])} of each step ({_s(found[slow].data_s)} of it waiting for data), the "
+            f"others for {_s(others_s)}"
         )
     probed = {rank: times.probe_s for rank, times in found.items() if times.probe_s is not None}
-    if len(probed) > 1:
-        slow = max(probed, key=probed.__getitem__)
-        others_s = statistics.median(seconds for rank, seconds in probed.items() if rank != slow)
-        if probed[slow] > (1 + SLOW_SHARE) * others_s:
-            percent = 100 * (probed[slow] / others_s - 1)
-            parts_by_rank.setdefault(slow, []).append(
-                f"computes {percent:.0f}% slower than the others (hot, throttled, or shared?)"
-            )
+    slow, others_s = _slowest(probed)
+    if slow is not None and probed[slow] > (1 + SLOW_SHARE) * others_s:
+        percent = 100 * (probed[slow] / others_s - 1)
+        parts_by_rank.setdefault(slow, []).append(
+            f"computes {percent:.0f}% slower than the others (hot, throttled, or shared?)"
+        )
     steps_s: dict[int, float] = {}
     for number in {times.replica for times in found.values() if times.replica is not None}:
         steps_s[number] = statistics.median(times.step_s for times in found.values() if times.replica == number)
-    if len(steps_s) > 1:
-        slow = max(steps_s, key=steps_s.__getitem__)
-        others_s = statistics.median(seconds for number, seconds in steps_s.items() if number != slow)
-        if steps_s[slow] > (1 + SLOW_SHARE) * others_s:
-            rank = max((rank for rank in found if found[rank].replica == slow), key=lambda rank: found[rank].own_s)
-            parts_by_rank.setdefault(rank, []).append(
-                f"trains replica {slow}, whose inner steps take {_s(steps_s[slow])}, those of the others {_s(others_s)}"
-            )
+    slow, others_s = _slowest(steps_s)
+    if slow is not None and steps_s[slow] > (1 + SLOW_SHARE) * others_s:
+        rank = max((rank for rank in found if found[rank].replica == slow), key=own_s.__getitem__)
+        parts_by_rank.setdefault(rank, []).append(
+            f"trains replica {slow}, whose inner steps take {_s(steps_s[slow])}, those of the others {_s(others_s)}"
+        )
     return {
         rank: f"slowest host: {found[rank].host} (process {rank}) {' and '.join(parts)}; steps take {_s(found[rank].step_s)}"
         for rank, parts in parts_by_rank.items()
     }
+
+
+def _slowest(seconds: Mapping[int, float]) -> tuple[int | None, float]:
+    """The key with the most seconds, and the median of the others; None if there are none."""
+    if len(seconds) < 2:
+        return None, 0.0
+    slow = max(seconds, key=seconds.__getitem__)
+    return slow, statistics.median(each for key, each in seconds.items() if key != slow)
 
 
 def probe() -> float | None:

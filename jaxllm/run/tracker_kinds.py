@@ -94,7 +94,8 @@ class Kind:
 
     def page(self) -> str | None:
         """That of `jaxllm report`; None if it cannot be made."""
-        return advisor.ask().report_page(self.config.run.dir)
+        report = advisor.ask()
+        return None if report is None else report.report_page(self.config.run.dir)
 
 
 class TensorBoard(Kind):
@@ -114,8 +115,9 @@ class TensorBoard(Kind):
 
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
-            for name, value in metrics_of(record):
-                self._writer.add_scalar(name, value, record["step"], record.get("unix_s"))
+            for name, value in record.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, record["step"], record.get("unix_s"))
         self._writer.flush()
 
     def close(self, ended: bool) -> None:
@@ -217,9 +219,10 @@ class MLflow(Kind):
         for record in records:
             # The line of an evaluation follows that of its step.
             self._unix_s = record.get("unix_s", self._unix_s)
-            for name, value in metrics_of(record):
-                key = re.sub(r"[^\w\-. /:]", "_", name)
-                metrics.append(self._entities.Metric(key, value, int(self._unix_s * 1000), record["step"]))
+            for name, value in record.items():
+                if name != "step":
+                    key = re.sub(r"[^\w\-. /:]", "_", name)
+                    metrics.append(self._entities.Metric(key, value, int(self._unix_s * 1000), record["step"]))
         for some in _parts(metrics, self.METRICS):
             self._client.log_batch(self._id, metrics=some, synchronous=True)
 
@@ -316,10 +319,6 @@ def reason_of(error: BaseException) -> str:
     """The first line of an error, without passwords in URLs and not too long for a sentence."""
     text = str(error).strip() or type(error).__name__
     return without_passwords(text).splitlines()[0].rstrip(".")[:200]
-
-
-def metrics_of(record: Record) -> Iterator[tuple[str, float]]:
-    return ((name, value) for name, value in record.items() if name != "step")
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,21 +26,20 @@ from jaxllm.cluster import distributed, progress
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import VARIANTS
 from jaxllm.cost_model.hardware import require_device_runs
+from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
 from jaxllm.mesh.placement import mesh_on_hosts
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.device_batches import put_global_batch
 from jaxllm.parallel.parameters import merge_model
 from jaxllm.parallel.types import Loss
-from jaxllm.run import batch_growth, evaluation, fewer_hosts, restored
-from jaxllm.run.attention_check import require_right_attention, with_room_for_documents
-from jaxllm.run.batch_queue import BatchQueue
+from jaxllm.run import batch_growth, evaluation, fewer_hosts, rounds
 from jaxllm.run.console import Console
-from jaxllm.run.memory_check import Fit, check_memory
-from jaxllm.run.metrics import Record, data_keys
+from jaxllm.run.memory_check import Fit, check_memory, require_right_attention, with_room_for_documents
+from jaxllm.run.metrics import Record
 from jaxllm.run.programs import Programs, SavedPrograms
 from jaxllm.run.signals import defer_sigint
-from jaxllm.run.step_metrics import Pending, StepMetrics
+from jaxllm.run.step_metrics import Pending, StepMetrics, data_keys
 from jaxllm.train import diloco
 from jaxllm.train.build import State
 from jaxllm.train.given import Batches, Given, GivenBatches, adopted, require_same_optimizer
@@ -260,16 +259,6 @@ class Trainer:
         """The compiled train step for the present batch; None until `prepare` or the first step."""
         return self.programs.current
 
-    @property
-    def compile_s(self) -> float | None:
-        """Seconds to compile the train step for the present batch; None until then."""
-        return self.programs.compile_s
-
-    @property
-    def traces(self) -> int:
-        """Number of times a train step was traced."""
-        return self.programs.traces
-
     def restore(self, checkpoints: Checkpoints) -> None:
         """Restores the newest saved state. The data resumes at its step."""
         # Meshes add or remove zeros, so shapes of arrays do not identify the model.
@@ -296,10 +285,10 @@ class Trainer:
             if in_rounds not in layouts:
                 with jax.set_mesh(self.mesh):
                     layouts[in_rounds] = self.programs.training.layout()
-            return restored.layout_in(meta, layouts[in_rounds])
+            return rounds.layout_in(meta, layouts[in_rounds])
 
         found, meta = checkpoints.restore(like, self.programs.functions.table), checkpoints.meta()
-        self.state = restored.completed(found, layouts[self.programs.rounds is not None], meta)
+        self.state = rounds.completed(found, layouts[self.programs.rounds is not None], meta)
         self.programs.rounds = self.programs.rounds and self.programs.rounds.resumed(meta)
         self.step = int(self.state.step)
         self.metrics = StepMetrics(self.config, meta)
@@ -350,3 +339,42 @@ class Trainer:
     def close(self) -> None:
         """Stops the prefetching thread."""
         self.batches.close()
+
+
+class BatchQueue:
+    """Reads batches in a background thread, two ahead of the current step.
+
+    Args:
+      read: function from the number of steps done to the batch of the next step.
+    """
+
+    def __init__(self, read: Callable[[int], Any]):
+        self._read = read
+        self._batches: Any = None
+        self._next_step: int | None = None
+        self._peeked: Any = None
+
+    def peek(self, step: int) -> Any:
+        """Returns the batch that `take` returns next."""
+        if self._peeked is None:
+            if self._batches is None or self._next_step != step:
+                # After Ctrl-C a batch may have left the queue for a step that never ran.
+                self.close()
+                self._batches = ahead(self._read, start=step)
+            self._next_step = None
+            with progress.phase("data"):
+                self._peeked = next(self._batches)
+            self._next_step = step + 1
+        return self._peeked
+
+    def take(self, step: int) -> Any:
+        """Returns the batch of the step that follows `step` steps."""
+        batch, self._peeked = self.peek(step), None
+        return batch
+
+    def close(self) -> None:
+        """Stops the prefetching thread."""
+        self._peeked = None
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None

@@ -2,7 +2,7 @@
 
 comparison = compare(["runs/small-batch", "runs/large-batch"])
 print("\\n".join(comparison.lines()))
-write_page(comparison, "comparison.html")          (run_report/comparison_page.py)
+write(comparison_page(comparison), "comparison.html")          (run_report/comparison_page.py)
 
 Everything comes from metrics.jsonl and config.yaml of each run (history.py). No JAX.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import ConfigError
-from jaxllm.run_report.history import History, read_run
-from jaxllm.run_report.summary import usual_rate
+from jaxllm.run_report.history import History, finite, read_run
 from jaxllm.run_report.svg import number
 
 LETTERS = "ABCDEFGHIJKL"
@@ -47,26 +45,17 @@ class ComparedRun:
 
     @cached_property
     def numbers(self) -> dict[str, float | None]:
-        """What the table shows; None for what is not known. Losses are in nats per token, training losses smoothed."""
-        history, smoothed, evaluated = self.history, self.history.smoothed_loss, self.history.evaluated()[1]
-        noise, at = history.noise_tokens, self.reached_at
+        """What the table shows: History.numbers, and more."""
+        history, at = self.history, self.reached_at
         return {
-            "tokens": int(history.tokens[-1]),
-            "steps": int(history.steps[-1]),
-            "hours": _finite(history.hours[-1]),
-            "loss": _finite(smoothed[-1]),
-            "least_loss": _least(smoothed),
-            "eval_loss": _finite(evaluated[-1]) if evaluated.size else None,
-            "least_eval_loss": _least(evaluated),
-            "devices": history.devices,
-            "batch_tokens": float(history.batch_tokens[-1]),
+            **history.numbers,
+            "hours": finite(history.hours[-1]),
+            "least_loss": _least(history.smoothed_loss),
+            "least_eval_loss": _least(history.evaluated()[1]),
             "learning_rate": history.config.optimizer.learning_rate,
-            "tokens_per_s_per_device": usual_rate(history),
-            "noise_scale_tokens": None if noise is None else float(noise[-1]),
-            "restarts": len(history.restarts),
             "steps_to_common_loss": None if at is None else int(history.steps[at]),
             "tokens_to_common_loss": None if at is None else int(history.tokens[at]),
-            "hours_to_common_loss": None if at is None else _finite(history.hours[at]),
+            "hours_to_common_loss": None if at is None else finite(history.hours[at]),
         }
 
     @cached_property
@@ -173,7 +162,10 @@ class Comparison:
             ways = (("steps", "{:,}".format), ("tokens", "{:,}".format), ("hours", _hours))
             shown += [(f"{name} to {self.common_loss:.4f}", f"{name}_to_common_loss", way) for name, way in ways]
         rows = [(heading, [_cell(run.numbers[key], way) for run in self.runs]) for heading, key, way in shown]
-        rows += [(key, [_setting(value) for value in values]) for key, values in self.differing.items()]
+        rows += [
+            (key, [value if isinstance(value, str) else json.dumps(value) for value in values])
+            for key, values in self.differing.items()
+        ]
         return [row for row in rows if any(cell != "-" for cell in row[1])]
 
     def lines(self) -> Iterator[str]:
@@ -218,20 +210,11 @@ def compare(folders: Sequence[str | Path], *, loss: float | None = None) -> Comp
     comparable = not any(key in Comparison(tuple(runs), None).differing for key in _TEXT)
     if loss is None and comparable and len(known) == len(runs):
         loss = max(known)
-    return Comparison(tuple(ComparedRun(run.letter, run.name, run.history, _reached(run.history, loss)) for run in runs), loss)
-
-
-def _reached(history: History, loss: float | None) -> int | None:
-    there = [] if loss is None else np.flatnonzero(history.smoothed_loss <= loss)
-    return int(there[0]) if len(there) else None
+    return Comparison(tuple(ComparedRun(run.letter, run.name, run.history, run.history.reached(loss)) for run in runs), loss)
 
 
 def _least(values: np.ndarray) -> float | None:
     return float(np.nanmin(values)) if np.isfinite(values).any() else None
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _cell(value: float | None, shown: Callable[[float], str]) -> str:
@@ -240,7 +223,3 @@ def _cell(value: float | None, shown: Callable[[float], str]) -> str:
 
 def _hours(value: float) -> str:
     return f"{value:,.4g}"
-
-
-def _setting(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
 """HTML page of `jaxllm report RUN RUN ...`: one file with its charts inside, which loads nothing from a server.
 
-write_page(comparison, "comparison.html")
+write(comparison_page(comparison), "comparison.html")
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from html import escape
-from pathlib import Path
 
 import numpy as np
 
 from jaxllm.run_report.comparison import ComparedRun, Comparison
-from jaxllm.run_report.history import History
-from jaxllm.run_report.page import USUAL, above_zero, document, grid, paragraphs, write
+from jaxllm.run_report.history import History, positive
+from jaxllm.run_report.page import USUAL, document, grid, paragraphs
 from jaxllm.run_report.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Curve, line_chart, spread
 
 FILE_NAME = "comparison.html"
@@ -51,15 +50,6 @@ METHOD = (
 )
 
 
-def write_page(comparison: Comparison, path: str | Path) -> Path:
-    """Writes the page and replaces an existing file.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
-    return write(comparison_page(comparison), path)
-
-
 def comparison_page(comparison: Comparison) -> str:
     """The page as HTML text."""
     names = ", ".join(run.name for run in comparison.runs)
@@ -78,7 +68,11 @@ def charts(comparison: Comparison) -> list[str]:
     """Losses over tokens, steps and hours; batch, noise scale and speed over tokens. Charts without a point are left out."""
     runs = list(enumerate(comparison.runs))
     found: list[str | None] = []
-    for title, curve in (("Training loss, smoothed", _trained), ("Held-out loss", _evaluated)):
+    losses: dict[str, Callable[[History, np.ndarray], tuple[np.ndarray, np.ndarray]]] = {
+        "Training loss, smoothed": lambda history, over: (over, history.smoothed_loss),
+        "Held-out loss": History.evaluated,
+    }
+    for title, curve in losses.items():
         for name, axis in AXES.items():
             curves = [_styled(place, run, *curve(run.history, axis(run.history))) for place, run in runs]
             found.append(_chart(f"{title} (nats per token)", curves, name))
@@ -89,20 +83,12 @@ def charts(comparison: Comparison) -> list[str]:
     ):
         curves = []
         for place, run in runs:
-            values = run.history.batch_tokens if key == "batch_tokens" else above_zero(run.history.column(key))
+            values = run.history.batch_tokens if key == "batch_tokens" else positive(run.history.column(key))
             # A noise scale is measured at some steps only: its points are connected.
             there = np.isfinite(values) if key == "noise_scale_tokens" else np.full(len(values), True)
             curves.append(_styled(place, run, run.history.tokens[there], values[there]))
         found.append(_chart(title, curves, "tokens", is_log))
     return [chart for chart in found if chart is not None]
-
-
-def _trained(history: History, over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return over, history.smoothed_loss
-
-
-def _evaluated(history: History, over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return history.evaluated(over)
 
 
 def _styled(place: int, run: ComparedRun, x: np.ndarray, y: np.ndarray) -> Curve:

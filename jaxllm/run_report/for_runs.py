@@ -1,4 +1,6 @@
-"""Answers to a run (run/advisor.py): its speed, what would make it fit, a layout for fewer hosts, its report. No JAX."""
+"""Answers to a run (run/advisor.py): its speed, what would make it fit, a layout for fewer hosts, its report. Configs are
+resolved, but for that of `fastest`. No JAX.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,22 @@ is the first to be given up: fewer ranks may need a higher one."""
 
 
 def speed(config: Config, gpu: Gpu) -> Span:
+    """Tokens/s of a device."""
     return predicted_speed(config, gpu, _per_host(config, gpu))
 
 
 def changes_that_fit(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> list[advice.Change]:
+    """Changes with which a step takes at most so many bytes on the same devices, cheapest first."""
     return advice.changes_that_fit(config, capacity_bytes, gpu, gpu and _per_host(config, gpu), estimate)
 
 
 smallest_cluster = advice.smallest_cluster
+"""More of the same devices, on which a step fits."""
 
 
 def fastest(config: Config, gpu: Gpu | None, devices: int, per_host: int) -> Config | None:
+    """The config in the fastest layout for so many devices, close to the given one; None if nothing fits. gpu: None for devices
+    that the planner does not know."""
     for keep in (AS_BEFORE, AS_BEFORE[:-1], ()):
         options = SearchOptions(best=1, keep=keep, device_bytes=None if gpu else float("inf"))
         try:
@@ -43,6 +50,7 @@ def fastest(config: Config, gpu: Gpu | None, devices: int, per_host: int) -> Con
 
 
 def report_page(folder: str) -> str | None:
+    """The HTML page of `jaxllm report`; None if there can be none."""
     try:
         return page(report_on(folder))
     except ConfigError:

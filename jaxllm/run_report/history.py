@@ -32,7 +32,6 @@ TRAINING, DATA, EVALUATING, SAVING, COMPILING, STARTING, REDONE, DOWN = PARTS = 
 )
 _PHASES = {"data_s": DATA, "evaluate_s": EVALUATING, "save_s": SAVING, "compile_s": COMPILING}
 """Key of a metrics line -> the part that its seconds belong to."""
-_COUNTS = ("devices", "absent_hosts")
 _START = {
     **{"start_import_s": "import", "start_meet_s": "meeting the other processes", "start_devices_s": "devices"},
     **{"start_dataset_s": "data", "start_initialize_s": "initial state", "start_restore_s": "restore"},
@@ -126,9 +125,40 @@ class History:
         for first, end in itertools.pairwise([*self._firsts, len(self.lines)]):
             line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
             step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
-            devices, absent = (int(_float(line.get(key))) if math.isfinite(_float(line.get(key))) else 0 for key in _COUNTS)
+            devices, absent = line.get("devices", 0), line.get("absent_hosts", 0)
             found.append(Start(int(line["step"]), int(last["step"]), devices, absent, step_s))
         return tuple(found)
+
+    @cached_property
+    def tokens_per_s_per_device(self) -> float | None:
+        """The median over the last half of the steps with the last batch size; None if none is known."""
+        batch, rates = self.batch_tokens, self.column("tokens_per_s_per_device")
+        rates = rates[np.isclose(batch, batch[-1]) & np.isfinite(rates)]
+        # The first step after a start is not typical.
+        rates = rates[len(rates) // 2 :]
+        return float(np.median(rates)) if rates.size and np.median(rates) > 0 else None
+
+    @cached_property
+    def numbers(self) -> dict[str, float | None]:
+        """What both reports have of a run at its end; None for what is not known. Losses are in nats per token, the training
+        loss smoothed."""
+        evaluated, noise = self.evaluated()[1], self.noise_tokens
+        return {
+            "steps": int(self.steps[-1]),
+            "tokens": int(self.tokens[-1]),
+            "devices": self.devices,
+            "loss": finite(self.smoothed_loss[-1]),
+            "eval_loss": finite(evaluated[-1]) if evaluated.size else None,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "restarts": len(self.restarts),
+            "noise_scale_tokens": None if noise is None else float(noise[-1]),
+            "batch_tokens": float(self.batch_tokens[-1]),
+        }
+
+    def reached(self, loss: float | None) -> int | None:
+        """Index of the first line with a smoothed loss at or below `loss`; None if there is none."""
+        there = [] if loss is None else np.flatnonzero(self.smoothed_loss <= loss)
+        return int(there[0]) if len(there) else None
 
     def last(self, key: str) -> float | None:
         """The last finite value of a key."""
@@ -207,19 +237,17 @@ class History:
     def noise_tokens(self) -> np.ndarray | None:
         """The last measured noise scale at each step; steps before the first measurement use the first. None: there is no value
         above 0."""
-        values = _positive(self.column("noise_scale_tokens"))
+        values = positive(self.column("noise_scale_tokens"))
         return _carry(values) if np.isfinite(values).any() else None
 
     @property
     def noise_factors(self) -> tuple[float | None, float | None]:
         """(low, high): the ends of the last interval, as ratios to the noise scale. None: not logged, or no such end."""
-        measured = _positive(self.column("noise_scale_tokens"))
-        ends = []
-        for end in ("low", "high"):
-            ratios = _positive(self.column(f"noise_scale_{end}")) / measured
-            known = np.flatnonzero(np.isfinite(measured))
-            ends.append(float(ratios[known[-1]]) if known.size and np.isfinite(ratios[known[-1]]) else None)
-        return ends[0], ends[1]
+        measured = positive(self.column("noise_scale_tokens"))
+        if not (known := np.flatnonzero(np.isfinite(measured))).size:
+            return None, None
+        low, high = (positive(self.column(f"noise_scale_{end}"))[known[-1]] / measured[known[-1]] for end in ("low", "high"))
+        return finite(low), finite(high)
 
 
 def read_run(folder: str | Path) -> History:
@@ -290,7 +318,11 @@ def _float(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
-def _positive(values: np.ndarray) -> np.ndarray:
+def finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def positive(values: np.ndarray) -> np.ndarray:
     """Replaces every value that is not finite and above 0 by not-a-number."""
     return np.where(np.isfinite(values) & (np.nan_to_num(values) > 0), values, np.nan)
 

@@ -1,6 +1,6 @@
 """HTML page of `jaxllm report RUN`: one file with its charts inside, which loads nothing from a server.
 
-write_page(report, "report.html")
+write(page(report), "report.html")
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.config import ConfigError
 from jaxllm.plan.data_ranks import OverRanks, RankRow
-from jaxllm.run_report.history import COMPILING, DATA, DOWN, EVALUATING, REDONE, SAVING, STARTING, TRAINING, History
+from jaxllm.run_report.history import COMPILING, DATA, DOWN, EVALUATING, REDONE, SAVING, STARTING, TRAINING, History, positive
 from jaxllm.run_report.summary import COMPILED, ESTIMATE, IN_USE, RunReport, duration
 from jaxllm.run_report.svg import (
     BLUE,
@@ -78,15 +78,6 @@ STYLE@media print {
 """
 
 
-def write_page(report: RunReport, path: str | Path) -> Path:
-    """Writes the page and replaces an existing file.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
-    return write(page(report), path)
-
-
 def write(text: str, path: str | Path) -> Path:
     """Writes a page and replaces an existing file.
 
@@ -111,7 +102,9 @@ def page(report: RunReport) -> str:
         grid([*training_charts(report.history), memory_chart(report)]),
     ]
     if times_s:
-        parts += ["<h2>Where the time went</h2>", f'<div class="bar">{time_bar(times_s)}</div>', _time_table(times_s)]
+        colored = [(name, seconds, _PART_COLORS[name]) for name, seconds in times_s.items()]
+        bar = parts_bar("From the first start to the last step", colored)
+        parts += ["<h2>Where the time went</h2>", f'<div class="bar">{bar}</div>', _time_table(times_s)]
     parts += ["<h2>Effect of more data ranks</h2>", *paragraphs(report.verdict())]
     if (over := report.over_ranks) is not None:
         parts += [grid(rank_charts(report, over)), f'<div class="wide">{_rank_table(report, over)}</div>']
@@ -137,7 +130,7 @@ def training_charts(history: History) -> list[str]:
     if evaluated.size:
         loss.append(Curve("held-out", at, evaluated, ORANGE, dots=True))
     rate = [spread("learning rate", tokens, history.column("learning_rate"))]
-    norm = [spread("gradient norm", tokens, above_zero(history.column("grad_norm")))]
+    norm = [spread("gradient norm", tokens, positive(history.column("grad_norm")))]
     unusual = [
         *_marks(history, history.steps[history.column("skipped") > 0], "skipped step", RED),
         *_marks(history, history.steps[history.column("loss_spike") > 0], "spike", ORANGE),
@@ -155,10 +148,10 @@ def training_charts(history: History) -> list[str]:
 def batch_chart(history: History) -> str:
     """Chart of the batch and of the noise scale with its interval, in tokens."""
     curves = [spread("batch", history.tokens, history.batch_tokens)]
-    noise = above_zero(history.column("noise_scale_tokens"))
+    noise = positive(history.column("noise_scale_tokens"))
     if (measured := np.flatnonzero(np.isfinite(noise))).size:
         measured = measured[:: math.ceil(measured.size / MOST_POINTS)]
-        low, high = (above_zero(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
+        low, high = (positive(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
         curves.append(Curve("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
     title = "Batch and noise scale" if len(curves) > 1 else "Batch (noise scale not measured)"
     return line_chart(title, curves, x_label="tokens", y_label="tokens of a step", y_log=True)
@@ -177,13 +170,9 @@ def memory_chart(report: RunReport) -> str:
     return line_chart(title, curves, x_label="tokens", y_label="GiB on one device")
 
 
-def time_bar(times_s: dict[str, float]) -> str:
-    return parts_bar("From the first start to the last step", [(name, s, _PART_COLORS[name]) for name, s in times_s.items()])
-
-
 def rank_charts(report: RunReport, over: OverRanks) -> list[str]:
     """Hours and GPU-hours to the loss against data ranks that fit, with a band for the noise scale's interval."""
-    marks = [Mark(report.own_ranks, "this run", GREY)]
+    marks = [Mark(report.history.config.data_ranks, "this run", GREY)]
     if over.stops_paying is not None:
         marks.append(Mark(over.stops_paying, "stops paying", RED))
     rows = [row for row in over.rows if row.fits is not False] or list(over.rows)
@@ -214,17 +203,13 @@ def _marks(history: History, steps: Iterable[float], label: str, color: str) -> 
     ]
 
 
-def above_zero(values: np.ndarray) -> np.ndarray:
-    return np.where(np.nan_to_num(values) > 0, values, np.nan)
-
-
 # ----------------------------------------------------------------------------------------------------------------- tables
 
 
 def _time_table(times_s: dict[str, float]) -> str:
     whole = sum(times_s.values()) or 1.0
     rows = [(name, duration(seconds), f"{seconds / whole:.1%}") for name, seconds in times_s.items() if seconds]
-    return _table(["", "time", "share"], rows, numbers=True)
+    return _table(["", "time", "share"], rows)
 
 
 def _rank_table(report: RunReport, over: OverRanks) -> str:
@@ -235,19 +220,17 @@ def _rank_table(report: RunReport, over: OverRanks) -> str:
         counts = [f"{count:,}" for count in (row.data_ranks, row.gpus, row.microbatches)]
         costs = [duration(row.step_s), f"{row.hours:,.4g}", f"{row.gpu_hours:,.4g}"]
         rows.append([*counts, number(row.batch_tokens), number(row.steps), number(row.tokens), *costs, note])
-        classes.append("no" if row.fits is False else "own" if row.data_ranks == report.own_ranks else "")
-    return _table(heading, rows, classes, numbers=True)
+        classes.append("no" if row.fits is False else "own" if row.data_ranks == report.history.config.data_ranks else "")
+    return _table(heading, rows, classes)
 
 
-def _table(
-    heading: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence[str] | None = None, numbers: bool = False
-) -> str:
-    """An HTML table. `classes` has one CSS class per row."""
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence[str] | None = None) -> str:
+    """An HTML table, of numbers if it has a heading. `classes` has one CSS class per row."""
     head = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in heading)}</tr>" if heading else ""
     cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     names = classes or [""] * len(cells)
     body = "".join(f'<tr class="{name}">{row}</tr>' for name, row in zip(names, cells, strict=True))
-    return f'<table class="{"numbers" if numbers else "words"}">{head}{body}</table>'
+    return f'<table class="{"numbers" if heading else "words"}">{head}{body}</table>'
 
 
 def paragraphs(sentences: Iterable[str]) -> list[str]:

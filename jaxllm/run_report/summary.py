@@ -2,7 +2,7 @@
 
 report = report_on("runs/quickstart", gpu="h100-80gb", gpus_per_host=8)
 print("\\n".join(report.lines()))
-write_page(report, "report.html")          (run_report/page.py)
+write(page(report), "report.html")          (run_report/page.py)
 
 Everything comes from metrics.jsonl and config.yaml (run_history.py) and closed forms (plan/). The report names values that the
 run did not measure. `jaxllm inspect` (report.py) is about a config, this module about a run. No JAX.
@@ -60,19 +60,9 @@ class RunReport:
     # ------------------------------------------------------------------------------------------------------------- numbers
 
     @property
-    def own_ranks(self) -> int:
-        """Data ranks of the run, over all replicas."""
-        return self.history.config.data_ranks
-
-    @cached_property
-    def tokens_per_s_per_device(self) -> float | None:
-        """Median over the last half of the steps with the last batch size."""
-        return usual_rate(self.history)
-
-    @property
     def mfu(self) -> float | None:
         """MFU with causal attention; None if the device's peak is not known."""
-        peak, rate, config = self.history.last("device_peak_flops"), self.tokens_per_s_per_device, self.history.config
+        peak, rate, config = self.history.last("device_peak_flops"), self.history.tokens_per_s_per_device, self.history.config
         return mfu(rate, config.model, config.train.sequence_length, peak, config.frozen) if peak and rate else None
 
     @cached_property
@@ -109,26 +99,17 @@ class RunReport:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; null for unknown values."""
         history, noise = self.history, self.noise
-        evaluated = history.evaluated()[1]
         return {
             "run": str(history.folder),
-            "steps": int(history.steps[-1]),
-            "tokens": int(history.tokens[-1]),
-            "devices": history.devices,
-            "loss": _finite(history.smoothed_loss[-1]),
-            "eval_loss": _finite(evaluated[-1]) if evaluated.size else None,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            **history.numbers,
             "predicted_tokens_per_s_per_device": None if self.predicted_speed is None else asdict(self.predicted_speed),
             "mfu": self.mfu,
             "times_s": dict(history.times_s),
             "last_start_s": history.last_start_s,
             "saves": len(history.saves),
-            "restarts": len(history.restarts),
             "steps_done_again": len(history.lost),
             "skipped_steps": skipped_steps(history),
             "memory_bytes": dict(self.memory_bytes),
-            "noise_scale_tokens": noise[0] if noise else None,
-            "batch_tokens": float(history.batch_tokens[-1]),
             "wasted_share": wasted_share(noise[1], noise[0]) if noise else None,
             "target_loss": self.target_loss,
             "reached_at_step": None if self.reached_at is None else int(history.steps[self.reached_at]),
@@ -163,7 +144,7 @@ class RunReport:
         _, evaluated = history.evaluated()
         if evaluated.size:
             yield "held-out loss", f"{evaluated[-1]:.4f}"
-        if (rate := self.tokens_per_s_per_device) is not None:
+        if (rate := self.history.tokens_per_s_per_device) is not None:
             utilisation = f"; MFU {self.mfu:.1%} (causal)" if self.mfu is not None else ""
             yield "speed", f"{number(rate)} tokens/s/device{utilisation}"
             if (speed := self.predicted_speed) is not None:
@@ -282,7 +263,7 @@ def report_on(
         return without(why)
     if history.config.train.diloco_steps is not None:
         return without("with DiLoCo, replicas step independently; the law holds for ranks that take every step together.")
-    rate = usual_rate(history)
+    rate = history.tokens_per_s_per_device
     if kind is None and rate is None:
         return without("no step's speed is known; name a GPU with --gpu.")
     batch, noise = history.batch_tokens[: line + 1], history.noise_tokens[: line + 1]
@@ -316,22 +297,12 @@ def reach(history: History, loss: float | None) -> tuple[float | None, int | Non
     least = int(np.nanargmin(smoothed))
     if loss is None:
         return float(smoothed[least]), least
-    there = np.flatnonzero(smoothed <= loss)
-    if there.size == 0:
+    if (there := history.reached(loss)) is None:
         raise ConfigError(
             f"--loss={loss:g} was not reached: the least smoothed loss of {history.folder} is {smoothed[least]:.4f}, at step "
             f"{int(history.steps[least])}; give that or more."
         )
-    return loss, int(there[0])
-
-
-def usual_rate(history: History) -> float | None:
-    """Tokens/s/device: the median over the last half of the steps with the last batch size; None if none is known."""
-    batch, rates = history.batch_tokens, history.column("tokens_per_s_per_device")
-    rates = rates[np.isclose(batch, batch[-1]) & np.isfinite(rates)]
-    # The first step after a start is not typical.
-    rates = rates[len(rates) // 2 :]
-    return float(np.median(rates)) if rates.size and np.median(rates) > 0 else None
+    return loss, there
 
 
 def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None, rate: float) -> float | None:
@@ -362,7 +333,3 @@ def duration(seconds: float) -> str:
 
 def _count(number_of: int, what: str) -> str:
     return f"{number_of:,} {what}{'' if number_of == 1 else 's'}"
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -182,7 +182,9 @@ def line_chart(
     across = Scale(least, most, LEFT, width - RIGHT - labelled * CHARACTER, x_log)
     up = Scale(*limits(curves, y_log, usual), HEIGHT - BOTTOM, TOP, y_log)
     body = [*_axes(across, up, x_label, y_label, across.ticks() if x_ticks is None else x_ticks)]
-    body += [_vertical(float(across(mark.x)), mark.color) for mark in marks if least <= mark.x <= most]
+    for mark in (mark for mark in marks if least <= mark.x <= most):
+        vertical = f"M{float(across(mark.x)):.1f} {TOP}V{HEIGHT - BOTTOM}"
+        body.append(f'<path d="{vertical}" stroke="{mark.color}" stroke-dasharray="2 3" fill="none"/>')
     for curve in curves:
         body += _drawn(curve, across, up)
     body += _end_labels(curves, across, up)
@@ -280,10 +282,6 @@ def _unbroken(values: np.ndarray) -> Iterator[slice]:
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-
-
-def _vertical(x: float, color: str) -> str:
-    return f'<path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{color}" stroke-dasharray="2 3" fill="none"/>'
 
 
 def _legend(named: Sequence[tuple[str, str]]) -> Iterator[str]:

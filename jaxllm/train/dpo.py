@@ -1,4 +1,4 @@
-"""Direct Preference Optimization (Rafailov et al., 2023): the loss. The reference is run/dpo_reference.py.
+"""Direct Preference Optimization (Rafailov et al., 2023): the loss. The reference is run/evaluation.py.
 
 For a pair with the chosen answer c and the rejected r of one prompt,
 

@@ -110,7 +110,7 @@ class OrbaxFolder(Folder):
             found: Any = self._handler.restore(self.arrays, args=restore)  # pyright: ignore[reportArgumentType]  # as above
         (array,) = map(np.asarray, jax.tree.leaves(found))
         if entry.layers is not None:
-            # Chunks of virtual pipeline stages, in execution order (parallel/layer_stacking.py).
+            # Chunks of virtual pipeline stages, in execution order (parallel/parameters.py).
             leading = array.ndim - len(entry.dims)
             array = array.reshape(-1, *array.shape[leading:])
         if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)):

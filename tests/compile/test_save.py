@@ -269,7 +269,7 @@ def test_a_folder_that_everyone_may_write_into_is_refused(saved, mesh, caplog, t
         ("", "not JSON (Expecting value at column 1)"),
         ("[]", "it is []: it should be a valid dictionary"),
         ('{"format": 2}', "its format is 2, not 1"),
-        ('{"format": 1, "machine": {"JAX": 1}, "programs": {}, "config": {}}', "JAX is 1: it should be a valid string"),
+        ('{"format": 1, "machine": {"JAX": 1}, "programs": {}, "config": {}}', "machine.JAX is 1: it should be a valid string"),
     ],
 )
 def test_another_manifest_is_refused(saved, mesh, caplog, tmp_path, content, because):

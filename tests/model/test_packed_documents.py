@@ -21,9 +21,9 @@ from jaxllm.model import cudnn_attention
 from jaxllm.model.blockwise_attention import Mask, xla_kernel
 from jaxllm.model.cudnn_attention import packed_calls
 from jaxllm.parallel.kernels import choose_attention
-from jaxllm.run import attention_check
-from jaxllm.run.attention_check import require_right_attention, with_room_for_documents
-from jaxllm.run.run_dir import require_same_run
+from jaxllm.run import memory_check
+from jaxllm.run.memory_check import require_right_attention, with_room_for_documents
+from jaxllm.run.saving import require_same_run
 
 LENGTH = 512
 PLAIN = xla_kernel()
@@ -256,7 +256,7 @@ def test_a_run_has_room_for_the_documents_of_its_data(config):
 )
 def test_wrong_numbers_of_cudnn_stop_a_run_with_what_works(config, monkeypatch, packed_error, halves_error, advice):
     monkeypatch.setattr(
-        attention_check, "largest_error", lambda group, head_dim, packs, has_windows: packed_error if packs else halves_error
+        memory_check, "largest_error", lambda group, head_dim, packs, has_windows: packed_error if packs else halves_error
     )
     mesh = SimpleNamespace(devices=np.array([H100]))
     with pytest.raises(ConfigError, match=f"cuDNN's attention is off by .*% on this machine.*set .*{advice}"):
@@ -270,7 +270,7 @@ def test_a_trainer_counts_the_documents_of_its_data(tiny_config, tmp_path, monke
     for number in range(200):
         (tmp_path / f"{number}.txt").write_text(f"{number:03}")
     files = ("data.source=files", f"data.paths=[{tmp_path}/*.txt]", "data.held_out_fraction=0.1", "run.cpu_devices=8")
-    monkeypatch.setattr(attention_check, "packed_documents", lambda config, _: config.data.max_documents or 4)
+    monkeypatch.setattr(memory_check, "packed_documents", lambda config, _: config.data.max_documents or 4)
     trainer = jaxllm.Trainer(tiny_config(*files))
     # Three bytes and an end each. Of 16 tokens: an end, four more documents, and free space if the last sequence has any, which
     # depends on the held-out ones and so on the folder's name.

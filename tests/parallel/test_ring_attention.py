@@ -33,7 +33,7 @@ from jaxllm.model.blockwise_attention import (
 )
 from jaxllm.parallel import zigzag
 from jaxllm.parallel.ring_attention import all_gather_attention, ring_attention
-from jaxllm.plots.zigzag import picture
+from jaxllm.plots.schedule import zigzag_picture
 
 B, S, H = 2, 64, 8
 MHA, GQA = (4, 4), (4, 2)
@@ -101,7 +101,7 @@ def test_the_table_as_text_and_picture(tmp_path):
         == "rank  holds  step 0       step 1\n0     0, 3   0<0 3<0 3<3  3<1 3<2\n1     1, 2   1<1 2<1 2<2  2<0 1<0"
     )
     pytest.importorskip("matplotlib")
-    picture(4, tmp_path / "zigzag.png")
+    zigzag_picture(4, tmp_path / "zigzag.png")
     assert (tmp_path / "zigzag.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -13,14 +13,15 @@ from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.plan.estimate import estimate
-from jaxllm.plots.candidates import candidates_figure, frontier
 from jaxllm.plots.memory import (
     ACTIVATIONS,
     GIB,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    candidates_figure,
     estimate_picture,
+    frontier,
     group_of,
     grouped,
     over_figure,

@@ -16,11 +16,11 @@ from jaxllm.plan.quote import predicted_speed
 from jaxllm.run import loop
 from jaxllm.run.evaluation import conclude
 from jaxllm.run.memory_check import (
-    OutOfMemoryAdvice,
     capacity_of,
     check_memory,
     explain_out_of_memory,
     is_out_of_memory,
+    out_of_memory_text,
     total_bytes,
 )
 from jaxllm.run.trainer import Trainer
@@ -48,9 +48,14 @@ def eight(*overrides):
     return load_config(RECIPE, overrides).resolve(8)
 
 
-def refusal(config, **options):
+def holding(capacity_bytes):
+    """A device on which a step may take so many bytes."""
+    return Device(stats={"bytes_limit": int(capacity_bytes) + RESERVE_BYTES})
+
+
+def refusal(config, device=None):
     with pytest.raises(ConfigError) as caught:
-        check_memory(config, Device(), **options)
+        check_memory(config, device or Device())
     return str(caught.value)
 
 
@@ -112,24 +117,25 @@ def test_overcommitment_is_warned_of_and_allowed(caplog):
 
 def test_what_may_fit_after_all_is_warned_of_and_started(caplog):
     peak = estimate_memory(eight()).peak_bytes
-    fit = check_memory(eight(), Device(), capacity_of=lambda device: int(peak / 1.09))
+    fit = check_memory(eight(), holding(peak / 1.09))
     assert not fit.fits
     assert "the run starts anyway, because the estimate may be off by this much." in caplog.text
-    assert "the run starts anyway" not in refusal(eight(), capacity_of=lambda device: int(peak / 1.11)).split(": set")[0]
+    assert "the run starts anyway" not in refusal(eight(), holding(peak / 1.11)).split(": set")[0]
 
 
-def test_where_nothing_fits_here_a_number_of_gpus_is_named():
+def test_where_nothing_fits_here_a_number_of_gpus_is_named(monkeypatch):
     """Needs 100 GiB in total on any number of devices: 16 have too little memory, and 24 do not divide the batch."""
 
-    def shared_out(config):
+    def shared_out(config, **_):
         p = config.parallel
         devices = p.pipe * p.data * p.context * p.tensor
         return MemoryEstimate(devices, (StageMemory(0, {"state": 100 * GIB // devices}),), 0)
 
-    sentence = refusal(eight(), capacity_of=lambda device: 5 * GIB, estimate=shared_out)
+    monkeypatch.setattr("jaxllm.run.memory_check.estimate_memory", shared_out)
+    sentence = refusal(eight(), holding(5 * GIB))
     assert "no change that was tried makes it fit on 8 GPUs, but 32 would do with parallel.data=32 " in sentence
     assert "(3.1 GiB), or run.allow_overcommit=true" in sentence
-    nowhere = refusal(eight(), capacity_of=lambda device: 1000, estimate=shared_out)
+    nowhere = refusal(eight(), holding(1000))
     assert "no change that was tried makes it fit on 8 GPUs or on more of them" in nowhere
 
 
@@ -195,10 +201,9 @@ def test_running_out_is_told_from_other_errors(message, is_one):
 def test_advice_has_both_figures_and_what_would_take_less(tiny_config, monkeypatch):
     trainer = Trainer(tiny_config("parallel.remat=none", "train.microbatch_sequences=1"))
     next(iter(trainer.steps(1)))
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     capacity = GIB
-    advice = OutOfMemoryAdvice(trainer.config, trainer, capacity_of=lambda device: capacity)
-    first, *rest = advice.text(jax.errors.JaxRuntimeError(EXHAUSTED)).splitlines()
+    monkeypatch.setattr(jax, "local_devices", lambda: [holding(capacity)])
+    first, *rest = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), trainer.config, trainer).splitlines()
     estimate = estimate_memory(trainer.config)
     compiled = total_bytes(trainer.compiled.memory_analysis())
     assert first.startswith("A device ran out of memory in step 1: ")
@@ -228,7 +233,8 @@ def test_advice_takes_less_by_as_much_as_xla_takes_more(tiny_config, monkeypatch
         compiled, step = Compiled, 1
 
     Trained.config = config.resolve(8)
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    capacity = 2 * peak
+    monkeypatch.setattr(jax, "local_devices", lambda: [holding(capacity)])
     targets = []
 
     def asked(config, capacity_bytes, *rest):
@@ -236,25 +242,25 @@ def test_advice_takes_less_by_as_much_as_xla_takes_more(tiny_config, monkeypatch
         return []
 
     monkeypatch.setattr(for_runs, "changes_that_fit", asked)
-    capacity = 2 * peak
-    text = OutOfMemoryAdvice(config, Trained, capacity_of=lambda device: capacity).text(jax.errors.JaxRuntimeError(EXHAUSTED))
+    text = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), config, Trained)
     assert targets == [int(FIT_SHARE * capacity / 3)]
     assert "would fit" not in text
 
 
 def test_on_a_cpu_the_estimate_is_said_to_be_of_a_gpu(tiny_config):
-    text = OutOfMemoryAdvice(tiny_config()).text(jax.errors.JaxRuntimeError(EXHAUSTED))
+    text = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), tiny_config(), None)
     assert "of a GPU, which this device is not" in text
 
 
 def test_before_there_is_a_trainer_the_advice_does_without(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    text = OutOfMemoryAdvice(load_config(RECIPE)).text(jax.errors.JaxRuntimeError(EXHAUSTED))
+    text = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), load_config(RECIPE), None)
     assert text.startswith("A device ran out of memory while the state was made: set ")
     assert "by XLA, as compiled   not known" in text
     assert "of a GPU, which this device is not" not in text
-    roomy = OutOfMemoryAdvice(load_config(RECIPE), capacity_of=lambda device: 2**50).text(jax.errors.JaxRuntimeError(EXHAUSTED))
+    monkeypatch.setattr(jax, "local_devices", lambda: [holding(2**50)])
+    roomy = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), load_config(RECIPE), None)
     assert "By the estimate it would fit: look in nvidia-smi" in roomy
     numbered = [line.strip() for line in text.splitlines() if line.strip()[0].isdigit()]
     assert numbered

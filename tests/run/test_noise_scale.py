@@ -396,7 +396,7 @@ def test_a_run_logs_it_and_goes_on_with_it(tiny_config, tmp_path, capsys):
     """Every second step, by its own program. Averages continue after a resume."""
     kept = ("checkpoint.every_steps=4", "log.baselines=false")
     whole = fit(tiny_config(*RUN, *kept, f"run.dir={tmp_path / 'whole'}"))
-    assert whole.traces == 2
+    assert whole.programs.traces == 2
     # As if the run had been killed after the fifth step.
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     shutil.rmtree(tmp_path / "halves" / "checkpoints" / "6")
@@ -419,7 +419,7 @@ def test_clipping_comes_after_and_every_step_takes_one_program(tiny_config):
     for clip in ("null", "1e-3"):
         trainer = jaxllm.Trainer(tiny_config(*RUN, "log.noise_scale_every=1", f"optimizer.clip_norm={clip}"))
         (first, second) = trainer.steps(2)
-        assert trainer.traces == 1
+        assert trainer.programs.traces == 1
         assert first.keys() & second.keys() >= NAMES
         found[clip] = first["noise_g2"], first["noise_s"]
         trainer.close()

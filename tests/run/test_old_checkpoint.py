@@ -8,7 +8,7 @@ from run_files import steps_of
 
 from jaxllm import fit
 from jaxllm.config import ConfigError
-from jaxllm.run.run_dir import require_same_run
+from jaxllm.run.saving import require_same_run
 
 OLD_RUN = Path(__file__).parents[1] / "golden" / "run_0_1_0"
 """Two steps of the model below on one CPU device, JAX 0.10.2, with the checkpoint of step 2."""

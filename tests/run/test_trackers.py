@@ -18,7 +18,8 @@ from run_files import records
 from store_servers import Server, serving
 
 from jaxllm.config import ConfigError
-from jaxllm.run import tracker_kinds, trackers
+from jaxllm.run import metrics as sinks_module
+from jaxllm.run import tracker_kinds
 from jaxllm.run.loop import fit
 from jaxllm.run.metrics import JsonLines, open_sinks
 from jaxllm.run.tracker_kinds import Gauges, Kind, WeightsAndBiases
@@ -258,7 +259,7 @@ def close(sinks):
 
 
 def test_a_tracker_that_fails_says_so_once_and_later_gets_all(lines_of, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(sinks_module, "RETRY_S", 0.01)
     Failing.broken.set()
     sinks = lines_of("Failing")
     write(sinks, 1, 2)
@@ -279,8 +280,8 @@ def test_a_tracker_that_fails_says_so_once_and_later_gets_all(lines_of, tmp_path
 
 
 def test_a_tracker_that_comes_back_during_a_run_gets_all(lines_of, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
-    monkeypatch.setattr(trackers, "ROUND_S", 0.01)
+    monkeypatch.setattr(sinks_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(sinks_module, "ROUND_S", 0.01)
     Failing.broken.set()
     with closing_all(lines_of("Failing")) as sinks:
         write(sinks, 1, 2)
@@ -308,7 +309,7 @@ def test_all_tries_to_begin_a_wandb_run_are_of_one_run(tiny_config, tmp_path, mo
         def close(self, ended):
             pass
 
-    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(sinks_module, "RETRY_S", 0.01)
     monkeypatch.setattr(tracker_kinds, "WeightsAndBiases", Away)
     for last_step in (0, 1):
         with closing_all(open_sinks(tiny_config(f"run.dir={tmp_path}", "log.wandb_project=p"), last_step)) as sinks:
@@ -325,7 +326,7 @@ def test_a_sink_that_is_named_twice_gets_each_line_once(lines_of, tmp_path):
 
 
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(lines_of, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(trackers, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(sinks_module, "PATIENCE_S", 0.1)
     sinks = lines_of("Hanging")
     write(sinks, *range(1, 101))
     close(sinks)
@@ -456,7 +457,7 @@ def test_wandb_without_a_key_is_refused(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     sentence = "log.wandb_project needs a key: run `wandb login`"
     # W&B reads its variables once in a process.
-    code = "import sys, jaxllm.config as c; from jaxllm.run import trackers; trackers.check(c.load_config(sys.argv[1]))"
+    code = "import sys, jaxllm.config as c, jaxllm.run.metrics as m; m.check_trackers(c.load_config(sys.argv[1]))"
     path = tmp_path / "config.yaml"
     path.write_text(Kind(tiny_config("log.wandb_project=p")).recipe())
     ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -496,7 +497,7 @@ class FakeMLflow(Server):
 
 def test_a_try_that_fails_after_it_made_the_mlflow_run_leaves_no_second_one(tiny_config, tmp_path, monkeypatch, caplog):
     pytest.importorskip("mlflow")
-    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(sinks_module, "RETRY_S", 0.01)
     long = tmp_path / ("x" * 200)
     long.write_text("law mesh " * 1000)
     keys = ["data.source=files", f"data.paths={json.dumps([str(long)] * 40)}", "log.mlflow_experiment=law"]

@@ -17,9 +17,9 @@ import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
 from jaxllm.json_lines import read_lines
+from jaxllm.run.evaluation import has_evaluation
 from jaxllm.run.loop import fit
 from jaxllm.run.metrics import JsonLines
-from jaxllm.run.run_dir import has_evaluation
 from jaxllm.run.signals import SignalHandler
 from jaxllm.run.step_metrics import Watch
 
@@ -48,7 +48,7 @@ def test_metrics_hold_what_the_contract_names(finished):
 
 
 def test_the_step_is_traced_once(finished):
-    assert finished[0].traces == 1
+    assert finished[0].programs.traces == 1
 
 
 def test_the_config_of_a_run_is_kept_and_loads(finished):
@@ -103,7 +103,7 @@ def test_a_finished_run_trains_no_further(finished, tiny_config, capsys):
     before = len(records(folder))
     again = fit(tiny_config(*EIGHT, f"run.dir={folder}"))
     assert again.step == 4
-    assert again.compile_s is None
+    assert again.programs.compile_s is None
     assert "nothing to train: train.steps=4" in capsys.readouterr().out
     assert len(records(folder)) == before
 

@@ -27,7 +27,7 @@ from jaxllm.plan.data_ranks import accumulations, over_data_ranks, steps_to_loss
 from jaxllm.plan.quote import predicted_speed
 from jaxllm.plan.sweep import PAYS
 from jaxllm.run.memory_check import check_memory
-from jaxllm.run.run_timer import start_keys
+from jaxllm.run.step_metrics import start_keys
 from jaxllm.run_report.history import (
     COMPILING,
     DATA,
@@ -244,7 +244,7 @@ def test_a_ramp_is_read_as_it_ran(run):
     history = report.history
     assert history.batch_tokens.tolist() == [BATCH] * 4 + [2 * BATCH] * 4
     assert history.noise_tokens.tolist() == [100, 100, 100, 300, 300, 300, 300, 500]
-    assert report.tokens_per_s_per_device == 700
+    assert report.history.tokens_per_s_per_device == 700
     expected = steps_to_loss(history.batch_tokens, history.noise_tokens)
     assert report.needed == expected
     assert report.over_ranks.rows[0].steps == pytest.approx(expected.steps(BATCH))
@@ -464,17 +464,16 @@ def test_phases_add_up_and_the_watchdogs_seconds_are_left_alone():
 
 
 def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
-    from jaxllm.run import run_timer
+    from jaxllm.run import step_metrics
 
     now_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: 1000 + now_s)
     monkeypatch.setattr(progress, "_total_s", dict.fromkeys(progress.PHASES, 0.0))
-    for module, name, value in ((progress, "time", clock), (run_timer, "time", clock), (progress, "_since_s", now_s)):
+    for module, name, value in ((progress, "time", clock), (step_metrics, "time", clock), (progress, "_since_s", now_s)):
         monkeypatch.setattr(module, name, value)
-    timer = run_timer.RunTimer(import_s=0.5)
-    trainer = SimpleNamespace(
-        compiled=None, mesh=SimpleNamespace(size=1), start=SimpleNamespace(memory_fit=None, absent_hosts=0)
-    )
+    timer = step_metrics.RunTimer(import_s=0.5)
+    start, programs = SimpleNamespace(memory_fit=None, absent_hosts=0), SimpleNamespace(step_bytes=0)
+    trainer = SimpleNamespace(programs=programs, mesh=SimpleNamespace(size=1), start=start)
     lines = []
     for _ in range(2):
         for power, phase in enumerate(progress.PHASES):
@@ -545,36 +544,26 @@ def test_a_real_run_has_its_page(trained):
 
 
 def test_gpus_say_what_was_in_use(monkeypatch):
-    from jaxllm.run import run_timer
+    from jaxllm.run import step_metrics
 
     def device(platform, **stats):
         return SimpleNamespace(platform=platform, memory_stats=lambda: stats or None)
 
     devices = [device("gpu", peak_bytes_in_use=5), device("gpu", peak_bytes_in_use=7), device("gpu"), device("cpu")]
-    monkeypatch.setattr(run_timer.jax, "local_devices", lambda: devices)
-    assert run_timer.memory_in_use() == 7
+    monkeypatch.setattr(step_metrics.jax, "local_devices", lambda: devices)
+    assert step_metrics.memory_in_use() == 7
     devices[:2] = []
-    assert run_timer.memory_in_use() is None
+    assert step_metrics.memory_in_use() is None
 
 
 def test_programs_that_take_more_are_told_of():
-    from jaxllm.run.run_timer import RunTimer
+    from jaxllm.run.step_metrics import RunTimer
 
-    class Program:
-        def __init__(self, size):
-            self.size = size
-
-        def memory_analysis(self):
-            others = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"), 0)
-            return SimpleNamespace(argument_size_in_bytes=self.size, **others)
-
-    first, larger, smaller, timer = Program(5), Program(7), Program(6), RunTimer()
-    lines = [
-        timer.record_keys(
-            SimpleNamespace(compiled=now, mesh=SimpleNamespace(size=8), start=SimpleNamespace(memory_fit=None, absent_hosts=0))
-        )
-        for now in (first, first, larger, first, smaller)
-    ]
+    timer, start = RunTimer(), SimpleNamespace(memory_fit=None, absent_hosts=0)
+    # The last one is of the programs of a larger batch, which know none of before.
+    programs = [SimpleNamespace(step_bytes=size) for size in (5, 5, 7, 7, 6)]
+    trainers = [SimpleNamespace(programs=now, mesh=SimpleNamespace(size=8), start=start) for now in programs]
+    lines = [timer.record_keys(trainer) for trainer in trainers]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]
     assert [line.get("devices") for line in lines] == [8, None, None, None, None]
 
@@ -589,5 +578,3 @@ def test_starts_without_some_hosts_are_named(run):
     notes = list(report_on(run(lines)).notes())
     assert "Steps 5 to 8: without 1 host, on 6 of 8 devices, 1.50 times as long a step." in notes
     assert sum("without" in note for note in notes) == 1
-    lines[4] |= {"devices": "many", "absent_hosts": None}
-    assert not any("without" in note for note in report_on(run(lines)).notes())

@@ -20,7 +20,7 @@ from jaxllm.config.batch_schedule import Phase, done_by, phase_at, phases_of, se
 from jaxllm.plan.estimate import estimate
 from jaxllm.run import loop
 from jaxllm.run.messages import batch_notes
-from jaxllm.run.run_dir import require_same_batches
+from jaxllm.run.saving import require_same_batches
 from jaxllm.train.optimizer import make_learning_rate
 
 # Six steps: two of 8 sequences (128 tokens), two of 16, two of 32; on 8 data ranks in 1, 2 and 4 microbatches.
@@ -189,7 +189,7 @@ def test_metrics_follow_the_tokens_consumed(whole):
 
 
 def test_each_number_of_microbatches_is_compiled_once(whole):
-    assert whole[0].traces == 3
+    assert whole[0].programs.traces == 3
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_a_batch_that_comes_back_is_not_compiled_again(tiny_config):
     trainer = jaxllm.Trainer(tiny_config(*EIGHT, "train.batch_schedule=[[128, 16], [384, 8]]"))
     assert [line["tokens"] for line in trainer.steps(4)] == [128, 384, 512, 640]
     trainer.close()
-    assert trainer.traces == 2
+    assert trainer.programs.traces == 2
 
 
 def test_steps_of_another_batch_say_nothing_of_how_long_these_take():

@@ -262,7 +262,7 @@ def whole(tiny_config, tmp_path_factory):
 
 def test_rounds_begin_and_end_where_they_should(whole, tiny_config, tmp_path):
     folder, trainer = whole
-    assert trainer.traces == 2
+    assert trainer.programs.traces == 2
     steps = [r for r in records(folder) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, 9))
     assert [r["step"] for r in steps if "outer_grad_norm" in r] == [5, 8]

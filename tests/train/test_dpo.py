@@ -12,7 +12,7 @@ from tiny import TINY
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.parallel.parameters import merge_model
-from jaxllm.run.dpo_reference import FILE, Reference
+from jaxllm.run.evaluation import FILE, Reference
 from jaxllm.run.loop import fit
 from jaxllm.run.trainer import Trainer
 

@@ -173,7 +173,7 @@ def whole(tiny_config, tmp_path_factory):
 
 def test_fragments_take_turns_and_the_last_step_takes_all(whole):
     folder, trainer = whole
-    assert trainer.traces == 2
+    assert trainer.programs.traces == 2
     found = [r["step"] for r in records(folder) if "outer_grad_norm" in r]
     assert found == [3, 5, 7, 9]
     assert [fragments_after(trainer.config.train, step) for step in (2, 3, 5, 7, 8, 9)] == [[], [1], [0], [1], [], [0, 1]]

@@ -19,7 +19,7 @@ from jaxllm.parallel.zigzag import order
 from jaxllm.run import loop
 from jaxllm.run.messages import batch_notes
 from jaxllm.run.programs import run_programs
-from jaxllm.run.run_dir import require_same_batches
+from jaxllm.run.saving import require_same_batches
 from jaxllm.train.optimizer import make_learning_rate
 
 # Six steps of 128 tokens: two with sequences of 4, two of 8, two of 16.
@@ -79,7 +79,7 @@ def test_a_step_has_the_same_tokens_in_shorter_rows(whole):
 
 def test_each_length_is_compiled_once_and_logged(whole):
     lines = steps_of(whole[1])
-    assert whole[0].traces == 2
+    assert whole[0].programs.traces == 2
     assert [line["sequence_length"] for line in lines] == LENGTHS
     assert [line["tokens"] for line in lines] == [128 * step for step in range(1, 5)]
 

@@ -156,7 +156,7 @@ def test_a_run_killed_before_a_due_exchange_resumes_exactly(tiny_config, tmp_pat
     folder, copy = tmp_path / "run", tmp_path / "copy"
     trainer = fit(tiny_config(*ROUNDS, *KEPT, f"run.dir={folder}"))
     # A synchronous step, and steps of rounds without and with an exchange.
-    assert trainer.traces == 3
+    assert trainer.programs.traces == 3
     assert [r["step"] for r in records(folder) if "outer_grad_norm" in r] == [4, 6, 8, 9]
     assert_equal(trainer.state.islands.params, jax.tree.map(lambda x: np.stack([x, x]), trainer.state.params))
     assert all(np.abs(np.asarray(x)).max() > 0 for x in jax.tree.leaves(trainer.state.momentum))

@@ -15,7 +15,7 @@ import jaxllm
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.mesh.axes import make_mesh
 from jaxllm.mesh.sharding import replica_spec
-from jaxllm.run import restored
+from jaxllm.run import rounds
 from jaxllm.run.loop import fit
 from jaxllm.run.messages import who_was_left_out
 from jaxllm.run.step_metrics import Watch
@@ -203,7 +203,7 @@ def test_each_number_of_replicas_that_joins_begins_alike(tiny_config, saved):
     read = dataclasses.replace(place(state), islands=islands, residual=residual)
     shardings, before = jax.tree.map(lambda x: x.sharding, read), jax.device_get(read)
     meta = {"config": {"train": {}, "parallel": {"replica": saved}}}
-    found = restored.completed(read, jax.tree.map(jnp.asarray, state), meta)
+    found = rounds.completed(read, jax.tree.map(jnp.asarray, state), meta)
     assert jax.tree.map(lambda x: x.sharding, found) == shardings
     assert_equal((found.step, found.params, found.momentum), (before.step, before.params, before.momentum))
     new = jax.tree.map(lambda x: x[:1], before.islands)
@@ -221,8 +221,8 @@ def test_a_single_replica_has_no_residual_that_a_run_of_several_could_read():
     layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jnp.asarray(x).sharding), state)
     for replica, bits, is_there in ((1, 4, False), (2, 4, True), (2, 32, False)):
         meta = {"config": {"train": {"diloco_bits": bits}, "parallel": {"replica": replica}}}
-        assert (restored.layout_in(meta, layout).residual is not None) == is_there
-    found = restored.completed(dataclasses.replace(state, residual=None), layout, meta)
+        assert (rounds.layout_in(meta, layout).residual is not None) == is_there
+    found = rounds.completed(dataclasses.replace(state, residual=None), layout, meta)
     assert_equal(found.residual, jax.tree.map(lambda x: np.zeros(x.shape), layout.residual))
 
 

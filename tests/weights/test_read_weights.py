@@ -22,7 +22,7 @@ from jaxllm.mesh.axes import make_mesh
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import over_layers, parameter_table, stacking_of
 from jaxllm.run.loop import fit
-from jaxllm.run.run_dir import keep_companions
+from jaxllm.run.saving import keep_companions
 from jaxllm.weights import read_weights
 from jaxllm.weights.folder import entries, open_folder
 from jaxllm.weights.hf_convert import from_hf, to_hf
