@@ -38,7 +38,7 @@ ENVIRONMENT = {
 }
 DOORS = {
     "untrusted.py": "bounded, no key twice, typed",
-    "data/template_program.py": "reads what its own parent sends, without jaxllm on its path",
+    "data/template_process.py": "reads what its own parent sends, without jaxllm on its path",
 }
 PRIVATE_JAX = "private_jax.py"
 AXIS_CALLS = r"(^P|PartitionSpec|psum\w*|pmax|pmean|all_gather|all_to_all|ppermute|axis_index|axis_size|shard_map)$"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.template_process import TemplateProcess, TemplateStopped, Wish
-from jaxllm.data.template_program import FAILED, NOT_JINJA, RENDERED
+from jaxllm.data.template_process import FAILED, NOT_JINJA, RENDERED, TemplateProcess, TemplateStopped, Wish
 from jaxllm.data.tokenizer import Tokenizer, read_companion, token_text
 from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, reason_of, shown
 

@@ -16,8 +16,17 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.compression import DamagedFile, decompressed
-from jaxllm.data.parts import InputFile, Part, Record, check_text, is_splittable, kind_of, may_be_array
+from jaxllm.data.parts import (
+    DamagedFile,
+    InputFile,
+    Part,
+    Record,
+    check_text,
+    decompressed,
+    is_splittable,
+    kind_of,
+    may_be_array,
+)
 from jaxllm.data.rows import CsvRows, arrow_columns, elements, no_column, read_arrow, read_parquet, rows_before
 from jaxllm.data.stores import open_input, require_unchanged, unreadable
 from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json
@@ -31,9 +40,6 @@ TEXT_BYTES, BLOCKS_FROM = 256 * MIB, 16 * MIB
 """The longest text of a file that a tokenizer encodes in one piece; from the second on, bytes pass in blocks."""
 LONGEST_DOCUMENT = 2**32 - 2
 """Bytes, which with its end a length of 32 bits counts."""
-_MOST_EXPANDED = 100
-"""Times that a compressed text may expand beyond TEXT_BYTES. Text shrinks to a tenth, logs to a fortieth; gzip can reach 1,000
-and Zstandard 30,000."""
 _BLANK = 1_000_000
 """Blank lines in a row that are hardly meant."""
 
@@ -59,7 +65,7 @@ def require_column(file: InputFile, text_key: str) -> None:
     try:
         if file.kind == "csv":
             with open_input(file) as raw:
-                names = CsvRows(_Content(file.path, raw).readline, LINE_BYTES).names
+                names = CsvRows(decompressed(file.path, raw).readline, LINE_BYTES).names
         elif file.kind == "arrow":
             names = arrow_columns(file)
         else:
@@ -171,16 +177,9 @@ def _blocks(of: InputFile) -> Iterator[bytes]:
                 # A hole, as a crash or a failed copy leaves it.
                 raise DamagedFile(f"not text (only zero bytes from byte {position} on)")
             position += len(block)
-            _require_modest_expansion(file, raw, position)
             if position > LONGEST_DOCUMENT:
                 raise DamagedFile("longer than 4 GiB: split it")
             yield block
-
-
-def _require_modest_expansion(file: BinaryIO, raw: BinaryIO, position: int) -> None:
-    """Raises DamagedFile if so many bytes are more than a compressed file should give."""
-    if file is not raw and position > max(TEXT_BYTES, _MOST_EXPANDED * raw.tell()):
-        raise DamagedFile(f"it expands to more than {_MOST_EXPANDED} times its size")
 
 
 def _longer_than(limit: int) -> str:
@@ -211,8 +210,6 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
             try:
                 line = file.readline(LINE_BYTES + 1)
                 position += len(line)
-                if number % 64 == 0:
-                    _require_modest_expansion(file, raw, position)
                 if len(line) > LINE_BYTES and not line.endswith(b"\n"):
                     line, reason = None, _longer_than(LINE_BYTES)
                     position += _skip_line(file, part.file.path, begin)
@@ -281,32 +278,11 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
 # ------------------------------------------------------------------------------------------------------ arrays and CSV
 
 
-class _Content:
-    """The content of a file in one direction, decompressed, which may not expand too far."""
-
-    def __init__(self, path: str, raw: BinaryIO):
-        self._raw, self._file = raw, decompressed(path, raw)
-        self._position = self._calls = 0
-
-    def read(self, size: int) -> bytes:
-        return self._checked(self._file.read(size))
-
-    def readline(self, size: int) -> bytes:
-        return self._checked(self._file.readline(size))
-
-    def _checked(self, content: bytes) -> bytes:
-        self._position += len(content)
-        self._calls += 1
-        if self._calls % 64 == 0:
-            _require_modest_expansion(self._file, self._raw, self._position)
-        return content
-
-
 def _read_array(part: Part, text_key: str) -> Iterator[Record]:
     number = 0
     with open_input(part.file) as raw:
         try:
-            for number, element in enumerate(elements(_Content(part.file.path, raw).read, LINE_BYTES), 1):
+            for number, element in enumerate(elements(decompressed(part.file.path, raw).read, LINE_BYTES), 1):
                 text, reason = _field(element, text_key)
                 yield Record(text, number, reason, raw.tell())
         except DamagedFile as error:
@@ -317,7 +293,7 @@ def _read_csv(part: Part, text_key: str) -> Iterator[Record]:
     number = 0
     with open_input(part.file) as raw:
         try:
-            rows = CsvRows(_Content(part.file.path, raw).readline, LINE_BYTES)
+            rows = CsvRows(decompressed(part.file.path, raw).readline, LINE_BYTES)
             place = rows.names.index(text_key)
             for number, (row, reason) in enumerate(rows, 1):
                 text = None

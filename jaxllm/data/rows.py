@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxllm.config.errors import ConfigError, line_of
-from jaxllm.data.compression import DamagedFile
-from jaxllm.data.parts import InputFile, Part, Record, check_text
+from jaxllm.data.parts import DamagedFile, InputFile, Part, Record, check_text
 from jaxllm.data.stores import open_input
 from jaxllm.untrusted import JSON_VALUES, MIB, shown
 

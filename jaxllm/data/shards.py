@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.compression import DamagedFile
 from jaxllm.data.manifest import (
     DATA_ENDINGS,
     INDEX_SHA256,
@@ -36,7 +35,7 @@ from jaxllm.data.manifest import (
     read_stored,
     shard_name,
 )
-from jaxllm.data.parts import Part, Record
+from jaxllm.data.parts import DamagedFile, Part, Record
 from jaxllm.data.records import read_part, records_before
 from jaxllm.data.stores import has_changed
 from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
