@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 import weakref
 from collections import Counter
@@ -34,9 +33,9 @@ import numpy as np
 from jaxllm.config import ConfigError, DataConfig
 from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, Manifest, StoredShard, read_manifest, read_npy
 from jaxllm.data.parts import InputFile
-from jaxllm.data.shards import remove_leftovers, temporary_path
+from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, find_in_store, is_address
-from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, reason_of, shown
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, shown
 
 log = logging.getLogger(__name__)
 RECORDS, IN_USE = DATA_ENDINGS[0], ".in-use"
@@ -46,27 +45,9 @@ _LONGEST_WAIT_S = 10.0
 _RECORDS_AT_ONCE = 64
 
 
-class ObjectCache:
-    """A folder of copies.
-
-    Args:
-      unwritable: makes the error from the reason why the folder cannot be written.
-    """
-
-    def __init__(self, folder: Path, unwritable: Callable[[str], ConfigError]):
-        self.folder, self._unwritable = folder, unwritable
-
-    def home(self, name: str, identity: bytes) -> Path:
-        """The place of a folder's copy: it has another one when its identity changes."""
-        return self.folder / f"{name}-{hashlib.sha256(identity).hexdigest()[:16]}"
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Raises ConfigError for an OSError inside."""
-        try:
-            yield
-        except OSError as error:
-            raise self._unwritable(reason_of(error)) from None
+def copy_name(name: str, identity: bytes) -> str:
+    """The name of a folder's copy: it has another one when its identity changes."""
+    return f"{name}-{hashlib.sha256(identity).hexdigest()[:16]}"
 
 
 @contextmanager
@@ -83,20 +64,6 @@ def locked(file: Path, wait: bool) -> Iterator[bool | None]:
             except BlockingIOError:
                 is_ours = False
         yield is_ours
-
-
-@contextmanager
-def placing(folder: Path, name: str) -> Iterator[Path]:
-    """Yields another name for a file or a folder, which becomes `folder / name` at the end. After an error nothing stays."""
-    # Where a disk has no locks, threads of this process may copy one object.
-    aside = temporary_path(folder, f"{Path(name).name}.{threading.get_ident()}")
-    try:
-        yield aside
-        # What someone damaged by hand.
-        shutil.rmtree(folder / name, ignore_errors=True)
-        os.replace(aside, folder / name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
 def write_blocks(target: Path, content: Iterable[bytes], took: Callable[[int], object] = lambda size: None) -> None:
@@ -118,22 +85,21 @@ def is_copy(path: Path, original: InputFile) -> bool:
 # -------------------------------------------------------------------------------------------------------- prepared folders
 
 
-class ShardCache(ObjectCache):
+class ShardCache:
     """A folder of copies, with at most `most_bytes` of shards: what is being copied, and what is read, comes on top."""
 
     def __init__(self, folder: Path, most_bytes: float):
-        super().__init__(
-            folder,
-            lambda reason: ConfigError(
-                f"The cache {folder} cannot be written ({reason}): fix that, or name another folder by data.cache_dir."
-            ),
-        )
-        self._most_bytes = most_bytes
+        self.folder, self._most_bytes = folder, most_bytes
         self._lock = threading.Lock()
         self._used: Counter[Path] = Counter()
         self._closers: list[Callable[[], None]] = []
         self._threads: list[threading.Thread] = []
         self.stopped = threading.Event()
+
+    def unwritable(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"The cache {self.folder} cannot be written ({reason}): fix that, or name another folder by data.cache_dir."
+        )
 
     def close(self) -> None:
         """Ends copying in the background."""
@@ -238,8 +204,8 @@ class CachedFolder:
                 f"another folder."
             )
         content = b"".join(blocks(self._small(MANIFEST)))
-        self.folder = cache.home(self.name, self.address.encode() + b"\0" + content)
-        with cache.writing():
+        self.folder = cache.folder / copy_name(self.name, self.address.encode() + b"\0" + content)
+        with writing(cache.unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.folder)
             self._keep_open()
@@ -266,7 +232,7 @@ class CachedFolder:
           ConfigError: the store does not give it, or gives something else, or the cache cannot be written.
         """
         with self._cache.holding(file):
-            with self._cache.writing():
+            with writing(self._cache.unwritable):
                 try:
                     # The order of removal. Times of access are not kept on every disk.
                     os.utime(file)
@@ -308,7 +274,7 @@ class CachedFolder:
             there = [f"{TOKENIZER}/{name}" for name in _TOKENIZER_FILES if f"{TOKENIZER}/{name}" in self._files]
             wanted += [self._small(name).path.removeprefix(self.address + "/") for name in there]
         missing = [name for name in wanted if not is_copy(self.folder / name, self._files[name])]
-        with self._cache.writing(), ThreadPoolExecutor(_QUESTIONS) as pool:
+        with writing(self._cache.unwritable), ThreadPoolExecutor(_QUESTIONS) as pool:
             (self.folder / TOKENIZER).mkdir(exist_ok=True)
             list(pool.map(lambda name: self._place(name, blocks(self._files[name])), missing))
 
@@ -333,7 +299,7 @@ class CachedFolder:
     def _copy_shard(self, name: str, in_background: bool) -> bool:
         """Copies a shard that is not there; in the background not one that is being copied. False: there is no room."""
         final, shard = self.folder / name, self._shards[name]
-        with self._cache.writing(), locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
+        with writing(self._cache.unwritable), locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
             if ours is False or final.exists():
                 return True
             if not self._cache.make_room(shard.files[name], may_remove=not in_background):

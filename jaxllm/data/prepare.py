@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,14 +39,15 @@ from jaxllm.data.records import require_column, with_kind
 from jaxllm.data.rows import row_groups
 from jaxllm.data.shards import (
     Task,
+    placing,
     position_of,
     read_shard,
     remove_leftovers,
     remove_shard,
     replace_json,
     strict_error,
-    temporary_path,
     unwritable,
+    writing,
 )
 from jaxllm.data.stores import find_in_store, is_address, unreadable
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
@@ -342,12 +344,10 @@ def _usual_shard_bytes(files: Sequence[InputFile]) -> int:
 
 def _open(folder: Path, origin: Origin) -> None:
     """Creates the folder. Raises ConfigError if it cannot be written, or holds shards of another origin."""
-    try:
+    with writing(partial(unwritable, folder)):
         folder.mkdir(parents=True, exist_ok=True)
         check_same_origin(folder, origin)
         remove_leftovers(folder)
-    except OSError as error:
-        raise unwritable(folder, error.strerror or str(error)) from None
 
 
 def _shards_there(folder: Path, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
@@ -408,34 +408,18 @@ def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], t
         "options": {key: origin.options[key] for key in ("text_key", "shard_bytes")},
         "shards": [{key: shard[key] for key in (*FOR_MANIFEST, INDEX_SHA256) if key in shard} for shard in shards],
     }
-    try:
+    with writing(partial(unwritable, folder)):
         remove_leftovers(folder, of_other_hosts=True)
         _save_tokenizer(folder, tokenizer)
         if origin.stored and read_stored(folder / INPUTS) != (listed := {"files": list(origin.stored)}):
             replace_json(folder / INPUTS, listed)
         if read_stored(folder / MANIFEST) != manifest:
             replace_json(folder / MANIFEST, manifest)
-    except OSError as error:
-        raise unwritable(folder, error.strerror or str(error)) from None
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    final = folder / TOKENIZER
-    if isinstance(tokenizer, ByteTokenizer):
-        return
-    if final.is_dir():
-        try:
-            if load_tokenizer(final).sha256 == tokenizer.sha256:
-                return
-        except ConfigError:
-            pass
-        shutil.rmtree(final)
-    temporary = temporary_path(folder, TOKENIZER)
-    tokenizer.save(temporary)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        # Another process was faster. It wrote the same files.
-        if not final.is_dir():
-            raise
-        shutil.rmtree(temporary)
+    with suppress(ConfigError):
+        if isinstance(tokenizer, ByteTokenizer) or load_tokenizer(folder.absolute() / TOKENIZER).sha256 == tokenizer.sha256:
+            return
+    with placing(folder, TOKENIZER) as aside:
+        tokenizer.save(aside)

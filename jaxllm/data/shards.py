@@ -11,8 +11,10 @@ import json
 import os
 import shutil
 import socket
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,6 +41,7 @@ from jaxllm.data.parts import DamagedFile, Part, Record
 from jaxllm.data.records import read_part, records_before
 from jaxllm.data.stores import has_changed
 from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
+from jaxllm.untrusted import reason_of
 
 BROKEN_KEPT = 1000
 """Number of broken records whose details a shard stores. It counts all of them."""
@@ -95,7 +98,7 @@ def write_shard(
         # A faster process may have removed these files as leftovers.
         check_same_origin(folder, origin)
         if read_shard(folder, task.name) is None:
-            raise unwritable(folder, error.strerror or str(error)) from None
+            raise unwritable(folder, reason_of(error)) from None
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)
@@ -137,20 +140,42 @@ def remove_leftovers(folder: Path, of_other_hosts: bool = False, names: Sequence
 
 def replace_json(file: Path, content: dict[str, Any]) -> None:
     """Writes JSON to a file atomically. The file is on the disk when this returns."""
-    temporary = temporary_path(file.parent, file.name)
+    with placing(file.parent, file.name) as aside, open(aside, "w", encoding="utf-8") as opened:
+        # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
+        opened.write(json.dumps(content, indent=1) + "\n")
+        _sync(opened)
+    descriptor = os.open(file.parent, os.O_RDONLY)
     try:
-        with open(temporary, "w", encoding="utf-8") as opened:
-            # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
-            opened.write(json.dumps(content, indent=1) + "\n")
-            _sync(opened)
-        os.replace(temporary, file)
-        _sync_folder(file.parent)
+        os.fsync(descriptor)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextmanager
+def placing(folder: Path, name: str) -> Iterator[Path]:
+    """Yields another name for a file or a folder, which becomes `folder / name` at the end. After an error nothing stays."""
+    # Where a disk has no locks, threads of this process may copy one object.
+    aside = temporary_path(folder, f"{Path(name).name}.{threading.get_ident()}")
+    try:
+        yield aside
+        # What is there may be a folder: of another tokenizer, or what someone damaged by hand.
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(aside, folder / name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
 def unwritable(folder: Path, reason: str) -> ConfigError:
     return ConfigError(f"{folder} cannot be written ({reason}): fix that and run the command again, or choose another --out.")
+
+
+@contextmanager
+def writing(refusal: Callable[[str], ConfigError]) -> Iterator[None]:
+    """Raises refusal(reason) for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(reason_of(error)) from None
 
 
 def display_path(path: str) -> str:
@@ -335,11 +360,3 @@ def _is_running(process: int) -> bool:
 def _sync(file: BinaryIO | Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxllm.cluster import distributed, progress
 from jaxllm.config import Config, ConfigError
-from jaxllm.data.baselines import ngram_baseline
 from jaxllm.data.loader import PackedDocuments, SampleStream
+from jaxllm.data.measures import ngram_baseline
 from jaxllm.data.sources import Data
 from jaxllm.inference.generate import sample
 from jaxllm.inference.text_stream import printable

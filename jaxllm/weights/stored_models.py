@@ -27,9 +27,9 @@ from jaxllm.checkpoint.stored_checkpoints import RUN
 from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER
-from jaxllm.data.cached import ObjectCache, is_copy, locked, placing, write_blocks
+from jaxllm.data.cached import copy_name, is_copy, locked, write_blocks
 from jaxllm.data.parts import InputFile
-from jaxllm.data.shards import remove_leftovers
+from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, files_below, require_unchanged
 from jaxllm.stderr import bytes_bar
 from jaxllm.untrusted import shown
@@ -130,14 +130,14 @@ def _kept(key: str, address: str, name: str, wanted: Files, damaged: Callable[[P
             raise ConfigError(f"{key}={address} holds {shown(one)}, which is no name of a file: remove it.")
     described = json.dumps([address, sorted((one, file.size, file.version) for one, file in wanted.items())])
     folder, size = _cache(key), sum(file.size for file in wanted.values())
-    cache = ObjectCache(
-        folder,
-        lambda reason: ConfigError(
+    home = folder / copy_name(re.sub(r"[^A-Za-z0-9_.-]", "-", name), described.encode())
+
+    def unwritable(reason: str) -> ConfigError:
+        return ConfigError(
             f"{key}={address} cannot be stored in {folder} ({reason}): fix that, or set XDG_CACHE_HOME to another folder."
-        ),
-    )
-    home = cache.home(re.sub(r"[^A-Za-z0-9_.-]", "-", name), described.encode())
-    with cache.writing():
+        )
+
+    with writing(unwritable):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f".{home.name}.lock", wait=True):
             if all(is_copy(home / one, file) for one, file in wanted.items()):

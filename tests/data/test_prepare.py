@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxllm import untrusted
 from jaxllm.config import ConfigError
-from jaxllm.data import prepared, records, shards
+from jaxllm.data import parts, prepared, records, shards
 from jaxllm.data.prepare import parse_shard, prepare
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.tokenizer import load_tokenizer
@@ -533,7 +533,9 @@ def test_what_is_no_text_is_broken_whatever_its_length(tmp_path, monkeypatch, to
     }.items():
         Path(name).write_bytes(content)
     damage = "damaged gzip (Compressed file ended before the end-of-stream marker was reached)"
-    summary = here(["*.*"], "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "_EXPANDS_FREELY", 50)
+        summary = here(["*.*"], "out")
     assert summary.broken_records == (
         "a.txt: not UTF-8 text (byte 15)",
         "b.txt: not UTF-8 text (byte 14)",
