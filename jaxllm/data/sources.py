@@ -22,7 +22,7 @@ import numpy as np
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
 from jaxllm.config.sections import CONVERSATIONS
 from jaxllm.config.types import GIVEN
-from jaxllm.data.cached import ShardCache, shard_cache
+from jaxllm.data.cached import CachedFolder, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
 from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, TextDocuments
@@ -187,7 +187,13 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     if data.source == GIVEN:
         return Data(config, (), named)
     cache = shard_cache(data, cache_folder)
-    prepared = {part.name: open_prepared(part, cache) for part in data.sources if part.source == "prepared"}
+    prepared = {
+        part.name: _chain(
+            [PreparedDocuments(CachedFolder(cache, path) if cache and is_address(path) else path) for path in part.paths]
+        )
+        for part in data.sources
+        if part.source == "prepared"
+    }
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
     template = _chat_template(data, for_texts)
@@ -208,10 +214,6 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
             f"set model.vocab_size to at least {tokenizer.vocab_size}, or choose the model's own tokenizer."
         )
     return Data(config, sources, tokenizer, template)
-
-
-def open_prepared(source: SourceConfig, cache: ShardCache | None) -> Documents:
-    return _chain([PreparedDocuments(cache.open(path) if cache and is_address(path) else path) for path in source.paths])
 
 
 def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:
