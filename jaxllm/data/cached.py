@@ -178,7 +178,12 @@ class CachedFolder:
         with writing(cache.unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.folder)
-            self._keep_open()
+            # Tells other processes, as long as this object lives, that the folder is open.
+            in_use = open(self.folder / IN_USE, "w")  # noqa: SIM115
+            weakref.finalize(self, in_use.close)
+            with suppress(OSError):
+                # A disk that has no locks: nothing is removed there in the background.
+                fcntl.flock(in_use, fcntl.LOCK_SH)
             self._place(MANIFEST, [content])
         self.manifest = self._read_manifest()
         self._shards = {shard.name + RECORDS: shard for shard in self.manifest.shards}
@@ -192,14 +197,6 @@ class CachedFolder:
                 cache.most_bytes / 2**30,
             )
         self._background: threading.Thread | None = None
-
-    def _keep_open(self) -> None:
-        """Tells other processes, as long as this object lives, that the folder is open."""
-        file = open(self.folder / IN_USE, "w")  # noqa: SIM115
-        weakref.finalize(self, file.close)
-        with suppress(OSError):
-            # This disk has no locks: nothing is removed there in the background.
-            fcntl.flock(file, fcntl.LOCK_SH)
 
     def fetch(self, file: Path) -> None:
         """Copies the shard's file from the store if it is not there. It may leave again before it is open.
@@ -275,14 +272,15 @@ class CachedFolder:
                 return True
             if not self.cache.make_room(shard.files[name], may_remove=not in_background):
                 return False
+
+            def go_on(size: int) -> None:
+                if in_background and self.cache.stopped.is_set():
+                    raise RuntimeError("the run has ended")
+
             with placing(self.folder, name) as aside:
-                write_blocks(aside, blocks(self._files[name]), lambda size: self._go_on(in_background))
+                write_blocks(aside, blocks(self._files[name]), go_on)
                 self._check(aside, name, shard)
             return True
-
-    def _go_on(self, in_background: bool) -> None:
-        if in_background and self.cache.stopped.is_set():
-            raise RuntimeError("the run has ended")
 
     def _place(self, name: str, content: Iterable[bytes]) -> None:
         with placing(self.folder, name) as aside:

@@ -43,13 +43,12 @@ from jaxllm.data.shards import (
     position_of,
     read_shard,
     remove_leftovers,
-    remove_shard,
     replace_json,
     strict_error,
     unwritable,
     writing,
 )
-from jaxllm.data.stores import find_in_store, is_address, unreadable
+from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from jaxllm.file_patterns import Listing
 from jaxllm.machine.cpus import available_cpus
@@ -88,7 +87,9 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
         found = {path for path in found if not path.startswith(inside)}
         if not found:
             raise ConfigError(f"No file matches {pattern!r}: check the path (it is relative to {Path.cwd()}).")
-        files |= {path: _input_file(path) for path in found}
+        for path in found:
+            there = os.stat(path)
+            files[path] = InputFile(path, there.st_size, there.st_mtime_ns, kind_of(path))
     if not files:
         raise ConfigError("No inputs are given: name files or patterns such as 'books/**/*.txt'.")
     return _each(with_kind, [files[path] for path in sorted(files)])
@@ -100,14 +101,6 @@ def _each(function: Callable[[InputFile], T], files: Sequence[InputFile]) -> lis
         return [function(file) for file in files]
     with ThreadPoolExecutor(_QUESTIONS) as pool:
         return list(pool.map(function, files))
-
-
-def _input_file(path: str) -> InputFile:
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return InputFile(path, found.st_size, found.st_mtime_ns, kind_of(path))
 
 
 def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:
@@ -265,13 +258,14 @@ def prepare(
       KeyboardInterrupt: the message says how many shards are prepared.
     """
     started = time.monotonic()
-    _check_numbers(shard, workers, shard_bytes, record_tokens)
+    _check_numbers(workers, shard_bytes, record_tokens)
     folder, part, parts = Path(out), *shard
     # The workers load it too, at the same commit.
     tokenizer = pin("--tokenizer", tokenizer)
     loaded = load_tokenizer(tokenizer)
     files = find_inputs(inputs, folder)
-    shard_bytes = shard_bytes or _usual_shard_bytes(files)
+    total_mib = sum(file.size for file in files) >> 20
+    shard_bytes = shard_bytes or min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
     tasks = cut(files, text_key, shard_bytes)
     origin = origin_of(files, loaded, text_key, shard_bytes, record_tokens)
     _open(folder, origin)
@@ -322,11 +316,7 @@ def _summary(out: str | Path, shards: Sequence[dict[str, Any]], count: int, writ
     )
 
 
-def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
-    part, parts = shard
-    if not 0 <= part < parts:
-        n = max(parts, 1)
-        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
+def _check_numbers(workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
     for name, number, unit, at_most in (
         ("--workers", workers, 1, MOST_WORKERS),
         ("--shard-megabytes", shard_bytes, MIB, INT32 * MIB),
@@ -335,11 +325,6 @@ def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int
         if number is not None and not 1 <= number <= at_most:
             limit = "at least 1" if number < 1 else f"at most {at_most // unit:,}"
             raise ConfigError(f"{name}={shown(number // unit)} is not valid: it should be {limit}.")
-
-
-def _usual_shard_bytes(files: Sequence[InputFile]) -> int:
-    total_mib = sum(file.size for file in files) >> 20
-    return min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
 
 
 def _open(folder: Path, origin: Origin) -> None:
@@ -386,8 +371,8 @@ def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], t
         first = next((record for shard in shards for record in shard["broken_records"]), None)
         hint = f", the first {position_of(first)}: {first['reason']}" if first else ""
         # Empty shards would make the next run with correct options fail.
-        for shard in shards:
-            remove_shard(folder, shard["name"])
+        for file in (file for shard in shards for file in (f"{shard['name']}.json", *shard["files"])):
+            (folder / file).unlink(missing_ok=True)
         raise ConfigError(
             f"The inputs hold no text ({total['broken']:,} broken and {total['empty']:,} empty records{hint}): check them and "
             f"--text-key."

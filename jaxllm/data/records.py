@@ -40,8 +40,6 @@ TEXT_BYTES, BLOCKS_FROM = 256 * MIB, 16 * MIB
 """The longest text of a file that a tokenizer encodes in one piece; from the second on, bytes pass in blocks."""
 LONGEST_DOCUMENT = 2**32 - 2
 """Bytes, which with its end a length of 32 bits counts."""
-_BLANK = 1_000_000
-"""Blank lines in a row that are hardly meant."""
 
 
 def with_kind(file: InputFile) -> InputFile:
@@ -203,7 +201,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
         whole = not is_splittable(part.file)
         file = decompressed(part.file.path, raw)
         position = 0 if whole else _skip_to_line(raw, part)
-        number = blank = 0
+        number = 0
         while whole or position < part.stop:
             begin, reason = position, ""
             number += 1
@@ -222,11 +220,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
                 if begin == 0:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.isspace():
-                    blank += 1
-                    if blank % _BLANK == 0:
-                        raise ConfigError(f"{part.file.path} has {blank:,} blank lines in a row: fix it or leave it out.")
                     continue
-                blank = 0
             yield line, number, (raw.tell() if whole else position) - part.start, reason
 
 

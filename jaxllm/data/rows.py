@@ -177,15 +177,12 @@ def read_parquet(part: Part, text_key: str) -> Iterator[Record]:
 
 @contextmanager
 def _parquet(file: InputFile) -> Iterator[Any]:
-    pyarrow = _pyarrow(file)
-    from pyarrow.parquet import ParquetFile
-
     with open_input(file) as source:
-        try:
+        with _reads(file, "Parquet"):
+            from pyarrow.parquet import ParquetFile
+
             # pyarrow reads a local file faster by itself.
             parquet = ParquetFile(source if file.address else file.path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{file.path} cannot be read as Parquet ({line_of(error)}): fix it or leave it out.") from None
         yield parquet
 
 
@@ -226,31 +223,33 @@ def _arrow(file: InputFile, fields: list[int] | None = None) -> Iterator[tuple[A
     """The open file and its reader: Arrow's file format has an index at its end, and its stream format, which Hugging Face's
     datasets keep on disks, has none.
     """
-    pyarrow = _pyarrow(file)
-    from pyarrow import ipc
-
     with open_input(file) as source:
-        options = ipc.IpcReadOptions(included_fields=fields)
-        try:
+        with _reads(file, "Arrow") as pyarrow:
+            from pyarrow import ipc
+
+            options = ipc.IpcReadOptions(included_fields=fields)
             try:
                 reader = ipc.open_file(source, options=options)
             except pyarrow.ArrowInvalid:
                 source.seek(0)
                 reader = ipc.open_stream(source, options=options)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{file.path} cannot be read as Arrow ({line_of(error)}): fix it or leave it out.") from None
         yield source, reader
 
 
 # -------------------------------------------------------------------------------------------------------------- both
 
 
-def _pyarrow(file: InputFile) -> Any:
+@contextmanager
+def _reads(file: InputFile, as_what: str) -> Iterator[Any]:
+    """Yields pyarrow. Raises ConfigError if it is not installed, or where it cannot read a file inside."""
     try:
         import pyarrow
     except ImportError:
         raise ConfigError(f"Reading {file.path} needs pyarrow: pip install 'jaxllm[parquet]'.") from None
-    return pyarrow
+    try:
+        yield pyarrow
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file.path} cannot be read as {as_what} ({line_of(error)}): fix it or leave it out.") from None
 
 
 def _record(value: Any, text_key: str, number: int, read: int) -> Record:

@@ -116,11 +116,6 @@ def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     return shard
 
 
-def remove_shard(folder: Path, name: str) -> None:
-    for ending in (".json", *DATA_ENDINGS):
-        (folder / (name + ending)).unlink(missing_ok=True)
-
-
 def remove_leftovers(folder: Path, of_other_hosts: bool = False, names: Sequence[str] = NAMES) -> None:
     """Deletes half-written files of dead processes on this host and, on request, half-written shards of other hosts.
 
@@ -240,7 +235,10 @@ def _write(
     output.close()
     return {
         "name": task.name,
-        **output.counts(),
+        "documents": len(output.lengths),
+        "tokens": sum(output.lengths),
+        "text_bytes": output.text_bytes,
+        "records": output.records,
         "broken": broken,
         "empty": empty,
         "sha256": output.digest.hexdigest(),
@@ -260,8 +258,8 @@ class _Output:
 
         self._files, self._dtype, self._record_bytes = files, dtype, record_tokens * dtype.itemsize
         self._pending = bytearray()
-        self._lengths, self._keys = array("I"), array("Q")
-        self._tokens = self._text_bytes = self._records = 0
+        self.lengths, self._keys = array("I"), array("Q")
+        self.text_bytes = self.records = 0
         self.digest = hashlib.sha256()
         """SHA-256 of all ids and, once closed, of all lengths."""
         self._writer = self._call(lambda: ArrayRecordWriter(str(files[".array_record"]), _WRITER_OPTIONS))
@@ -294,10 +292,9 @@ class _Output:
         self.digest.update(content)
 
     def _end(self, tokens: int, key: hashlib.blake2b, text_bytes: int) -> None:
-        self._lengths.append(tokens)
+        self.lengths.append(tokens)
         self._keys.append(int.from_bytes(key.digest()[:8], "little"))
-        self._tokens += tokens
-        self._text_bytes += text_bytes
+        self.text_bytes += text_bytes
 
     def close(self) -> None:
         """Closes the three files. They are on the disk when this returns."""
@@ -306,7 +303,7 @@ class _Output:
         self._call(self._writer.close)
         with open(self._files[".array_record"], "rb") as file:
             os.fsync(file.fileno())
-        self.index = lengths, keys = np.array(self._lengths, "<u4"), np.array(self._keys, "<u8")
+        self.index = lengths, keys = np.array(self.lengths, "<u4"), np.array(self._keys, "<u8")
         self.digest.update(lengths.tobytes())
         for ending, numbers in ((".lengths.npy", lengths), (".keys.npy", keys)):
             with open(self._files[ending], "wb") as file:
@@ -317,15 +314,7 @@ class _Output:
         record = bytes(self._pending[: self._record_bytes])
         self._call(lambda: self._writer.write(record))
         del self._pending[: self._record_bytes]
-        self._records += 1
-
-    def counts(self) -> dict[str, int]:
-        return {
-            "documents": len(self._lengths),
-            "tokens": self._tokens,
-            "text_bytes": self._text_bytes,
-            "records": self._records,
-        }
+        self.records += 1
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:

@@ -206,16 +206,6 @@ def test_many_threads_read_the_same(tmp_path):
     assert wrong == []
 
 
-def test_ranges_outside_a_document_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("abc")
-    here([tmp_path / "a.txt"], tmp_path / "out")
-    documents = PreparedDocuments(tmp_path / "out")
-    for document, start, stop in ((1, 0, 1), (-1, 0, 1), (0, 0, 5), (0, -1, 1), (0, 2, 1)):
-        with pytest.raises(ValueError):
-            documents.read(np.array([document]), np.array([start]), np.array([stop]))
-    assert documents.read(np.array([], int), np.array([], int), np.array([], int)) == []
-
-
 # ------------------------------------------------------------------------------------- sharing the work and going on
 
 
