@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import ConfigError, DataConfig
-from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, Manifest, StoredShard, read_manifest, read_npy
+from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, StoredShard, read_manifest, read_npy
 from jaxllm.data.parts import InputFile
 from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, find_in_store, is_address
@@ -185,7 +185,11 @@ class CachedFolder:
                 # A disk that has no locks: nothing is removed there in the background.
                 fcntl.flock(in_use, fcntl.LOCK_SH)
             self._place(MANIFEST, [content])
-        self.manifest = self._read_manifest()
+        try:
+            self.manifest = read_manifest(self.folder)
+        except ConfigError as error:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            raise ConfigError(str(error).replace(str(self.folder), self.address)) from None
         self._shards = {shard.name + RECORDS: shard for shard in self.manifest.shards}
         self._copy_small()
         if (size := sum(self._files[name].size for name in self._shards)) > cache.most_bytes:
@@ -221,13 +225,6 @@ class CachedFolder:
             f"{file} is damaged ({reason}) and was deleted: start again to copy {self.address}/{file.name} again, or prepare "
             f"it again if it is damaged there too."
         )
-
-    def _read_manifest(self) -> Manifest:
-        try:
-            return read_manifest(self.folder)
-        except ConfigError as error:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
-            raise ConfigError(str(error).replace(str(self.folder), self.address)) from None
 
     def _copy_small(self) -> None:
         """Copies all but the shards' records, and compares all sizes."""

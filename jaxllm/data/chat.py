@@ -87,9 +87,7 @@ class ChatTemplate:
           wanted: numbers of assistant messages, from 0.
           special_tokens: their text forms. The last one in an answer ends the turn if only white space follows it.
 
-        Raises:
-          ChatTemplateError: the template refuses these messages, or the position of an answer is unclear.
-          ChatTemplateLimit: it needs too much time or memory.
+        Raises as `render` does, and ChatTemplateError if the position of an answer is unclear.
         """
         numbers, finder = sorted(wanted), _Finder(special_tokens)
         wishes: list[Wish] = [(len(messages), False, _NO_MARKS)]
@@ -103,15 +101,13 @@ class ChatTemplate:
         try:
             return text, [self._answer(messages, number, text, texts, finder) for number in numbers]
         except ChatTemplateError:
-            if not self._has_marks:
+            if not re.search(r"{%-?\+?\s*generation\b", self.source):
                 raise
         return text, self._marked(messages, wanted, text, finder)
 
     def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
-        """Special token that ends an answer. None if the template has none, or if it cannot be determined.
-
-        Raises:
-          ChatTemplateLimit: the template needs too much time or memory.
+        """Special token that ends an answer. None if the template has none, or if it cannot be determined. Raises
+        ChatTemplateLimit if the template needs too much time or memory.
         """
         messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         try:
@@ -187,10 +183,6 @@ class ChatTemplate:
 
     def _refusal(self, what: str) -> ChatTemplateError:
         return ChatTemplateError(f"The chat template of {self.origin} {what}: change the messages or name another template.")
-
-    @cached_property
-    def _has_marks(self) -> bool:
-        return re.search(r"{%-?\+?\s*generation\b", self.source) is not None
 
     @cached_property
     def _process(self) -> TemplateProcess:

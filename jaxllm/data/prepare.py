@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hub import pin
@@ -29,14 +29,16 @@ from jaxllm.data.manifest import (
     TOKENIZER,
     VERSION,
     Origin,
+    OriginInputs,
+    OriginOptions,
+    OriginTokenizer,
     check_same_origin,
     read_stored,
 )
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.prepare_workers import Job, PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
-from jaxllm.data.records import require_column, with_kind
-from jaxllm.data.rows import row_groups
+from jaxllm.data.records import inspected
 from jaxllm.data.shards import (
     Task,
     placing,
@@ -57,7 +59,6 @@ from jaxllm.untrusted import INT32, MIB, RefusedInput, shown, whole_number
 # ----------------------------------------------------------------------------------------------------------------- inputs
 # Inputs of `jaxllm data prepare`: the files, and their division into shards.
 
-T = TypeVar("T")
 _QUESTIONS = 16
 """Files of a store that are looked into at once."""
 
@@ -92,15 +93,7 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
             files[path] = InputFile(path, there.st_size, there.st_mtime_ns, kind_of(path))
     if not files:
         raise ConfigError("No inputs are given: name files or patterns such as 'books/**/*.txt'.")
-    return _each(with_kind, [files[path] for path in sorted(files)])
-
-
-def _each(function: Callable[[InputFile], T], files: Sequence[InputFile]) -> list[T]:
-    """The results in order. Questions to a store, which take their time to answer, are asked many at once."""
-    if not any(file.address for file in files):
-        return [function(file) for file in files]
-    with ThreadPoolExecutor(_QUESTIONS) as pool:
-        return list(pool.map(function, files))
+    return [files[path] for path in sorted(files)]
 
 
 def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:
@@ -120,9 +113,10 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
             shares.append([])
             room = shard_bytes
 
-    _each(lambda file: require_column(file, text_key), files)
-    groups = _each(lambda file: row_groups(file, text_key) if file.kind == "parquet" else [], files)
-    for file, sizes in zip(files, groups, strict=True):
+    # Questions to a store, which take their time to answer, are asked many at once.
+    with ThreadPoolExecutor(_QUESTIONS if any(file.address for file in files) else 1) as pool:
+        looked = list(pool.map(lambda file: inspected(file, text_key), files))
+    for file, sizes in looked:
         if file.kind == "parquet":
             for group, size in enumerate(sizes):
                 take(Part(file, group, group + 1, size))
@@ -141,17 +135,8 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
 def origin_of(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, shard_bytes: int, record_tokens: int) -> Origin:
     listed = json.dumps([(file.path, file.size, file.version if file.address else file.modified_ns) for file in files])
     return Origin(
-        options={
-            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-            "text_key": text_key,
-            "shard_bytes": shard_bytes,
-            "record_tokens": record_tokens,
-        },
-        inputs={
-            "count": len(files),
-            "bytes": sum(file.size for file in files),
-            "sha256": hashlib.sha256(listed.encode()).hexdigest(),
-        },
+        OriginOptions(OriginTokenizer(tokenizer.name, tokenizer.sha256), text_key, shard_bytes, record_tokens),
+        OriginInputs(len(files), sum(file.size for file in files), hashlib.sha256(listed.encode()).hexdigest()),
         stored=tuple(map(_listed, files)) if any(file.address for file in files) else (),
     )
 
@@ -268,7 +253,10 @@ def prepare(
     shard_bytes = shard_bytes or min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
     tasks = cut(files, text_key, shard_bytes)
     origin = origin_of(files, loaded, text_key, shard_bytes, record_tokens)
-    _open(folder, origin)
+    with writing(partial(unwritable, folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        check_same_origin(folder, origin)
+        remove_leftovers(folder)
 
     mine = [task for task in tasks if task.shard % parts == part]
     todo = _not_done(folder, mine, strict)
@@ -327,14 +315,6 @@ def _check_numbers(workers: int | None, shard_bytes: int | None, record_tokens: 
             raise ConfigError(f"{name}={shown(number // unit)} is not valid: it should be {limit}.")
 
 
-def _open(folder: Path, origin: Origin) -> None:
-    """Creates the folder. Raises ConfigError if it cannot be written, or holds shards of another origin."""
-    with writing(partial(unwritable, folder)):
-        folder.mkdir(parents=True, exist_ok=True)
-        check_same_origin(folder, origin)
-        remove_leftovers(folder)
-
-
 def _shards_there(folder: Path, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
     """The metadata of existing shards, by shard number."""
     return {task.shard: found for task in tasks if (found := read_shard(folder, task.name))}
@@ -387,10 +367,10 @@ def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], t
             "kind": BYTES if isinstance(tokenizer, ByteTokenizer) else "folder",
         },
         "dtype": token_dtype(tokenizer.vocab_size).name,
-        "record_tokens": origin.options["record_tokens"],
+        "record_tokens": origin.options.record_tokens,
         **total,
-        "inputs": {key: origin.inputs[key] for key in ("count", "bytes")},
-        "options": {key: origin.options[key] for key in ("text_key", "shard_bytes")},
+        "inputs": {"count": origin.inputs.count, "bytes": origin.inputs.bytes},
+        "options": {"text_key": origin.options.text_key, "shard_bytes": origin.options.shard_bytes},
         "shards": [{key: shard[key] for key in (*FOR_MANIFEST, INDEX_SHA256) if key in shard} for shard in shards],
     }
     with writing(partial(unwritable, folder)):

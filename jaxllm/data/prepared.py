@@ -27,7 +27,6 @@ from jaxllm.data.manifest import (
     DATA_ENDINGS,
     TOKENIZER,
     StoredShard,
-    StoredTokenizer,
     check_sizes,
     damaged,
     fingerprint,
@@ -73,7 +72,13 @@ class PreparedDocuments(Documents):
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
         self.lengths = np.concatenate([shard.lengths for shard in self._shards])
         self.keys = np.concatenate([shard.keys for shard in self._shards])
-        self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest.tokenizer)
+        told, files = manifest.tokenizer, self._folder / TOKENIZER
+        self.tokenizer: Tokenizer = load_tokenizer(BYTES if told.kind == BYTES else files, told.name)
+        if self.tokenizer.sha256 != told.sha256:
+            raise ConfigError(
+                f"{files} is not the tokenizer that {self._folder} was prepared with: "
+                f"restore its files, or prepare the text again into another folder."
+            )
         self.fingerprint = fingerprint(manifest)
         self.description = f"{cached.name if cached else self._folder.name} (tokenizer {manifest.tokenizer.name})"
 
@@ -155,14 +160,3 @@ def _open(file: Path) -> Any:
     from array_record.python.array_record_module import ArrayRecordReader
 
     return ArrayRecordReader(str(file), _READER_OPTIONS)
-
-
-def _load_tokenizer(folder: Path, recorded: StoredTokenizer) -> Tokenizer:
-    as_bytes = recorded.kind == BYTES
-    tokenizer = load_tokenizer(BYTES if as_bytes else folder / TOKENIZER, recorded.name)
-    if tokenizer.sha256 != recorded.sha256:
-        raise ConfigError(
-            f"{folder / TOKENIZER} is not the tokenizer that {folder} was prepared with: "
-            f"restore its files, or prepare the text again into another folder."
-        )
-    return tokenizer

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -27,9 +28,9 @@ from jaxllm.data.parts import (
     kind_of,
     may_be_array,
 )
-from jaxllm.data.rows import CsvRows, arrow_columns, elements, no_column, read_arrow, read_parquet, rows_before
+from jaxllm.data.rows import CsvRows, arrow_columns, elements, parquet_columns, read_arrow, read_parquet, rows_before
 from jaxllm.data.stores import open_input, require_unchanged, unreadable
-from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json, shown
 
 _CHUNK = 1 << 20
 _SNIFFED = 4096
@@ -42,38 +43,36 @@ LONGEST_DOCUMENT = 2**32 - 2
 """Bytes, which with its end a length of 32 bits counts."""
 
 
-def with_kind(file: InputFile) -> InputFile:
-    """The file with the format of its content, where its name does not say it: a .json holds lines of objects or one array."""
-    if not may_be_array(file.path):
-        return file
-    try:
-        with open_input(file) as raw:
-            begins = decompressed(file.path, raw).read(_SNIFFED)
-    except (DamagedFile, OSError):
-        # Reading it will say what is wrong.
-        return file
-    return replace(file, kind="array") if begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else file
+def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:
+    """The file with the format of its content, where its name does not say it (a .json holds lines of objects or one array),
+    and the bytes of each row group of Parquet.
 
-
-def require_column(file: InputFile, text_key: str) -> None:
-    """
     Raises:
-      ConfigError: a table (CSV or Arrow) cannot be read, or has no column of that name.
+      ConfigError: a table cannot be read, or has no column of that name.
     """
+    if may_be_array(file.path):
+        # Where this fails, reading the file will say what is wrong.
+        with suppress(DamagedFile, OSError), open_input(file) as raw:
+            begins = decompressed(file.path, raw).read(_SNIFFED)
+            if begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                return replace(file, kind="array"), []
+    names, groups = [text_key], []
     try:
         if file.kind == "csv":
             with open_input(file) as raw:
                 names = CsvRows(decompressed(file.path, raw).readline, LINE_BYTES).names
         elif file.kind == "arrow":
             names = arrow_columns(file)
-        else:
-            return
+        elif file.kind == "parquet":
+            names, groups = parquet_columns(file)
     except DamagedFile as error:
         raise ConfigError(f"{file.path} cannot be read ({error}): fix it or leave it out.") from None
     except OSError as error:
         raise unreadable(file.path, error) from None
     if text_key not in names:
-        raise no_column(file.path, text_key, names)
+        which = f"one of {shown(', '.join(names[:100]), 400)}" if names else "a column, or leave the empty file out"
+        raise ConfigError(f"{file.path} has no column {text_key}: set --text-key to {which}.")
+    return file, groups
 
 
 def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Record]:

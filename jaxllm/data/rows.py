@@ -14,7 +14,7 @@ from typing import Any
 from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.data.parts import DamagedFile, InputFile, Part, Record, check_text
 from jaxllm.data.stores import open_input
-from jaxllm.untrusted import JSON_VALUES, MIB, shown
+from jaxllm.untrusted import JSON_VALUES, MIB
 
 # ---------------------------------------------------------------------------------------------------- CSV and JSON arrays
 # Reads rows of CSV and elements of a JSON array, one at a time and of bounded size, from a file that need not be local.
@@ -127,26 +127,15 @@ class CsvRows:
 _ROWS = 256
 
 
-def no_column(path: str, text_key: str, columns: list[str]) -> ConfigError:
-    which = f"one of {shown(', '.join(columns[:100]), 400)}" if columns else "a column, or leave the empty file out"
-    return ConfigError(f"{path} has no column {text_key}: set --text-key to {which}.")
-
-
 # ----------------------------------------------------------------------------------------------------------- Parquet
 
 
-def row_groups(file: InputFile, text_key: str) -> list[int]:
-    """Compressed bytes of each row group of a Parquet file.
-
-    Raises:
-      ConfigError: the file is not Parquet, has no column of that name, or pyarrow is not installed.
-    """
+def parquet_columns(file: InputFile) -> tuple[list[str], list[int]]:
+    """Names of the columns, and compressed bytes of each row group. Raises as `arrow_columns`."""
     with _parquet(file) as parquet:
-        columns = parquet.schema_arrow.names
-        if text_key not in columns:
-            raise no_column(file.path, text_key, columns)
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-        return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+        sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+        return parquet.schema_arrow.names, sizes
 
 
 def rows_before(part: Part) -> int:

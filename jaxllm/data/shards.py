@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,10 +30,10 @@ from jaxllm.data.manifest import (
     TOKENIZER,
     Origin,
     adding_to,
+    as_shard,
     check_same_origin,
     check_sizes,
     index_sha256,
-    is_shard,
     read_stored,
     shard_name,
 )
@@ -107,7 +107,7 @@ def write_shard(
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     """Reads a shard's .json. Returns None unless it and its files exist with their recorded sizes."""
     shard: Any = read_stored(folder / f"{name}.json")
-    if not is_shard(shard) or shard["name"] != name:
+    if as_shard(shard) is None or shard["name"] != name:
         return None
     try:
         check_sizes(folder, shard["files"])
@@ -194,8 +194,8 @@ def strict_error(broken: dict[str, Any]) -> ConfigError:
 def _write(
     files: dict[str, Path], task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    text_key, record_tokens = origin.options["text_key"], origin.options["record_tokens"]
-    output = _Output(files, token_dtype(tokenizer.vocab_size), record_tokens)
+    text_key = origin.options.text_key
+    output = _Output(files, token_dtype(tokenizer.vocab_size), origin.options.record_tokens)
     texts: list[str] = []
     characters = broken = empty = reported = before = 0
     kept: list[dict[str, Any]] = []
@@ -245,8 +245,8 @@ def _write(
         INDEX_SHA256: index_sha256(*output.index),
         "files": {task.name + ending: files[ending].stat().st_size for ending in DATA_ENDINGS},
         "broken_records": kept,
-        "options": origin.options,
-        "inputs": origin.inputs,
+        "options": asdict(origin.options),
+        "inputs": asdict(origin.inputs),
     }
 
 

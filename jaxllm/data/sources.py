@@ -348,7 +348,8 @@ def _matching_files(patterns: Sequence[str]) -> set[str]:
     listing, names, size = Listing(MOST_ENTRIES), set(), 0
     try:
         for match in (match for pattern in patterns for match in listing.files(pattern)):
-            if (name := _name_of(match)) not in names:
+            # The path below the working directory, or else the absolute path.
+            if (name := os.path.abspath(match).removeprefix(os.getcwd().rstrip("/") + "/")) not in names:
                 names.add(name)
                 with suppress(OSError):
                     size += os.path.getsize(name)
@@ -375,11 +376,6 @@ def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
         if bad is not None:
             raise ConfigError(f"{name} is not UTF-8 text (byte {bad}): convert it or leave it out of data.paths.")
     return texts
-
-
-def _name_of(path: str) -> str:
-    """The path below the working directory, or else the absolute path."""
-    return os.path.abspath(path).removeprefix(os.getcwd().rstrip("/") + "/")
 
 
 def _first_bad_byte(text: bytes) -> int | None:

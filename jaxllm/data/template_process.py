@@ -58,21 +58,13 @@ class TemplateProcess:
         self._end = None
 
     def compile(self) -> Answer:
-        """The text is empty if the template is Jinja.
-
-        Raises:
-          TemplateStopped: compiling it needs more than the limits.
-        """
+        """The text is empty if the template is Jinja. Raises TemplateStopped if compiling it needs more than the limits."""
         with self._lock:
             self.close()
             return self._start()[1]
 
     def render(self, messages: Sequence[Any], wishes: Sequence[Wish]) -> Iterator[Answer]:
-        """Renders beginnings of a conversation, in the order of the wishes.
-
-        Raises:
-          TemplateStopped: one of them needs more than the limits.
-        """
+        """Renders beginnings of a conversation, in the order of the wishes. Raises TemplateStopped as `compile` does."""
         start, count = 0, _TOGETHER
         while start < len(wishes):
             together = wishes[start : start + count]
@@ -122,9 +114,13 @@ class TemplateProcess:
                 left -= len(found[-1][1])
             return found
         except (EOFError, BrokenPipeError):
-            reason = _why_ended(process)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+            code = process.returncode
             self.close()
-            raise TemplateStopped(reason) from None
+            if code == -signal.SIGPROF:
+                raise TemplateStopped(f"takes more than {SECONDS} s of processor time to render") from None
+            raise TemplateStopped(f"ends the process that renders it (code {code})") from None
         except BaseException:
             # The rest of its answers is of no use to the next request.
             self.close()
@@ -147,14 +143,6 @@ def _received(written: IO[bytes], at_most: int) -> Answer:
         return kind, content.decode("utf-8")
     except UnicodeDecodeError:
         raise TemplateStopped("writes what is not text") from None
-
-
-def _why_ended(process: subprocess.Popen[bytes]) -> str:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=1)
-    if process.returncode == -signal.SIGPROF:
-        return f"takes more than {SECONDS} s of processor time to render"
-    return f"ends the process that renders it (code {process.returncode})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
