@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import ConfigError, DataConfig
-from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, StoredShard, read_manifest, read_npy
+from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, read_manifest, read_npy
 from jaxllm.data.parts import InputFile
 from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, find_in_store, is_address
@@ -276,23 +276,20 @@ class CachedFolder:
 
             with placing(self.folder, name) as aside:
                 write_blocks(aside, blocks(self._files[name]), go_on)
-                self._check(aside, name, shard)
+                try:
+                    found = _sha256(aside, self.folder / (shard.name + DATA_ENDINGS[1]))
+                except (RuntimeError, IndexError, ValueError, RefusedInput):
+                    found = None
+                if found != shard.sha256:
+                    raise ConfigError(
+                        f"{self.address}/{name} is not what {MANIFEST} beside it describes: prepare it again, or copy the "
+                        f"complete folder."
+                    )
             return True
 
     def _place(self, name: str, content: Iterable[bytes]) -> None:
         with placing(self.folder, name) as aside:
             write_blocks(aside, content)
-
-    def _check(self, file: Path, name: str, shard: StoredShard) -> None:
-        try:
-            found = _sha256(file, self.folder / (shard.name + DATA_ENDINGS[1]))
-        except (RuntimeError, IndexError, ValueError, RefusedInput):
-            found = None
-        if found != shard.sha256:
-            raise ConfigError(
-                f"{self.address}/{name} is not what {MANIFEST} beside it describes: prepare it again, or copy the complete "
-                f"folder."
-            )
 
 
 def _sha256(file: Path, lengths: Path) -> str:

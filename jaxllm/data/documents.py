@@ -71,12 +71,8 @@ class DocumentsInMemory(Documents):
         self._ids = np.concatenate(ids)
         self._scored = None if scored is None else np.concatenate(scored)
         self._begins = np.cumsum(self.lengths) - self.lengths
-        content = self._ids.tobytes() + self.lengths.tobytes() + self.keys.tobytes()
-        if self._scored is not None:
-            content += self._scored.tobytes()
-        if chosen_tokens is not None:
-            content += chosen_tokens.tobytes()
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        arrays = (self._ids, self.lengths, self.keys, self._scored, chosen_tokens)
+        self.fingerprint = hashlib.sha256(b"".join(array.tobytes() for array in arrays if array is not None)).hexdigest()
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         return cut(self._ids, self._begins[documents], starts, stops)

@@ -30,17 +30,9 @@ class Fill:
     """sequences x S."""
     targets_a_step: float
     """Mean over steps with the config's first batch."""
-
-    @property
-    def token_share(self) -> float:
-        return self.tokens / self.positions
-
-    @property
-    def target_share(self) -> float:
-        return self.targets / self.positions
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "token_share": self.token_share, "target_share": self.target_share}
+    token_share: float
+    target_share: float
+    """Of the positions."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +40,11 @@ class FillReport:
     description: str
     sequence_length: int
     batch_sequences: int
-    rows: tuple[Fill, ...]
+    rows: list[Fill]
     """Two for each source: `padded`, then the run's packing."""
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "rows": [row.to_json() for row in self.rows]}
+        return asdict(self)
 
     def lines(self) -> list[str]:
         """Text lines for the terminal."""
@@ -91,10 +83,10 @@ def fill(config: Config) -> FillReport:
         lengths = np.asarray(source.documents.lengths[which], np.int64)
         targets = _targets(source, which, lengths)
         for way, sequences in (("padded", int((-(-lengths // S)).sum())), (config.data.packing, here.packing.num_samples)):
-            positions = sequences * S
-            counts = sequences, int(lengths.sum()), targets, positions
-            rows.append(Fill(source.name, way, *counts, targets_a_step=targets / sequences * B))
-    return FillReport(data.description, S, B, tuple(rows))
+            tokens, positions = int(lengths.sum()), sequences * S
+            shares = targets / sequences * B, tokens / positions, targets / positions
+            rows.append(Fill(source.name, way, sequences, tokens, targets, positions, *shares))
+    return FillReport(data.description, S, B, rows)
 
 
 def _targets(source: Source, which: np.ndarray, lengths: np.ndarray) -> int:

@@ -36,7 +36,7 @@ from jaxllm.data.manifest import (
     read_stored,
 )
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
-from jaxllm.data.prepare_workers import Job, PrepareProgress, run
+from jaxllm.data.prepare_workers import PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import inspected
 from jaxllm.data.shards import (
@@ -48,6 +48,7 @@ from jaxllm.data.shards import (
     replace_json,
     strict_error,
     unwritable,
+    write_shard,
     writing,
 )
 from jaxllm.data.stores import find_in_store, is_address
@@ -261,10 +262,10 @@ def prepare(
     mine = [task for task in tasks if task.shard % parts == part]
     todo = _not_done(folder, mine, strict)
     if todo:
-        job = Job(folder, tokenizer, origin, strict)
+        write = partial(write_shard, folder, origin, strict)
         try:
             with PrepareProgress(todo, progress) as shows:
-                run(job, loaded, todo, min(workers or available_cpus(), len(todo)), shows)
+                run(tokenizer, loaded, write, todo, min(workers or available_cpus(), len(todo)), shows)
         except KeyboardInterrupt:
             there = len(_shards_there(folder, tasks))
             raise KeyboardInterrupt(

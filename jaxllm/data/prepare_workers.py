@@ -8,42 +8,33 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.manifest import Origin
-from jaxllm.data.shards import Task, write_shard
+from jaxllm.data.shards import Task
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-@dataclass(frozen=True)
-class Job:
-    """The input of every worker."""
-
-    folder: Path
-    tokenizer: str
-    origin: Origin
-    strict: bool
+Write = Callable[[Task, Tokenizer, Callable[[int, int], None]], None]
+"""write_shard, given all but these."""
 
 
-def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
-    """Makes the shards in `count` processes. With 1, in this process."""
+def run(name: str, tokenizer: Tokenizer, write: Write, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
+    """Makes the shards in `count` processes, which load the tokenizer by its name. With 1, in this process."""
     if count > 1:
-        return _run_workers(job, tasks, count, shows)
+        return _run_workers(name, write, tasks, count, shows)
     with _one_thread_for_tokenizers():
         for task in tasks:
-            write_shard(job.folder, task, job.origin, tokenizer, job.strict, shows.advance)
+            write(task, tokenizer, shows.advance)
             shows.advance(shards=1)
 
 
-def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
+def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
     """Gives each worker one task at a time; the first error ends all workers."""
     spawn = multiprocessing.get_context("spawn")
     waiting = iter(tasks)
@@ -54,7 +45,7 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
         with _interrupts_ignored():
             for _ in range(count):
                 ours, theirs = spawn.Pipe()
-                worker = spawn.Process(target=_work, args=(theirs, job), daemon=True)
+                worker = spawn.Process(target=_work, args=(theirs, name, write), daemon=True)
                 worker.start()
                 theirs.close()
                 workers[ours] = worker
@@ -89,7 +80,7 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
             worker.join()
 
 
-def _work(connection: Connection, job: Job) -> None:
+def _work(connection: Connection, name: str, write: Write) -> None:
     """Runs a worker: it reports that it is ready, and makes the shards that it receives. It ends when its parent exits."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -102,10 +93,10 @@ def _work(connection: Connection, job: Job) -> None:
 
     with suppress(_ParentGone):
         try:
-            tokenizer = load_tokenizer(job.tokenizer)
+            tokenizer = load_tokenizer(name)
             say("ready")
             while (task := connection.recv()) is not None:
-                write_shard(job.folder, task, job.origin, tokenizer, job.strict, lambda *counts: say("read", *counts))
+                write(task, tokenizer, lambda *counts: say("read", *counts))
                 say("written")
         except ConfigError as error:
             say("refused", str(error))

@@ -71,7 +71,7 @@ class Task:
 
 
 def write_shard(
-    folder: Path, task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
+    folder: Path, origin: Origin, strict: bool, task: Task, tokenizer: Tokenizer, report: Callable[[int, int], None]
 ) -> None:
     """Writes the shard of a task, unless another process finishes it first.
 

@@ -267,10 +267,8 @@ def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Docum
       ConfigError: the fraction leaves nothing to train on.
     """
     count = len(documents.lengths)
-    if fraction == 0:
+    if fraction == 0 or (count == 1 and documents.chosen_tokens is not None):
         return documents, np.arange(count), np.arange(0)
-    if count == 1 and documents.chosen_tokens is not None:
-        return documents, np.arange(1), np.arange(0)
     if count == 1:
         length = int(documents.lengths[0])
         held_out_tokens = round(length * fraction)
