@@ -203,10 +203,8 @@ class CachedFolder:
         self._background: threading.Thread | None = None
 
     def fetch(self, file: Path) -> None:
-        """Copies the shard's file from the store if it is not there. It may leave again before it is open.
-
-        Raises:
-          ConfigError: the store does not give it, or gives something else, or the cache cannot be written.
+        """Copies the shard's file from the store if it is not there. It may leave again before it is open. Raises ConfigError
+        if the store does not give it, or the cache cannot be written.
         """
         with writing(self.cache.unwritable):
             try:
@@ -306,10 +304,8 @@ def _sha256(file: Path, lengths: Path) -> str:
 
 
 def shard_cache(data: DataConfig, default: Callable[[], Path] | None) -> ShardCache | None:
-    """The cache of data.cache_dir, or else in `data` of what `default` gives; None if nothing is read from a store.
-
-    Raises:
-      ConfigError: there is neither.
+    """The cache of data.cache_dir, or else in `data` of what `default` gives; None if nothing is read from a store. Raises
+    ConfigError if there is neither.
     """
     paths = [path for part in data.sources if part.source == "prepared" for path in part.paths]
     if not any(map(is_address, paths)):

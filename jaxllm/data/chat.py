@@ -118,10 +118,6 @@ class ChatTemplate:
         # A special token decodes to nothing.
         return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None
 
-    def check(self) -> None:
-        """Raises ConfigError if the source is not Jinja, or if compiling it needs too much time or memory."""
-        _ = self._process
-
     def close(self) -> None:
         """Ends the process that renders. A later rendering starts it again."""
         if "_process" in self.__dict__:
@@ -226,7 +222,7 @@ def load_chat_template(
     source, origin = found
     template = ChatTemplate(source, str(origin), {} if folder is None else _special_tokens(Path(folder)), knows_date)
     # Refuses a broken template here, not at the first conversation.
-    template.check()
+    _ = template._process
     return template
 
 

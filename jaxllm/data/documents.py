@@ -187,8 +187,7 @@ class MegatronDocuments(Documents):
         Args:
           prefix: path of the files without .bin and .idx. Either suffix is accepted.
 
-        Raises:
-          ConfigError: a file is missing, truncated, or in another format.
+        Raises ConfigError if a file is missing, truncated, or in another format.
         """
         name = str(prefix).removesuffix(".bin").removesuffix(".idx")
         index, tokens = Path(f"{name}.idx"), Path(f"{name}.bin")

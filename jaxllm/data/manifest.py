@@ -98,10 +98,8 @@ def check_same_origin(folder: Path, origin: Origin, first_alone: bool = False) -
 
 @contextmanager
 def adding_to(folder: Path, origin: Origin) -> Iterator[None]:
-    """A shard of this origin is added to the folder inside, where no other process adds one.
-
-    Raises:
-      ConfigError: the folder holds shards of another origin, as of another command that began at the same time.
+    """A shard of this origin is added to the folder inside, where no other process adds one. Raises ConfigError if the folder
+    holds shards of another origin, as of another command that began at the same time.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

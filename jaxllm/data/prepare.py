@@ -67,8 +67,7 @@ _QUESTIONS = 16
 def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
     """Finds the files that match, each once, sorted by absolute path or address. Files inside `out` are left out.
 
-    Raises:
-      ConfigError: nothing matches a pattern, it is a folder, a store does not answer, or two addresses have one name.
+    Raises ConfigError if nothing matches a pattern, it is a folder, a store does not answer, or two addresses have one name.
     """
     inside = os.path.abspath(out) + os.sep
     files: dict[str, InputFile] = {}
@@ -331,11 +330,7 @@ def _not_done(folder: Path, mine: Sequence[Task], strict: bool) -> list[Task]:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Parses "i/n" into (i, n).
-
-    Raises:
-      ConfigError: the text has another form, or i is not in 0..n-1.
-    """
+    """Parses "i/n" into (i, n). Raises ConfigError if the text has another form, or i is not in 0..n-1."""
     part, _, parts = text.partition("/")
     try:
         count = whole_number(parts, at_least=1)

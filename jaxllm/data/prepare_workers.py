@@ -18,6 +18,7 @@ from jaxllm.data.shards import Task
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 
 _SECONDS_BETWEEN_LINES = 10.0
+_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 Write = Callable[[Task, Tokenizer, Callable[[int, int], None]], None]
@@ -28,10 +29,16 @@ def run(name: str, tokenizer: Tokenizer, write: Write, tasks: Sequence[Task], co
     """Makes the shards in `count` processes, which load the tokenizer by its name. With 1, in this process."""
     if count > 1:
         return _run_workers(name, write, tasks, count, shows)
-    with _one_thread_for_tokenizers():
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "false"
+    try:
         for task in tasks:
             write(task, tokenizer, shows.advance)
             shows.advance(shards=1)
+    finally:
+        del os.environ[_THREADS]
+        if before is not None:
+            os.environ[_THREADS] = before
 
 
 def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
@@ -82,7 +89,7 @@ def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, sho
 
 def _work(connection: Connection, name: str, write: Write) -> None:
     """Runs a worker: it reports that it is ready, and makes the shards that it receives. It ends when its parent exits."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ[_THREADS] = "false"
 
     def say(*message) -> None:
         try:
@@ -119,19 +126,6 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-@contextmanager
-def _one_thread_for_tokenizers() -> Iterator[None]:
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 class PrepareProgress:

@@ -101,10 +101,7 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
 
 def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     """Yields (line number, JSON object, "") from a file of JSON lines, compressed or not, in order. For a line without an
-    object it yields None and the reason. Blank lines are skipped.
-
-    Raises:
-      ConfigError: the file cannot be read, or has a line without an end.
+    object it yields None and the reason. Blank lines are skipped. Raises as `read_part`.
     """
     try:
         size = os.stat(path).st_size
