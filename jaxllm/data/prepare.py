@@ -277,7 +277,7 @@ def prepare(
     # Another command may have made shards with these names meanwhile.
     check_same_origin(folder, origin)
     if len(shards) == len(tasks):
-        _finish(folder, shards, _total(shards), loaded, origin)
+        _finish(folder, shards, loaded, origin)
     return _summary(out, shards, len(tasks), len(todo), time.monotonic() - started)
 
 
@@ -341,8 +341,9 @@ def parse_shard(text: str) -> tuple[int, int]:
         ) from None
 
 
-def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], tokenizer: Tokenizer, origin: Origin) -> None:
+def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin) -> None:
     """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
+    total = _total(shards)
     if not total["documents"]:
         first = next((record for shard in shards for record in shard["broken_records"]), None)
         hint = f", the first {position_of(first)}: {first['reason']}" if first else ""

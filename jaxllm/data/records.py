@@ -85,7 +85,7 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
       ConfigError: the file cannot be read, has changed since the work was divided, or has a line without an end.
     """
     file = part.file
-    tables = {"parquet": read_parquet, "arrow": read_arrow, "csv": _read_csv, "array": _read_array, "lines": _read_lines}
+    tables = {"parquet": read_parquet, "arrow": read_arrow, "csv": _read_rows, "array": _read_rows, "lines": _read_lines}
     try:
         require_unchanged(file)
         if file.kind == "text":
@@ -268,29 +268,28 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
 # ------------------------------------------------------------------------------------------------------ arrays and CSV
 
 
-def _read_array(part: Part, text_key: str) -> Iterator[Record]:
-    number = 0
+def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
+    number, texts = 0, _texts_of_array if part.file.kind == "array" else _texts_of_csv
     with open_input(part.file) as raw:
         try:
-            for number, element in enumerate(elements(decompressed(part.file.path, raw).read, LINE_BYTES), 1):
-                text, reason = _field(element, text_key)
+            for number, (text, reason) in enumerate(texts(decompressed(part.file.path, raw), text_key), 1):
                 yield Record(text, number, reason, raw.tell())
         except DamagedFile as error:
             yield Record(None, number + 1, str(error), part.size)
 
 
-def _read_csv(part: Part, text_key: str) -> Iterator[Record]:
-    number = 0
-    with open_input(part.file) as raw:
-        try:
-            rows = CsvRows(decompressed(part.file.path, raw).readline, LINE_BYTES)
-            place = rows.names.index(text_key)
-            for number, (row, reason) in enumerate(rows, 1):
-                text = None
-                if row is not None and len(row) <= place:
-                    reason = f"it has {len(row)} of {len(rows.names)} columns"
-                elif row is not None:
-                    text, reason = check_text(row[place], text_key)
-                yield Record(text, number, reason, raw.tell())
-        except DamagedFile as error:
-            yield Record(None, number + 1, str(error), part.size)
+def _texts_of_array(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:
+    for element in elements(content.read, LINE_BYTES):
+        yield _field(element, text_key)
+
+
+def _texts_of_csv(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:
+    rows = CsvRows(content.readline, LINE_BYTES)
+    place = rows.names.index(text_key)
+    for row, reason in rows:
+        if row is None:
+            yield None, reason
+        elif len(row) <= place:
+            yield None, f"it has {len(row)} of {len(rows.names)} columns"
+        else:
+            yield check_text(row[place], text_key)
