@@ -102,9 +102,6 @@ def _targets(source: Source, which: np.ndarray, lengths: np.ndarray) -> int:
 # --------------------------------------------------------------------------------------------------------------------- baseline
 # A useful byte-level model must do better.
 
-# Counts are dense arrays of 256**order 8-byte integers: 128 MiB for trigrams, 32 GiB for order 4.
-_MAX_ORDER = 3
-
 
 def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float:
     """Held-out cross entropy of an n-gram model of bytes, in nats per byte.
@@ -119,13 +116,12 @@ def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float
     Args:
       train: uint8 [bytes], the text that is counted.
       held_out: uint8 [bytes], at least one byte. All bytes are scored; the first order - 1 of them have a shorter context.
-      order: length of an n-gram in bytes: 1, 2 (bigram) or 3 (trigram).
+      order: length of an n-gram in bytes, such as 3 (trigram). Counts are dense arrays of 256**order 8-byte integers: 128 MiB
+        for trigrams, 32 GiB for order 4.
 
     Raises:
-      ValueError: `order` is not 1, 2 or 3, or `held_out` is empty.
+      ValueError: `held_out` is empty.
     """
-    if not 1 <= order <= _MAX_ORDER:
-        raise ValueError(f"The order of an n-gram baseline is 1 to {_MAX_ORDER}, not {order}.")
     if not len(held_out):
         raise ValueError("There is no held-out text to score: raise data.held_out_fraction.")
     probability = np.full(len(held_out), 1 / 256)

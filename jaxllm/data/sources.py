@@ -196,7 +196,9 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     }
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
-    template = _chat_template(data, for_texts)
+    template = None
+    if any(part.source in CONVERSATIONS for part in data.sources):
+        template = load_chat_template(for_texts and for_texts.folder, data.chat_template, knows_date=False)
     documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
@@ -214,13 +216,6 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
             f"set model.vocab_size to at least {tokenizer.vocab_size}, or choose the model's own tokenizer."
         )
     return Data(config, sources, tokenizer, template)
-
-
-def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Chat template of conversations: data.chat_template, or the tokenizer's own."""
-    if not any(part.source in CONVERSATIONS for part in data.sources):
-        return None
-    return load_chat_template(None if tokenizer is None else tokenizer.folder, data.chat_template, knows_date=False)
 
 
 def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:
