@@ -93,7 +93,7 @@ def check_text(text: object, text_key: str) -> tuple[str | None, str]:
 # --------------------------------------------------------------------------------------------------------- decompression
 
 _CHUNK = 1 << 20
-_MOST_EXPANDED, _EXPANDS_FREELY = 100, 258 * MIB
+_MOST_EXPANDED, _EXPANDS_FREELY = 100, 260 * MIB
 """Times that a compressed file may expand, and bytes from which on: 256 MiB and what is read ahead. Text shrinks to a tenth,
 logs to a fortieth; gzip can reach 1,000 and Zstandard 30,000."""
 
