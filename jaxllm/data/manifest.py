@@ -50,7 +50,7 @@ class OriginInputs:
     count: Whole
     bytes: Whole
     sha256: Digest
-    """Of names, sizes and dates, or versions."""
+    """It covers names, sizes, and dates or versions."""
 
     def __str__(self) -> str:
         return f"{self.bytes:,} bytes in {self.count:,} file{'s' if self.count != 1 else ''}"

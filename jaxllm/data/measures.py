@@ -32,7 +32,7 @@ class Fill:
     """Mean over steps with the config's first batch."""
     token_share: float
     target_share: float
-    """Of the positions."""
+    """Shares of the positions that hold a token, and that have a loss."""
 
 
 @dataclass(frozen=True)
