@@ -37,7 +37,7 @@ ENVIRONMENT = {
 }
 DOORS = {
     "untrusted.py": "bounded, no key twice, typed",
-    "data/template_program.py": "reads what its own parent sends, without jaxllm on its path",
+    "data/template_process.py": "reads what its own parent sends, without jaxllm on its path",
 }
 LOADED_CODE = {
     "run/programs.py": "compiled programs that this user's key signed",

@@ -233,7 +233,7 @@ def data_prepare(
 def data_fill(recipe: opt.Recipe, as_json: opt.AsJson = False) -> None:
     """Counts how much of a step's positions the text uses. Padded, and packed as the run packs it."""
     loaded = opt.load(recipe)
-    from jaxllm.data.fill import fill
+    from jaxllm.data.measures import fill
 
     report = fill(loaded)
     print(json.dumps(report.to_json()) if as_json else opt.fitted(report.lines()))

@@ -20,23 +20,22 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from jaxllm.config import ConfigError, DataConfig
-from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, Manifest, StoredShard, read_manifest, read_npy
+from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, read_manifest, read_npy
 from jaxllm.data.parts import InputFile
-from jaxllm.data.shards import remove_leftovers, temporary_path
+from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, find_in_store, is_address
-from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, reason_of, shown
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, shown
 
 log = logging.getLogger(__name__)
 RECORDS, IN_USE = DATA_ENDINGS[0], ".in-use"
@@ -46,27 +45,9 @@ _LONGEST_WAIT_S = 10.0
 _RECORDS_AT_ONCE = 64
 
 
-class ObjectCache:
-    """A folder of copies.
-
-    Args:
-      unwritable: makes the error from the reason why the folder cannot be written.
-    """
-
-    def __init__(self, folder: Path, unwritable: Callable[[str], ConfigError]):
-        self.folder, self._unwritable = folder, unwritable
-
-    def home(self, name: str, identity: bytes) -> Path:
-        """The place of a folder's copy: it has another one when its identity changes."""
-        return self.folder / f"{name}-{hashlib.sha256(identity).hexdigest()[:16]}"
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Raises ConfigError for an OSError inside."""
-        try:
-            yield
-        except OSError as error:
-            raise self._unwritable(reason_of(error)) from None
+def copy_name(name: str, identity: bytes) -> str:
+    """The name of a folder's copy: it has another one when its identity changes."""
+    return f"{name}-{hashlib.sha256(identity).hexdigest()[:16]}"
 
 
 @contextmanager
@@ -83,20 +64,6 @@ def locked(file: Path, wait: bool) -> Iterator[bool | None]:
             except BlockingIOError:
                 is_ours = False
         yield is_ours
-
-
-@contextmanager
-def placing(folder: Path, name: str) -> Iterator[Path]:
-    """Yields another name for a file or a folder, which becomes `folder / name` at the end. After an error nothing stays."""
-    # Where a disk has no locks, threads of this process may copy one object.
-    aside = temporary_path(folder, f"{Path(name).name}.{threading.get_ident()}")
-    try:
-        yield aside
-        # What someone damaged by hand.
-        shutil.rmtree(folder / name, ignore_errors=True)
-        os.replace(aside, folder / name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
 def write_blocks(target: Path, content: Iterable[bytes], took: Callable[[int], object] = lambda size: None) -> None:
@@ -118,22 +85,21 @@ def is_copy(path: Path, original: InputFile) -> bool:
 # -------------------------------------------------------------------------------------------------------- prepared folders
 
 
-class ShardCache(ObjectCache):
+class ShardCache:
     """A folder of copies, with at most `most_bytes` of shards: what is being copied, and what is read, comes on top."""
 
     def __init__(self, folder: Path, most_bytes: float):
-        super().__init__(
-            folder,
-            lambda reason: ConfigError(
-                f"The cache {folder} cannot be written ({reason}): fix that, or name another folder by data.cache_dir."
-            ),
-        )
-        self._most_bytes = most_bytes
+        self.folder, self.most_bytes = folder, most_bytes
         self._lock = threading.Lock()
-        self._used: Counter[Path] = Counter()
-        self._closers: list[Callable[[], None]] = []
+        self.closers: list[Callable[[], None]] = []
+        """Called after files were removed, perhaps by another process: an open one keeps its room on the disk."""
         self._threads: list[threading.Thread] = []
         self.stopped = threading.Event()
+
+    def unwritable(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"The cache {self.folder} cannot be written ({reason}): fix that, or name another folder by data.cache_dir."
+        )
 
     def close(self) -> None:
         """Ends copying in the background."""
@@ -141,29 +107,11 @@ class ShardCache(ObjectCache):
         for thread in self._threads:
             thread.join(_LONGEST_WAIT_S)
 
-    def open(self, address: str) -> CachedFolder:
-        return CachedFolder(self, address)
-
     def start(self, thread: threading.Thread) -> None:
         # A thread in the library's code must not outlive the interpreter.
         atexit.register(self.close)
         self._threads.append(thread)
         thread.start()
-
-    def on_removal(self, close: Callable[[], None]) -> None:
-        """`close()` is called after files were removed, perhaps by another process: an open one keeps its room on the disk."""
-        self._closers.append(close)
-
-    @contextmanager
-    def holding(self, file: Path) -> Iterator[None]:
-        """This process does not remove the file inside."""
-        with self._lock:
-            self._used[file] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._used[file] -= 1
 
     def make_room(self, size: int, may_remove: bool) -> bool:
         """Whether a shard of so many bytes fits. Removes those that were read longest ago: any, if it may, so that it does;
@@ -177,36 +125,24 @@ class ShardCache(ObjectCache):
                 except FileNotFoundError:
                     continue
                 there.append((found.st_mtime_ns, found.st_size, file))
-            closed: dict[Path, bool] = {}
 
-            def may_go(file: Path) -> bool:
-                if not may_remove and file.parent not in closed:
-                    # No process opens it while this one has the lock.
-                    closed[file.parent] = locks.enter_context(locked(file.parent / IN_USE, wait=False)) is True
-                return not self._used[file] and (may_remove or closed[file.parent])
+            @cache
+            def may_go(folder: Path) -> bool:
+                # No process opens it while this one has the lock.
+                return may_remove or locks.enter_context(locked(folder / IN_USE, wait=False)) is True
 
-            excess, dropped = size + sum(bytes_there for _, bytes_there, _ in there) - self._most_bytes, []
+            excess, dropped = size + sum(bytes_there for _, bytes_there, _ in there) - self.most_bytes, []
             for _, freed, file in sorted(there):
-                if excess > 0 and may_go(file):
+                if excess > 0 and may_go(file.parent):
                     dropped.append(file)
                     excess -= freed
             if excess > 0 and not may_remove:
                 return False
             for file in dropped:
                 file.unlink(missing_ok=True)
-            for close in self._closers if may_remove else ():
+            for close in self.closers if may_remove else ():
                 close()
             return True
-
-    def warn_if_small(self, address: str, size: int) -> None:
-        if size > self._most_bytes:
-            log.warning(
-                "%s has %.1f GiB of shards and data.cache_gib=%g: documents are read in a shuffled order, so shards will be "
-                "copied again and again. Raise data.cache_gib, or copy the folder to a disk of every host.",
-                address,
-                size / 2**30,
-                self._most_bytes / 2**30,
-            )
 
 
 class CachedFolder:
@@ -218,7 +154,7 @@ class CachedFolder:
           ConfigError: the address is of no store that lists files, the store does not give the folder, it is not complete, or
             the cache cannot be written.
         """
-        self._cache = cache
+        self.cache = cache
         if not address.startswith(("s3://", "gs://", "hf://")):
             # What follows a question mark may be a signature.
             raise ConfigError(
@@ -238,44 +174,47 @@ class CachedFolder:
                 f"another folder."
             )
         content = b"".join(blocks(self._small(MANIFEST)))
-        self.folder = cache.home(self.name, self.address.encode() + b"\0" + content)
-        with cache.writing():
+        self.folder = cache.folder / copy_name(self.name, self.address.encode() + b"\0" + content)
+        with writing(cache.unwritable):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.folder)
-            self._keep_open()
+            # Tells other processes, as long as this object lives, that the folder is open.
+            in_use = open(self.folder / IN_USE, "w")  # noqa: SIM115
+            weakref.finalize(self, in_use.close)
+            with suppress(OSError):
+                # A disk that has no locks: nothing is removed there in the background.
+                fcntl.flock(in_use, fcntl.LOCK_SH)
             self._place(MANIFEST, [content])
-        self.manifest = self._read_manifest()
+        try:
+            self.manifest = read_manifest(self.folder)
+        except ConfigError as error:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            raise ConfigError(str(error).replace(str(self.folder), self.address)) from None
         self._shards = {shard.name + RECORDS: shard for shard in self.manifest.shards}
         self._copy_small()
-        cache.warn_if_small(address, sum(self._files[name].size for name in self._shards))
+        if (size := sum(self._files[name].size for name in self._shards)) > cache.most_bytes:
+            log.warning(
+                "%s has %.1f GiB of shards and data.cache_gib=%g: documents are read in a shuffled order, so shards will be "
+                "copied again and again. Raise data.cache_gib, or copy the folder to a disk of every host.",
+                address,
+                size / 2**30,
+                cache.most_bytes / 2**30,
+            )
         self._background: threading.Thread | None = None
 
-    def _keep_open(self) -> None:
-        """Tells other processes, as long as this object lives, that the folder is open."""
-        file = open(self.folder / IN_USE, "w")  # noqa: SIM115
-        weakref.finalize(self, file.close)
-        with suppress(OSError):
-            # This disk has no locks: nothing is removed there in the background.
-            fcntl.flock(file, fcntl.LOCK_SH)
-
-    @contextmanager
-    def holding(self, file: Path) -> Iterator[None]:
-        """The shard's file is there inside, copied from the store if it is not.
-
-        Raises:
-          ConfigError: the store does not give it, or gives something else, or the cache cannot be written.
+    def fetch(self, file: Path) -> None:
+        """Copies the shard's file from the store if it is not there. It may leave again before it is open. Raises ConfigError
+        if the store does not give it, or the cache cannot be written.
         """
-        with self._cache.holding(file):
-            with self._cache.writing():
-                try:
-                    # The order of removal. Times of access are not kept on every disk.
-                    os.utime(file)
-                except FileNotFoundError:
-                    self._copy_shard(file.name, in_background=False)
-            if self._background is None:
-                self._background = threading.Thread(target=self._copy_others, args=(file.name,), daemon=True)
-                self._cache.start(self._background)
-            yield
+        with writing(self.cache.unwritable):
+            try:
+                # The order of removal. Times of access are not kept on every disk.
+                os.utime(file)
+            except FileNotFoundError:
+                self._copy_shard(file.name, in_background=False)
+        if self._background is None:
+            self._background = threading.Thread(target=self._copy_others, args=(file.name,), daemon=True)
+            self.cache.start(self._background)
 
     def damaged(self, file: Path, reason: str) -> ConfigError:
         """Deletes a damaged copy. Returns the error to raise."""
@@ -284,16 +223,6 @@ class CachedFolder:
             f"{file} is damaged ({reason}) and was deleted: start again to copy {self.address}/{file.name} again, or prepare "
             f"it again if it is damaged there too."
         )
-
-    def on_removal(self, close: Callable[[], None]) -> None:
-        self._cache.on_removal(close)
-
-    def _read_manifest(self) -> Manifest:
-        try:
-            return read_manifest(self.folder)
-        except ConfigError as error:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
-            raise ConfigError(str(error).replace(str(self.folder), self.address)) from None
 
     def _copy_small(self) -> None:
         """Copies all but the shards' records, and compares all sizes."""
@@ -308,7 +237,7 @@ class CachedFolder:
             there = [f"{TOKENIZER}/{name}" for name in _TOKENIZER_FILES if f"{TOKENIZER}/{name}" in self._files]
             wanted += [self._small(name).path.removeprefix(self.address + "/") for name in there]
         missing = [name for name in wanted if not is_copy(self.folder / name, self._files[name])]
-        with self._cache.writing(), ThreadPoolExecutor(_QUESTIONS) as pool:
+        with writing(self.cache.unwritable), ThreadPoolExecutor(_QUESTIONS) as pool:
             (self.folder / TOKENIZER).mkdir(exist_ok=True)
             list(pool.map(lambda name: self._place(name, blocks(self._files[name])), missing))
 
@@ -323,7 +252,7 @@ class CachedFolder:
         at = names.index(first)
         for name in names[at + 1 :] + names[:at]:
             try:
-                if self._cache.stopped.is_set() or not self._copy_shard(name, in_background=True):
+                if self.cache.stopped.is_set() or not self._copy_shard(name, in_background=True):
                     return
             except (ConfigError, RuntimeError) as error:
                 # The batch that needs it asks again and says so. Python starts no thread once the program ends.
@@ -333,34 +262,32 @@ class CachedFolder:
     def _copy_shard(self, name: str, in_background: bool) -> bool:
         """Copies a shard that is not there; in the background not one that is being copied. False: there is no room."""
         final, shard = self.folder / name, self._shards[name]
-        with self._cache.writing(), locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
+        with writing(self.cache.unwritable), locked(self.folder / f".{name}.lock", wait=not in_background) as ours:
             if ours is False or final.exists():
                 return True
-            if not self._cache.make_room(shard.files[name], may_remove=not in_background):
+            if not self.cache.make_room(shard.files[name], may_remove=not in_background):
                 return False
-            with placing(self.folder, name) as aside:
-                write_blocks(aside, blocks(self._files[name]), lambda size: self._go_on(in_background))
-                self._check(aside, name, shard)
-            return True
 
-    def _go_on(self, in_background: bool) -> None:
-        if in_background and self._cache.stopped.is_set():
-            raise RuntimeError("the run has ended")
+            def go_on(size: int) -> None:
+                if in_background and self.cache.stopped.is_set():
+                    raise RuntimeError("the run has ended")
+
+            with placing(self.folder, name) as aside:
+                write_blocks(aside, blocks(self._files[name]), go_on)
+                try:
+                    found = _sha256(aside, self.folder / (shard.name + DATA_ENDINGS[1]))
+                except (RuntimeError, IndexError, ValueError, RefusedInput):
+                    found = None
+                if found != shard.sha256:
+                    raise ConfigError(
+                        f"{self.address}/{name} is not what {MANIFEST} beside it describes: prepare it again, or copy the "
+                        f"complete folder."
+                    )
+            return True
 
     def _place(self, name: str, content: Iterable[bytes]) -> None:
         with placing(self.folder, name) as aside:
             write_blocks(aside, content)
-
-    def _check(self, file: Path, name: str, shard: StoredShard) -> None:
-        try:
-            found = _sha256(file, self.folder / (shard.name + DATA_ENDINGS[1]))
-        except (RuntimeError, IndexError, ValueError, RefusedInput):
-            found = None
-        if found != shard.sha256:
-            raise ConfigError(
-                f"{self.address}/{name} is not what {MANIFEST} beside it describes: prepare it again, or copy the complete "
-                f"folder."
-            )
 
 
 def _sha256(file: Path, lengths: Path) -> str:
@@ -377,10 +304,8 @@ def _sha256(file: Path, lengths: Path) -> str:
 
 
 def shard_cache(data: DataConfig, default: Callable[[], Path] | None) -> ShardCache | None:
-    """The cache of data.cache_dir, or else in `data` of what `default` gives; None if nothing is read from a store.
-
-    Raises:
-      ConfigError: there is neither.
+    """The cache of data.cache_dir, or else in `data` of what `default` gives; None if nothing is read from a store. Raises
+    ConfigError if there is neither.
     """
     paths = [path for part in data.sources if part.source == "prepared" for path in part.paths]
     if not any(map(is_address, paths)):

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.template_process import TemplateProcess, TemplateStopped, Wish
-from jaxllm.data.template_program import FAILED, NOT_JINJA, RENDERED
+from jaxllm.data.template_process import FAILED, NOT_JINJA, RENDERED, TemplateProcess, TemplateStopped, Wish
 from jaxllm.data.tokenizer import Tokenizer, read_companion, token_text
 from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, reason_of, shown
 
@@ -88,11 +87,12 @@ class ChatTemplate:
           wanted: numbers of assistant messages, from 0.
           special_tokens: their text forms. The last one in an answer ends the turn if only white space follows it.
 
-        Raises:
-          ChatTemplateError: the template refuses these messages, or the position of an answer is unclear.
-          ChatTemplateLimit: it needs too much time or memory.
+        Raises as `render` does, and ChatTemplateError if the position of an answer is unclear.
         """
-        numbers, finder = sorted(wanted), _Finder(special_tokens)
+        numbers = sorted(wanted)
+        # The longest come first because one token may be a prefix of another.
+        spelled = sorted(filter(None, special_tokens), key=len, reverse=True)
+        special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
         wishes: list[Wish] = [(len(messages), False, _NO_MARKS)]
         for number in numbers:
             wishes.append((number, True, _NO_MARKS))
@@ -102,17 +102,15 @@ class ChatTemplate:
         texts = self._texts(messages, wishes)
         text = next(texts)
         try:
-            return text, [self._answer(messages, number, text, texts, finder) for number in numbers]
+            return text, [self._answer(messages, number, text, texts, special) for number in numbers]
         except ChatTemplateError:
-            if not self._has_marks:
+            if not re.search(r"{%-?\+?\s*generation\b", self.source):
                 raise
-        return text, self._marked(messages, wanted, text, finder)
+        return text, self._marked(messages, wanted, text, special)
 
     def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
-        """Special token that ends an answer. None if the template has none, or if it cannot be determined.
-
-        Raises:
-          ChatTemplateLimit: the template needs too much time or memory.
+        """Special token that ends an answer. None if the template has none, or if it cannot be determined. Raises
+        ChatTemplateLimit if the template needs too much time or memory.
         """
         messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         try:
@@ -122,10 +120,6 @@ class ChatTemplate:
         ((ids, _),) = tokenizer.encode_with_starts([text[start:stop]], parse_special=True)
         # A special token decodes to nothing.
         return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None
-
-    def check(self) -> None:
-        """Raises ConfigError if the source is not Jinja, or if compiling it needs too much time or memory."""
-        _ = self._process
 
     def close(self) -> None:
         """Ends the process that renders. A later rendering starts it again."""
@@ -146,7 +140,9 @@ class ChatTemplate:
         except RecursionError:
             raise self._refusal("is not tried on a conversation that nests too deeply") from None
 
-    def _answer(self, messages: Sequence[Message], number: int, text: str, texts: Iterator[str], finder: _Finder) -> Span:
+    def _answer(
+        self, messages: Sequence[Message], number: int, text: str, texts: Iterator[str], special: re.Pattern[str]
+    ) -> Span:
         before, prompt = messages[:number], next(texts)
         whole = text if number + 1 == len(messages) else next(texts)
         if not whole.startswith(prompt):
@@ -154,7 +150,7 @@ class ChatTemplate:
                 f"writes the text before message {number + 1} differently once that answer follows, and has no "
                 f"{{% generation %}} marks to show the answer"
             )
-        start, stop = len(prompt), finder.end_of_turn(whole, len(prompt))
+        start, stop = len(prompt), _end_of_turn(special, whole, len(prompt))
         if not text.startswith(whole[:stop]):
             raise self._refusal(
                 f"writes message {number + 1} differently once other messages follow, and has no {{% generation %}} marks to "
@@ -168,7 +164,7 @@ class ChatTemplate:
                 raise self._refusal(f"has no generation prompt and does not write message {number + 1} unchanged")
         return start, stop
 
-    def _marked(self, messages: Sequence[Message], wanted: Collection[int], text: str, finder: _Finder) -> list[Span]:
+    def _marked(self, messages: Sequence[Message], wanted: Collection[int], text: str, special: re.Pattern[str]) -> list[Span]:
         """Finds the wanted answers by the template's {% generation %} marks."""
         if _BEGIN in text or _END in text:
             raise self._refusal("finds a character in the conversation that no text may contain")
@@ -178,7 +174,7 @@ class ChatTemplate:
             if part == _BEGIN:
                 spans.append((at, at))
             elif part == _END:
-                spans[-1] = (spans[-1][0], finder.closing_token(text, spans[-1][0], at))
+                spans[-1] = (spans[-1][0], _closing_token(special, text, spans[-1][0], at))
             else:
                 at += len(part)
         answers = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
@@ -188,10 +184,6 @@ class ChatTemplate:
 
     def _refusal(self, what: str) -> ChatTemplateError:
         return ChatTemplateError(f"The chat template of {self.origin} {what}: change the messages or name another template.")
-
-    @cached_property
-    def _has_marks(self) -> bool:
-        return re.search(r"{%-?\+?\s*generation\b", self.source) is not None
 
     @cached_property
     def _process(self) -> TemplateProcess:
@@ -235,7 +227,7 @@ def load_chat_template(
     source, origin = found
     template = ChatTemplate(source, str(origin), {} if folder is None else _special_tokens(Path(folder)), knows_date)
     # Refuses a broken template here, not at the first conversation.
-    template.check()
+    _ = template._process
     return template
 
 
@@ -282,27 +274,20 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-class _Finder:
-    """Finds the ends of answers in a rendered conversation."""
+def _end_of_turn(special: re.Pattern[str], text: str, start: int) -> int:
+    """True end of an answer that begins at `start` and reaches the end of `text`: after its last special token, if only white
+    space follows. Generation stops once the model has written that token.
+    """
+    stop = max((found.end() for found in special.finditer(text, start)), default=start)
+    return stop if stop > start and not text[stop:].strip() else len(text)
 
-    def __init__(self, special_tokens: Sequence[str]):
-        # The longest come first because one token may be a prefix of another.
-        spelled = sorted(filter(None, special_tokens), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
 
-    def end_of_turn(self, text: str, start: int) -> int:
-        """True end of an answer that begins at `start` and reaches the end of `text`: after its last special token, if only
-        white space follows. Generation stops once the model has written that token.
-        """
-        stop = max((found.end() for found in self._special.finditer(text, start)), default=start)
-        return stop if stop > start and not text[stop:].strip() else len(text)
-
-    def closing_token(self, text: str, start: int, stop: int) -> int:
-        """End of a marked answer [start, stop), including the special token that ends the turn. That token is within the marks
-        or directly after them.
-        """
-        ended = self.end_of_turn(text[:stop], start)
-        if any(found.end() == ended for found in self._special.finditer(text[:ended], start)):
-            return ended
-        following = self._special.match(text, stop)
-        return following.end() if following else stop
+def _closing_token(special: re.Pattern[str], text: str, start: int, stop: int) -> int:
+    """End of a marked answer [start, stop), including the special token that ends the turn. That token is within the marks or
+    directly after them.
+    """
+    ended = _end_of_turn(special, text[:stop], start)
+    if any(found.end() == ended for found in special.finditer(text[:ended], start)):
+        return ended
+    following = special.match(text, stop)
+    return following.end() if following else stop

@@ -56,18 +56,6 @@ class _BrokenLine(Exception):
     """The reason why a line cannot be used."""
 
 
-class _BrokenLines:
-    """Counts lines that cannot be used, and keeps the first."""
-
-    def __init__(self) -> None:
-        self.count, self.first = 0, list[str]()
-
-    def add(self, line: str) -> None:
-        self.count += 1
-        if self.count <= BROKEN_SHOWN:
-            self.first.append(line)
-
-
 @dataclass(frozen=True)
 class _Text:
     """The text of a conversation, with the spans of its answers."""
@@ -95,8 +83,9 @@ def read_conversations(
       ConfigError: a file cannot be read or is not JSON lines, messages have no template, or no line is usable.
     """
     files = _files(patterns)
-    broken = _BrokenLines()
-    conversations = _conversations(files, tokenizer, template, broken, _read_pair if pairs else _read_one)
+    broken: list[str] = []
+    read = _read_pair if pairs else lambda *given: (_read(*given),)
+    conversations = _conversations(files, tokenizer, template, broken, read)
     keys, ids, scored, firsts = [], [], [], []
     try:
         while together := list(islice(conversations, _TOGETHER)):
@@ -104,7 +93,7 @@ def read_conversations(
             for where, texts in together:
                 tokens, answers = zip(*islice(tokenized, len(texts)), strict=True)
                 if pairs and not all(each[1:].any() for each in answers):
-                    broken.add(f"{where}: an answer has no token of its own")
+                    broken.append(f"{where}: an answer has no token of its own")
                     continue
                 keys.append(texts[0].key if len(texts) == 1 else _key([text.key for text in texts]))
                 ids.append(np.concatenate(tokens))
@@ -114,14 +103,14 @@ def read_conversations(
         if template is not None:
             template.close()
     if not ids:
-        reason = broken.first[0] if broken.count else "they are empty"
+        reason = broken[0] if broken else "they are empty"
         raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
-    for line in broken.first:
+    for line in broken[:BROKEN_SHOWN]:
         log.warning("Skipped %s", line)
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
-    total = broken.count + len(ids)
-    skipped = f"; {broken.count:,} of {total:,} lines skipped, the first {broken.first[0]}" if broken.count else ""
+    total = len(broken) + len(ids)
+    skipped = f"; {len(broken):,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
     description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
     return DocumentsInMemory(
         ids, np.array(keys, np.uint64), tokenizer, description, scored, np.array(firsts, np.int64) if pairs else None
@@ -143,7 +132,7 @@ def _files(patterns: Sequence[str]) -> list[str]:
 
 
 def _conversations(
-    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: _BrokenLines, read: Callable[..., Texts]
+    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: list[str], read: Callable[..., Texts]
 ) -> Iterator[tuple[str, Texts]]:
     """Reads the usable conversations of the files, in order, with FILE:LINE. Adds that and the reason to `broken` for the
     others."""
@@ -156,21 +145,17 @@ def _conversations(
                 yield f"{path}:{line}", read(record, tokenizer, template)
                 usable += 1
             except (_BrokenLine, ChatTemplateError) as error:
-                broken.add(f"{path}:{line}: {str(error).rstrip('.')}")
+                broken.append(f"{path}:{line}: {str(error).rstrip('.')}")
             except RecursionError:
-                broken.add(f"{path}:{line}: it nests too deeply")
+                broken.append(f"{path}:{line}: it nests too deeply")
             except ChatTemplateLimit as error:
                 raise ConfigError(f"{path}:{line}: {error}") from None
-            if not usable and broken.count > MOST_UNUSABLE:
+            if not usable and len(broken) > MOST_UNUSABLE:
                 return
 
 
 Texts = tuple[_Text, ...]
 """Those of one document: a conversation, or one with the chosen and one with the rejected answer."""
-
-
-def _read_one(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> Texts:
-    return (_read(record, tokenizer, template),)
 
 
 def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> Texts:

@@ -1,13 +1,18 @@
-"""The interface that every text source implements: documents of token ids with random access."""
+"""Documents of token ids with random access: the interface that every text source implements, and those in memory and in the
+files of Megatron-LM. prepared.py has those of prepared folders.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from jaxllm.config.errors import ConfigError
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.untrusted import shown
 
@@ -66,18 +71,69 @@ class DocumentsInMemory(Documents):
         self._ids = np.concatenate(ids)
         self._scored = None if scored is None else np.concatenate(scored)
         self._begins = np.cumsum(self.lengths) - self.lengths
-        content = self._ids.tobytes() + self.lengths.tobytes() + self.keys.tobytes()
-        if self._scored is not None:
-            content += self._scored.tobytes()
-        if chosen_tokens is not None:
-            content += chosen_tokens.tobytes()
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        arrays = (self._ids, self.lengths, self.keys, self._scored, chosen_tokens)
+        self.fingerprint = hashlib.sha256(b"".join(array.tobytes() for array in arrays if array is not None)).hexdigest()
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         return cut(self._ids, self._begins[documents], starts, stops)
 
     def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
         return None if self._scored is None else cut(self._scored, self._begins[documents], starts, stops)
+
+
+class TextDocuments(DocumentsInMemory):
+    """Texts that are tokenised in memory, one document each. Keys are hashes of their names. See Documents."""
+
+    def __init__(self, texts: dict[str, bytes], tokenizer: Tokenizer, description: str):
+        ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
+        # A name may contain bytes that are not UTF-8, which Python reads as surrogates.
+        digests = [hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest() for name in texts]
+        keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
+        super().__init__(ids, keys, tokenizer, description)
+
+
+class ChainedDocuments(Documents):
+    """Several folders or files of one source, concatenated. See Documents."""
+
+    def __init__(self, parts: Sequence[Documents]):
+        self._parts = tuple(parts)
+        self.lengths = np.concatenate([part.lengths for part in parts])
+        self.keys = np.concatenate([part.keys for part in parts])
+        self._firsts = np.cumsum([0, *(len(part.lengths) for part in parts)])
+        self.tokenizer = parts[0].tokenizer
+        self.description = ", ".join(part.description for part in parts)
+        self.fingerprint = hashlib.sha256("/".join(part.fingerprint for part in parts).encode()).hexdigest()
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        return gather(self._firsts, documents, starts, stops, lambda part, *spans: self._parts[part].read(*spans))
+
+    def where(self, document: int, token: int) -> str:
+        part = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        return self._parts[part].where(document - int(self._firsts[part]), token)
+
+
+class SplitDocument(Documents):
+    """A single document split into two: its first tokens for training, its last tokens held out. See Documents."""
+
+    def __init__(self, whole: Documents, held_out_tokens: int):
+        length = int(whole.lengths[0])
+        self._whole, self._begins = whole, np.array([0, length - held_out_tokens])
+        self.lengths = np.array([length - held_out_tokens, held_out_tokens])
+        self.keys = np.repeat(whole.keys, 2)
+        self.tokenizer, self.description, self.fingerprint = whole.tokenizer, whole.description, whole.fingerprint
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        return self._whole.read(*self._in_whole(documents, starts, stops))
+
+    def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
+        return self._whole.scored(*self._in_whole(documents, starts, stops))
+
+    def where(self, document: int, token: int) -> str:
+        return self._whole.where(0, int(self._begins[document]) + token)
+
+    def _in_whole(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, ...]:
+        begins = self._begins[documents]
+        return np.zeros_like(documents), begins + starts, begins + stops
 
 
 def cut(array: np.ndarray, begins: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
@@ -103,3 +159,112 @@ def gather(
         for place, text in zip(here.tolist(), texts, strict=True):
             found[place] = text
     return found
+
+
+# ------------------------------------------------------------------------------------------------------------------ Megatron-LM
+# NAME.bin holds the ids of all sequences, NAME.idx their lengths. Layout of NAME.idx (Megatron-LM,
+# core/datasets/indexed_dataset.py), little-endian: the nine bytes MMIDIDX 00 00, the version (u64, 1), a code for the type of
+# ids (u8), the number of sequences (u64) and of document bounds (u64), then each sequence's length (i32) and the byte at which
+# it starts (i64), and the document bounds as sequence numbers (i64), from 0 to the end.
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+# The fingerprint reads the beginning, the end and this many blocks between of a large file of ids; hashing a terabyte
+# would take an hour.
+_BLOCK, _BLOCKS_BETWEEN = 4096, 64
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+class MegatronDocuments(Documents):
+    """The documents of one memory-mapped pair NAME.bin and NAME.idx. See Documents.
+
+    The files record neither their tokenizer nor the source text. Keys are therefore hashes of document numbers, and
+    documents end with an EOS token only if the files were made with --append-eod.
+    """
+
+    def __init__(self, prefix: str, tokenizer: Tokenizer | None = None):
+        """
+        Args:
+          prefix: path of the files without .bin and .idx. Either suffix is accepted.
+
+        Raises ConfigError if a file is missing, truncated, or in another format.
+        """
+        name = str(prefix).removesuffix(".bin").removesuffix(".idx")
+        index, tokens = Path(f"{name}.idx"), Path(f"{name}.bin")
+        for path in (index, tokens):
+            if not path.is_file():
+                raise ConfigError(f"There is no file {path}: data.paths names Megatron-LM files without their .bin or .idx.")
+        raw, dtype, num_sequences, num_bounds = _read_index(index)
+        lengths = np.frombuffer(raw, "<i4", num_sequences, HEADER.size)
+        starts = np.frombuffer(raw, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+        bounds = np.frombuffer(raw, "<i8", num_bounds, HEADER.size + 12 * num_sequences)
+        in_order = num_bounds > 0 and bounds[0] == 0 and bounds[-1] == num_sequences and (bounds[1:] >= bounds[:-1]).all()
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        if not in_order or (lengths < 0).any() or (starts != ends[:-1] * dtype.itemsize).any():
+            raise ConfigError(f"{index} does not list contiguous sequences: make it again with Megatron-LM's tools.")
+        size = tokens.stat().st_size
+        if size != ends[-1] * dtype.itemsize:
+            raise ConfigError(
+                f"{tokens} has {size:,} bytes and {index.name} lists {ends[-1] * dtype.itemsize:,}: "
+                f"the file is truncated or belongs to another index; copy both again."
+            )
+        if num_bounds < 2 or not size:
+            raise ConfigError(f"{index} lists no documents: name files that contain documents.")
+        self._file, self._starts = tokens, ends[bounds[:-1]]
+        self.lengths = np.diff(ends[bounds])
+        self.keys = _hashes(np.arange(len(self.lengths), dtype=np.uint64))
+        self._tokens = np.memmap(tokens, dtype, mode="r")
+        self.tokenizer = tokenizer
+        self.fingerprint = _fingerprint(raw, tokens, size, tokenizer)
+        self.description = f"Megatron-LM files {name}"
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        return cut(self._tokens, self._starts[documents], starts, stops)
+
+    def where(self, document: int, token: int) -> str:
+        return f"id {int(self._starts[document]) + token:,} of {self._file}"
+
+
+def _fingerprint(index: bytes, tokens: Path, size: int, tokenizer: Tokenizer | None) -> str:
+    """SHA-256 of the index, the tokenizer and the ids. Of a large file it covers the size and the blocks described above."""
+    last = size - _BLOCK
+    if size <= _BLOCK * (_BLOCKS_BETWEEN + 2):
+        blocks = [(0, size)]
+    else:
+        blocks = [(last * number // (_BLOCKS_BETWEEN + 1), _BLOCK) for number in range(_BLOCKS_BETWEEN + 2)]
+    # Lengths come first, so that the parts cannot be confused with each other.
+    digest = hashlib.sha256(struct.pack("<QQ", len(index), size) + index)
+    with open(tokens, "rb") as file:
+        for start, length in blocks:
+            file.seek(start)
+            digest.update(file.read(length))
+    digest.update((tokenizer.sha256 if tokenizer else "").encode())
+    return digest.hexdigest()
+
+
+def _read_index(index: Path) -> tuple[bytes, np.dtype, int, int]:
+    """The bytes of an index, the type of ids, and the numbers of sequences and of document bounds."""
+    size = index.stat().st_size
+    if size < HEADER.size:
+        raise ConfigError(f"{index} has {size} bytes, fewer than an index header: the file is truncated; copy it again.")
+    with open(index, "rb") as file:
+        header = file.read(HEADER.size)
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(header)
+    if magic != MAGIC or version != 1:
+        raise ConfigError(f"{index} is not an index in Megatron-LM's current format: make it again with its tools.")
+    if code not in DTYPES:
+        raise ConfigError(
+            f"{index} holds ids of type {code}, which is not an integer type: make it again with Megatron-LM's tools."
+        )
+    expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if size != expected:
+        raise ConfigError(f"{index} has {size:,} bytes and should have {expected:,}: the file is truncated; copy it again.")
+    return index.read_bytes(), np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
+
+
+def _hashes(numbers: np.ndarray) -> np.ndarray:
+    """Hashes each number with SplitMix64's output function (Steele, Lea and Flood, 2014)."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -10,9 +10,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.manifest import read_manifest
 from jaxllm.data.prepare import Summary, existing
 from jaxllm.data.prepare import prepare as prepare_files
-from jaxllm.data.shards import unwritable
+from jaxllm.data.shards import unwritable, writing
 from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.untrusted import shown
 
@@ -61,7 +61,8 @@ def prepare(
     if length_hint(texts) >= sys.maxsize:
         # Grain's word for a dataset that repeats.
         raise ConfigError("texts has no end: give them once, and let train.steps say how often they are read.")
-    with _making(folder):
+    # Only around what is ours: reading `texts` may raise OSError too.
+    with writing(partial(unwritable, folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Another call may be making the same folder: in a thread of this process, or in a container with its number.
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -77,7 +78,7 @@ def prepare(
             workers=workers,
             progress=progress,
         )
-        with _making(folder):
+        with writing(partial(unwritable, folder)):
             try:
                 os.rename(work / "prepared", folder)
             except OSError:
@@ -88,15 +89,6 @@ def prepare(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return replace(summary, folder=str(folder))
-
-
-@contextmanager
-def _making(folder: Path) -> Iterator[None]:
-    """Only around what is ours: reading `texts` may raise OSError too."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(folder, error.strerror or str(error)) from None
 
 
 def _text(text: Any, text_key: str, number: int) -> str | None:

@@ -70,10 +70,8 @@ class PackedDocuments:
         return self.rows([(sample, 0) if sample < self.packing.num_samples else None for sample in samples])
 
     def rows(self, wanted: Sequence[tuple[int, int] | None]) -> Batch:
-        """Returns one row for each (sample, rotation). None gives an empty row.
-
-        Raises:
-          ConfigError: a token id is outside the vocabulary.
+        """Returns one row for each (sample, rotation). None gives an empty row. Raises ConfigError for an id outside the
+        vocabulary.
         """
         nothing = Pieces(*np.zeros((3, 0), np.int64))
         found = [nothing if one is None else self.packing.pieces(*one) for one in wanted]

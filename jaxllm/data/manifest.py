@@ -26,14 +26,42 @@ from jaxllm.untrusted import INT32, RefusedInput, Whole, checked, opened, read_j
 # What the shards of one prepared folder were made from. The first shard that is finished decides; others are refused.
 
 
+Digest = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
+# Not Text: a name of a folder may contain bytes that are not UTF-8, which Python reads as surrogates.
+Name = Annotated[str, Field(strict=True)]
+
+
+@dataclass(frozen=True)
+class OriginTokenizer:
+    name: Name
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class OriginOptions:
+    tokenizer: OriginTokenizer
+    text_key: Name
+    shard_bytes: Whole
+    record_tokens: Whole
+
+
+@dataclass(frozen=True)
+class OriginInputs:
+    count: Whole
+    bytes: Whole
+    sha256: Digest
+    """It covers names, sizes, and dates or versions."""
+
+    def __str__(self) -> str:
+        return f"{self.bytes:,} bytes in {self.count:,} file{'s' if self.count != 1 else ''}"
+
+
 @dataclass(frozen=True)
 class Origin:
-    """Properties that all shards of one folder share, as recorded in their .json."""
+    """Properties that all shards of one folder share; the first two are in the .json of each."""
 
-    options: dict[str, Any]
-    """tokenizer {name, sha256}, text_key, shard_bytes, record_tokens."""
-    inputs: dict[str, Any]
-    """count, bytes, and sha256 of names, sizes and dates, or versions."""
+    options: OriginOptions
+    inputs: OriginInputs
     stored: tuple[dict[str, Any], ...] = ()
     """What INPUTS keeps: path or address, bytes and version of each input, if any came from a store."""
 
@@ -41,25 +69,25 @@ class Origin:
 def check_same_origin(folder: Path, origin: Origin, first_alone: bool = False) -> None:
     """Raises ConfigError if the folder holds shards of another origin. With `first_alone` it looks at one of them."""
     for file in folder.glob("tokens-*-of-*.json") if first_alone else sorted(folder.glob("tokens-*-of-*.json")):
-        there: Any = read_stored(file)
         # A shard without a recorded origin is made again, like one without its .json.
-        if not is_shard(there):
+        if (there := as_shard(read_stored(file))) is None:
             continue
-        ours, theirs = origin.options, there["options"]
-        if theirs["tokenizer"]["sha256"] != ours["tokenizer"]["sha256"]:
-            names = theirs["tokenizer"]["name"], ours["tokenizer"]["name"]
+        ours, theirs = origin.options, there.options
+        if theirs.tokenizer.sha256 != ours.tokenizer.sha256:
+            names = theirs.tokenizer.name, ours.tokenizer.name
             which = f"the tokenizer {names[0]}, not {names[1]}" if names[0] != names[1] else f"another tokenizer {names[0]}"
             raise ConfigError(f"{folder} holds shards made with {which}: choose another --out, or use that tokenizer again.")
-        if there["inputs"] != origin.inputs:
-            counts = [_size(inputs) for inputs in (there["inputs"], origin.inputs)]
+        if there.inputs != origin.inputs:
+            counts = str(there.inputs), str(origin.inputs)
             which = f"{counts[0]}, not {counts[1]}" if counts[0] != counts[1] else "their names or dates differ"
             raise ConfigError(
                 f"{folder} holds shards of other inputs ({which}): choose another --out, or give the same inputs."
             )
         # Checked after the inputs, because the default shard size depends on them.
         for key, flag in (("text_key", "--text-key"), ("shard_bytes", "--shard-megabytes"), ("record_tokens", "record_tokens")):
-            if theirs[key] != ours[key]:
-                values = [f"{v / 2**20:g}" if key == "shard_bytes" else v for v in (theirs[key], ours[key])]
+            values = getattr(theirs, key), getattr(ours, key)
+            if values[0] != values[1]:
+                values = [f"{v / 2**20:g}" if key == "shard_bytes" else v for v in values]
                 raise ConfigError(
                     f"{folder} holds shards made with {flag} {values[0]}, not {values[1]}: "
                     f"choose another --out, or use {flag} {values[0]} again."
@@ -70,10 +98,8 @@ def check_same_origin(folder: Path, origin: Origin, first_alone: bool = False) -
 
 @contextmanager
 def adding_to(folder: Path, origin: Origin) -> Iterator[None]:
-    """A shard of this origin is added to the folder inside, where no other process adds one.
-
-    Raises:
-      ConfigError: the folder holds shards of another origin, as of another command that began at the same time.
+    """A shard of this origin is added to the folder inside, where no other process adds one. Raises ConfigError if the folder
+    holds shards of another origin, as of another command that began at the same time.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -84,10 +110,6 @@ def adding_to(folder: Path, origin: Origin) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _size(inputs: dict[str, Any]) -> str:
-    return f"{inputs['bytes']:,} bytes in {inputs['count']:,} file{'s' if inputs['count'] != 1 else ''}"
 
 
 # ------------------------------------------------------------------------------------------------------------- .npy files
@@ -131,9 +153,6 @@ DATA_ENDINGS = (".array_record", ".lengths.npy", ".keys.npy")
 INDEX_SHA256 = "index_sha256"
 """Key of a shard for the checksum of its document lengths and keys, which decide what is held out. Folders that were prepared
 before it existed have none."""
-Digest = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
-# Not Text: a name of a folder may contain bytes that are not UTF-8, which Python reads as surrogates.
-Name = Annotated[str, Field(strict=True)]
 
 
 @dataclass(frozen=True)
@@ -171,29 +190,6 @@ class Manifest:
 
 FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
 """Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
-
-
-@dataclass(frozen=True)
-class OriginTokenizer:
-    name: Name
-    sha256: Digest
-
-
-@dataclass(frozen=True)
-class OriginOptions:
-    """What all shards of a folder were made with; see Origin."""
-
-    tokenizer: OriginTokenizer
-    text_key: Name
-    shard_bytes: Whole
-    record_tokens: Whole
-
-
-@dataclass(frozen=True)
-class OriginInputs:
-    count: Whole
-    bytes: Whole
-    sha256: Digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,13 +273,14 @@ def check_sizes(folder: Path, files: dict[str, int]) -> None:
             )
 
 
-def is_shard(content: Any) -> bool:
-    """Whether the content of a .json is that of a shard."""
+def as_shard(content: Any) -> ShardFile | None:
+    """The content of a .json if it is that of a shard."""
     try:
         shard = checked(content, ShardFile)
     except RefusedInput:
-        return False
-    return shard.records is not None and shard.files.keys() == {shard.name + ending for ending in DATA_ENDINGS}
+        return None
+    whole = shard.records is not None and shard.files.keys() == {shard.name + ending for ending in DATA_ENDINGS}
+    return shard if whole else None
 
 
 def index_sha256(lengths: np.ndarray, keys: np.ndarray) -> str:

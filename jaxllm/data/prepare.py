@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hub import pin
@@ -28,26 +29,29 @@ from jaxllm.data.manifest import (
     TOKENIZER,
     VERSION,
     Origin,
+    OriginInputs,
+    OriginOptions,
+    OriginTokenizer,
     check_same_origin,
     read_stored,
 )
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
-from jaxllm.data.prepare_workers import Job, PrepareProgress, run
+from jaxllm.data.prepare_workers import PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
-from jaxllm.data.records import require_column, with_kind
-from jaxllm.data.rows import row_groups
+from jaxllm.data.records import inspected
 from jaxllm.data.shards import (
     Task,
+    placing,
     position_of,
     read_shard,
     remove_leftovers,
-    remove_shard,
     replace_json,
     strict_error,
-    temporary_path,
     unwritable,
+    write_shard,
+    writing,
 )
-from jaxllm.data.stores import find_in_store, is_address, unreadable
+from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from jaxllm.file_patterns import Listing
 from jaxllm.machine.host import available_cpus
@@ -56,7 +60,6 @@ from jaxllm.untrusted import INT32, MIB, RefusedInput, shown, whole_number
 # ----------------------------------------------------------------------------------------------------------------- inputs
 # Inputs of `jaxllm data prepare`: the files, and their division into shards.
 
-T = TypeVar("T")
 _QUESTIONS = 16
 """Files of a store that are looked into at once."""
 
@@ -64,8 +67,7 @@ _QUESTIONS = 16
 def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
     """Finds the files that match, each once, sorted by absolute path or address. Files inside `out` are left out.
 
-    Raises:
-      ConfigError: nothing matches a pattern, it is a folder, a store does not answer, or two addresses have one name.
+    Raises ConfigError if nothing matches a pattern, it is a folder, a store does not answer, or two addresses have one name.
     """
     inside = os.path.abspath(out) + os.sep
     files: dict[str, InputFile] = {}
@@ -86,26 +88,12 @@ def find_inputs(patterns: Sequence[str], out: Path) -> list[InputFile]:
         found = {path for path in found if not path.startswith(inside)}
         if not found:
             raise ConfigError(f"No file matches {pattern!r}: check the path (it is relative to {Path.cwd()}).")
-        files |= {path: _input_file(path) for path in found}
+        for path in found:
+            there = os.stat(path)
+            files[path] = InputFile(path, there.st_size, there.st_mtime_ns, kind_of(path))
     if not files:
         raise ConfigError("No inputs are given: name files or patterns such as 'books/**/*.txt'.")
-    return _each(with_kind, [files[path] for path in sorted(files)])
-
-
-def _each(function: Callable[[InputFile], T], files: Sequence[InputFile]) -> list[T]:
-    """The results in order. Questions to a store, which take their time to answer, are asked many at once."""
-    if not any(file.address for file in files):
-        return [function(file) for file in files]
-    with ThreadPoolExecutor(_QUESTIONS) as pool:
-        return list(pool.map(function, files))
-
-
-def _input_file(path: str) -> InputFile:
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return InputFile(path, found.st_size, found.st_mtime_ns, kind_of(path))
+    return [files[path] for path in sorted(files)]
 
 
 def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Task]:
@@ -125,9 +113,10 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
             shares.append([])
             room = shard_bytes
 
-    _each(lambda file: require_column(file, text_key), files)
-    groups = _each(lambda file: row_groups(file, text_key) if file.kind == "parquet" else [], files)
-    for file, sizes in zip(files, groups, strict=True):
+    # Questions to a store, which take their time to answer, are asked many at once.
+    with ThreadPoolExecutor(_QUESTIONS if any(file.address for file in files) else 1) as pool:
+        looked = list(pool.map(lambda file: inspected(file, text_key), files))
+    for file, sizes in looked:
         if file.kind == "parquet":
             for group, size in enumerate(sizes):
                 take(Part(file, group, group + 1, size))
@@ -146,17 +135,8 @@ def cut(files: Sequence[InputFile], text_key: str, shard_bytes: int) -> list[Tas
 def origin_of(files: Sequence[InputFile], tokenizer: Tokenizer, text_key: str, shard_bytes: int, record_tokens: int) -> Origin:
     listed = json.dumps([(file.path, file.size, file.version if file.address else file.modified_ns) for file in files])
     return Origin(
-        options={
-            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-            "text_key": text_key,
-            "shard_bytes": shard_bytes,
-            "record_tokens": record_tokens,
-        },
-        inputs={
-            "count": len(files),
-            "bytes": sum(file.size for file in files),
-            "sha256": hashlib.sha256(listed.encode()).hexdigest(),
-        },
+        OriginOptions(OriginTokenizer(tokenizer.name, tokenizer.sha256), text_key, shard_bytes, record_tokens),
+        OriginInputs(len(files), sum(file.size for file in files), hashlib.sha256(listed.encode()).hexdigest()),
         stored=tuple(map(_listed, files)) if any(file.address for file in files) else (),
     )
 
@@ -263,24 +243,28 @@ def prepare(
       KeyboardInterrupt: the message says how many shards are prepared.
     """
     started = time.monotonic()
-    _check_numbers(shard, workers, shard_bytes, record_tokens)
+    _check_numbers(workers, shard_bytes, record_tokens)
     folder, part, parts = Path(out), *shard
     # The workers load it too, at the same commit.
     tokenizer = pin("--tokenizer", tokenizer)
     loaded = load_tokenizer(tokenizer)
     files = find_inputs(inputs, folder)
-    shard_bytes = shard_bytes or _usual_shard_bytes(files)
+    total_mib = sum(file.size for file in files) >> 20
+    shard_bytes = shard_bytes or min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
     tasks = cut(files, text_key, shard_bytes)
     origin = origin_of(files, loaded, text_key, shard_bytes, record_tokens)
-    _open(folder, origin)
+    with writing(partial(unwritable, folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        check_same_origin(folder, origin)
+        remove_leftovers(folder)
 
     mine = [task for task in tasks if task.shard % parts == part]
     todo = _not_done(folder, mine, strict)
     if todo:
-        job = Job(folder, tokenizer, origin, strict)
+        write = partial(write_shard, folder, origin, strict)
         try:
             with PrepareProgress(todo, progress) as shows:
-                run(job, loaded, todo, min(workers or available_cpus(), len(todo)), shows)
+                run(tokenizer, loaded, write, todo, min(workers or available_cpus(), len(todo)), shows)
         except KeyboardInterrupt:
             there = len(_shards_there(folder, tasks))
             raise KeyboardInterrupt(
@@ -293,7 +277,7 @@ def prepare(
     # Another command may have made shards with these names meanwhile.
     check_same_origin(folder, origin)
     if len(shards) == len(tasks):
-        _finish(folder, shards, _total(shards), loaded, origin)
+        _finish(folder, shards, loaded, origin)
     return _summary(out, shards, len(tasks), len(todo), time.monotonic() - started)
 
 
@@ -320,11 +304,7 @@ def _summary(out: str | Path, shards: Sequence[dict[str, Any]], count: int, writ
     )
 
 
-def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
-    part, parts = shard
-    if not 0 <= part < parts:
-        n = max(parts, 1)
-        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
+def _check_numbers(workers: int | None, shard_bytes: int | None, record_tokens: int) -> None:
     for name, number, unit, at_most in (
         ("--workers", workers, 1, MOST_WORKERS),
         ("--shard-megabytes", shard_bytes, MIB, INT32 * MIB),
@@ -333,21 +313,6 @@ def _check_numbers(shard: tuple[int, int], workers: int | None, shard_bytes: int
         if number is not None and not 1 <= number <= at_most:
             limit = "at least 1" if number < 1 else f"at most {at_most // unit:,}"
             raise ConfigError(f"{name}={shown(number // unit)} is not valid: it should be {limit}.")
-
-
-def _usual_shard_bytes(files: Sequence[InputFile]) -> int:
-    total_mib = sum(file.size for file in files) >> 20
-    return min(max(total_mib // USUAL_SHARDS, MIN_SHARD_MIB), MAX_SHARD_MIB) << 20
-
-
-def _open(folder: Path, origin: Origin) -> None:
-    """Creates the folder. Raises ConfigError if it cannot be written, or holds shards of another origin."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        check_same_origin(folder, origin)
-        remove_leftovers(folder)
-    except OSError as error:
-        raise unwritable(folder, error.strerror or str(error)) from None
 
 
 def _shards_there(folder: Path, tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
@@ -365,11 +330,7 @@ def _not_done(folder: Path, mine: Sequence[Task], strict: bool) -> list[Task]:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Parses "i/n" into (i, n).
-
-    Raises:
-      ConfigError: the text has another form, or i is not in 0..n-1.
-    """
+    """Parses "i/n" into (i, n). Raises ConfigError if the text has another form, or i is not in 0..n-1."""
     part, _, parts = text.partition("/")
     try:
         count = whole_number(parts, at_least=1)
@@ -380,14 +341,15 @@ def parse_shard(text: str) -> tuple[int, int]:
         ) from None
 
 
-def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], tokenizer: Tokenizer, origin: Origin) -> None:
+def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin) -> None:
     """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
+    total = _total(shards)
     if not total["documents"]:
         first = next((record for shard in shards for record in shard["broken_records"]), None)
         hint = f", the first {position_of(first)}: {first['reason']}" if first else ""
         # Empty shards would make the next run with correct options fail.
-        for shard in shards:
-            remove_shard(folder, shard["name"])
+        for file in (file for shard in shards for file in (f"{shard['name']}.json", *shard["files"])):
+            (folder / file).unlink(missing_ok=True)
         raise ConfigError(
             f"The inputs hold no text ({total['broken']:,} broken and {total['empty']:,} empty records{hint}): check them and "
             f"--text-key."
@@ -402,40 +364,24 @@ def _finish(folder: Path, shards: list[dict[str, Any]], total: dict[str, int], t
             "kind": BYTES if isinstance(tokenizer, ByteTokenizer) else "folder",
         },
         "dtype": token_dtype(tokenizer.vocab_size).name,
-        "record_tokens": origin.options["record_tokens"],
+        "record_tokens": origin.options.record_tokens,
         **total,
-        "inputs": {key: origin.inputs[key] for key in ("count", "bytes")},
-        "options": {key: origin.options[key] for key in ("text_key", "shard_bytes")},
+        "inputs": {"count": origin.inputs.count, "bytes": origin.inputs.bytes},
+        "options": {"text_key": origin.options.text_key, "shard_bytes": origin.options.shard_bytes},
         "shards": [{key: shard[key] for key in (*FOR_MANIFEST, INDEX_SHA256) if key in shard} for shard in shards],
     }
-    try:
+    with writing(partial(unwritable, folder)):
         remove_leftovers(folder, of_other_hosts=True)
         _save_tokenizer(folder, tokenizer)
         if origin.stored and read_stored(folder / INPUTS) != (listed := {"files": list(origin.stored)}):
             replace_json(folder / INPUTS, listed)
         if read_stored(folder / MANIFEST) != manifest:
             replace_json(folder / MANIFEST, manifest)
-    except OSError as error:
-        raise unwritable(folder, error.strerror or str(error)) from None
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    final = folder / TOKENIZER
-    if isinstance(tokenizer, ByteTokenizer):
-        return
-    if final.is_dir():
-        try:
-            if load_tokenizer(final).sha256 == tokenizer.sha256:
-                return
-        except ConfigError:
-            pass
-        shutil.rmtree(final)
-    temporary = temporary_path(folder, TOKENIZER)
-    tokenizer.save(temporary)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        # Another process was faster. It wrote the same files.
-        if not final.is_dir():
-            raise
-        shutil.rmtree(temporary)
+    with suppress(ConfigError):
+        if isinstance(tokenizer, ByteTokenizer) or load_tokenizer(folder.absolute() / TOKENIZER).sha256 == tokenizer.sha256:
+            return
+    with placing(folder, TOKENIZER) as aside:
+        tokenizer.save(aside)

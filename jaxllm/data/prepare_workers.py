@@ -8,42 +8,40 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.manifest import Origin
-from jaxllm.data.shards import Task, write_shard
+from jaxllm.data.shards import Task
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 
 _SECONDS_BETWEEN_LINES = 10.0
+_THREADS = "TOKENIZERS_PARALLELISM"
 
 
-@dataclass(frozen=True)
-class Job:
-    """The input of every worker."""
-
-    folder: Path
-    tokenizer: str
-    origin: Origin
-    strict: bool
+Write = Callable[[Task, Tokenizer, Callable[[int, int], None]], None]
+"""write_shard, given all but these."""
 
 
-def run(job: Job, tokenizer: Tokenizer, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
-    """Makes the shards in `count` processes. With 1, in this process."""
+def run(name: str, tokenizer: Tokenizer, write: Write, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
+    """Makes the shards in `count` processes, which load the tokenizer by its name. With 1, in this process."""
     if count > 1:
-        return _run_workers(job, tasks, count, shows)
-    with _one_thread_for_tokenizers():
+        return _run_workers(name, write, tasks, count, shows)
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "false"
+    try:
         for task in tasks:
-            write_shard(job.folder, task, job.origin, tokenizer, job.strict, shows.advance)
+            write(task, tokenizer, shows.advance)
             shows.advance(shards=1)
+    finally:
+        del os.environ[_THREADS]
+        if before is not None:
+            os.environ[_THREADS] = before
 
 
-def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
+def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
     """Gives each worker one task at a time; the first error ends all workers."""
     spawn = multiprocessing.get_context("spawn")
     waiting = iter(tasks)
@@ -54,7 +52,7 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
         with _interrupts_ignored():
             for _ in range(count):
                 ours, theirs = spawn.Pipe()
-                worker = spawn.Process(target=_work, args=(theirs, job), daemon=True)
+                worker = spawn.Process(target=_work, args=(theirs, name, write), daemon=True)
                 worker.start()
                 theirs.close()
                 workers[ours] = worker
@@ -89,9 +87,9 @@ def _run_workers(job: Job, tasks: Sequence[Task], count: int, shows: PrepareProg
             worker.join()
 
 
-def _work(connection: Connection, job: Job) -> None:
+def _work(connection: Connection, name: str, write: Write) -> None:
     """Runs a worker: it reports that it is ready, and makes the shards that it receives. It ends when its parent exits."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ[_THREADS] = "false"
 
     def say(*message) -> None:
         try:
@@ -102,10 +100,10 @@ def _work(connection: Connection, job: Job) -> None:
 
     with suppress(_ParentGone):
         try:
-            tokenizer = load_tokenizer(job.tokenizer)
+            tokenizer = load_tokenizer(name)
             say("ready")
             while (task := connection.recv()) is not None:
-                write_shard(job.folder, task, job.origin, tokenizer, job.strict, lambda *counts: say("read", *counts))
+                write(task, tokenizer, lambda *counts: say("read", *counts))
                 say("written")
         except ConfigError as error:
             say("refused", str(error))
@@ -128,19 +126,6 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-@contextmanager
-def _one_thread_for_tokenizers() -> Iterator[None]:
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 class PrepareProgress:

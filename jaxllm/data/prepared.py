@@ -13,9 +13,8 @@ The contents do not depend on the location, so a folder may be moved or copied.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from jaxllm.data.manifest import (
     DATA_ENDINGS,
     TOKENIZER,
     StoredShard,
-    StoredTokenizer,
     check_sizes,
     damaged,
     fingerprint,
@@ -66,32 +64,27 @@ class PreparedDocuments(Documents):
 
         self._record_tokens = manifest.record_tokens
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        readers = _Readers()
+        # A file closes when its last user releases it.
+        readers = lru_cache(OPEN_FILES)(_open)
         if cached:
-            cached.on_removal(readers.drop_removed)
+            cached.cache.closers.append(readers.cache_clear)
         self._shards = [_Shard(self._folder, shard, readers, cached) for shard in manifest.shards]
         self._first_documents = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
         self.lengths = np.concatenate([shard.lengths for shard in self._shards])
         self.keys = np.concatenate([shard.keys for shard in self._shards])
-        self.tokenizer: Tokenizer = _load_tokenizer(self._folder, manifest.tokenizer)
+        told, files = manifest.tokenizer, self._folder / TOKENIZER
+        self.tokenizer: Tokenizer = load_tokenizer(BYTES if told.kind == BYTES else files, told.name)
+        if self.tokenizer.sha256 != told.sha256:
+            raise ConfigError(
+                f"{files} is not the tokenizer that {self._folder} was prepared with: "
+                f"restore its files, or prepare the text again into another folder."
+            )
         self.fingerprint = fingerprint(manifest)
         self.description = f"{cached.name if cached else self._folder.name} (tokenizer {manifest.tokenizer.name})"
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        """Reads the token ids [start, stop) of each given document, as unsigned integers of the folder's type.
-
-        Raises:
-          ValueError: a document or a range does not exist.
-          ConfigError: a shard is damaged.
-        """
+        """Reads token ids, as unsigned integers of the folder's type. Raises ConfigError if a shard is damaged."""
         documents, starts, stops = (np.asarray(numbers, np.int64) for numbers in (documents, starts, stops))
-        if not len(documents):
-            return []
-        if documents.min() < 0 or documents.max() >= len(self.lengths):
-            raise ValueError(f"Documents are numbered 0 to {len(self.lengths) - 1}.")
-        lengths = self.lengths[documents].astype(np.int64)
-        if not np.all((starts >= 0) & (starts <= stops) & (stops <= lengths)):
-            raise ValueError("Ranges must be within their documents: 0 <= start <= stop <= length.")
         return gather(self._first_documents, documents, starts, stops, self._read_shard)
 
     def _read_shard(self, place: int, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Iterator[np.ndarray]:
@@ -120,7 +113,7 @@ class PreparedDocuments(Documents):
 class _Shard:
     """One file of records, with the start of each document in it."""
 
-    def __init__(self, folder: Path, told: StoredShard, readers: _Readers, cached: CachedFolder | None):
+    def __init__(self, folder: Path, told: StoredShard, readers: Any, cached: CachedFolder | None):
         self.damaged = cached.damaged if cached else damaged
         self.file, lengths, keys = (folder / (told.name + ending) for ending in DATA_ENDINGS)
         self.lengths, self.keys = self._load(lengths, np.uint32), self._load(keys, np.uint64)
@@ -142,17 +135,16 @@ class _Shard:
     def read(self, records: list[int]) -> list[bytes]:
         if not records:
             return []
-        from array_record.python.array_record_module import ArrayRecordReader
-
         while True:
-            with self._lock, self._cached.holding(self.file) if self._cached else nullcontext():
+            with self._lock:
+                if self._cached:
+                    self._cached.fetch(self.file)
                 try:
-                    reader = self._readers.get(self.file, lambda: ArrayRecordReader(str(self.file), _READER_OPTIONS))
-                    return reader.read(records)
+                    return self._readers(self.file).read(records)
                 except (RuntimeError, IndexError, ValueError) as error:
                     # A reader that failed once keeps failing.
-                    self._readers.drop(self.file)
-                    # Another process of this host may remove a copy before it is open here.
+                    self._readers.cache_clear()
+                    # Another thread or process of this host may remove a copy before it is open here.
                     if not self._cached or self.file.exists():
                         raise self.damaged(self.file, str(error).split(";")[0]) from None
 
@@ -164,38 +156,7 @@ class _Shard:
             raise self.damaged(file, reason_of(error)) from None
 
 
-class _Readers:
-    """Cache of open files by path. It closes the least recently used one when there are many. Thread-safe."""
+def _open(file: Path) -> Any:
+    from array_record.python.array_record_module import ArrayRecordReader
 
-    def __init__(self) -> None:
-        self._open: OrderedDict[Path, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, file: Path, open_file: Callable[[], Any]) -> Any:
-        with self._lock:
-            reader = self._open.pop(file, None) or open_file()
-            self._open[file] = reader
-            if len(self._open) > OPEN_FILES:
-                # The file closes when its last user releases it.
-                self._open.popitem(last=False)
-            return reader
-
-    def drop(self, file: Path) -> None:
-        with self._lock:
-            self._open.pop(file, None)
-
-    def drop_removed(self) -> None:
-        with self._lock:
-            for file in [file for file in self._open if not file.exists()]:
-                del self._open[file]
-
-
-def _load_tokenizer(folder: Path, recorded: StoredTokenizer) -> Tokenizer:
-    as_bytes = recorded.kind == BYTES
-    tokenizer = load_tokenizer(BYTES if as_bytes else folder / TOKENIZER, recorded.name)
-    if tokenizer.sha256 != recorded.sha256:
-        raise ConfigError(
-            f"{folder / TOKENIZER} is not the tokenizer that {folder} was prepared with: "
-            f"restore its files, or prepare the text again into another folder."
-        )
-    return tokenizer
+    return ArrayRecordReader(str(file), _READER_OPTIONS)

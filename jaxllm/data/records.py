@@ -12,15 +12,25 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.compression import DamagedFile, decompressed
-from jaxllm.data.parts import InputFile, Part, Record, check_text, is_splittable, kind_of, may_be_array
-from jaxllm.data.rows import CsvRows, arrow_columns, elements, no_column, read_arrow, read_parquet, rows_before
+from jaxllm.data.parts import (
+    DamagedFile,
+    InputFile,
+    Part,
+    Record,
+    check_text,
+    decompressed,
+    is_splittable,
+    kind_of,
+    may_be_array,
+)
+from jaxllm.data.rows import CsvRows, arrow_columns, elements, parquet_columns, read_arrow, read_parquet, rows_before
 from jaxllm.data.stores import open_input, require_unchanged, unreadable
-from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json
+from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json, shown
 
 _CHUNK = 1 << 20
 _SNIFFED = 4096
@@ -31,45 +41,38 @@ TEXT_BYTES, BLOCKS_FROM = 256 * MIB, 16 * MIB
 """The longest text of a file that a tokenizer encodes in one piece; from the second on, bytes pass in blocks."""
 LONGEST_DOCUMENT = 2**32 - 2
 """Bytes, which with its end a length of 32 bits counts."""
-_MOST_EXPANDED = 100
-"""Times that a compressed text may expand beyond TEXT_BYTES. Text shrinks to a tenth, logs to a fortieth; gzip can reach 1,000
-and Zstandard 30,000."""
-_BLANK = 1_000_000
-"""Blank lines in a row that are hardly meant."""
 
 
-def with_kind(file: InputFile) -> InputFile:
-    """The file with the format of its content, where its name does not say it: a .json holds lines of objects or one array."""
-    if not may_be_array(file.path):
-        return file
-    try:
-        with open_input(file) as raw:
-            begins = decompressed(file.path, raw).read(_SNIFFED)
-    except (DamagedFile, OSError):
-        # Reading it will say what is wrong.
-        return file
-    return replace(file, kind="array") if begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else file
+def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:
+    """The file with the format of its content, where its name does not say it (a .json holds lines of objects or one array),
+    and the bytes of each row group of Parquet.
 
-
-def require_column(file: InputFile, text_key: str) -> None:
-    """
     Raises:
-      ConfigError: a table (CSV or Arrow) cannot be read, or has no column of that name.
+      ConfigError: a table cannot be read, or has no column of that name.
     """
+    if may_be_array(file.path):
+        # Where this fails, reading the file will say what is wrong.
+        with suppress(DamagedFile, OSError), open_input(file) as raw:
+            begins = decompressed(file.path, raw).read(_SNIFFED)
+            if begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                return replace(file, kind="array"), []
+    names, groups = [text_key], []
     try:
         if file.kind == "csv":
             with open_input(file) as raw:
-                names = CsvRows(_Content(file.path, raw).readline, LINE_BYTES).names
+                names = CsvRows(decompressed(file.path, raw).readline, LINE_BYTES).names
         elif file.kind == "arrow":
             names = arrow_columns(file)
-        else:
-            return
+        elif file.kind == "parquet":
+            names, groups = parquet_columns(file)
     except DamagedFile as error:
         raise ConfigError(f"{file.path} cannot be read ({error}): fix it or leave it out.") from None
     except OSError as error:
         raise unreadable(file.path, error) from None
     if text_key not in names:
-        raise no_column(file.path, text_key, names)
+        which = f"one of {shown(', '.join(names[:100]), 400)}" if names else "a column, or leave the empty file out"
+        raise ConfigError(f"{file.path} has no column {text_key}: set --text-key to {which}.")
+    return file, groups
 
 
 def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Record]:
@@ -82,7 +85,7 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
       ConfigError: the file cannot be read, has changed since the work was divided, or has a line without an end.
     """
     file = part.file
-    tables = {"parquet": read_parquet, "arrow": read_arrow, "csv": _read_csv, "array": _read_array, "lines": _read_lines}
+    tables = {"parquet": read_parquet, "arrow": read_arrow, "csv": _read_rows, "array": _read_rows, "lines": _read_lines}
     try:
         require_unchanged(file)
         if file.kind == "text":
@@ -98,10 +101,7 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
 
 def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     """Yields (line number, JSON object, "") from a file of JSON lines, compressed or not, in order. For a line without an
-    object it yields None and the reason. Blank lines are skipped.
-
-    Raises:
-      ConfigError: the file cannot be read, or has a line without an end.
+    object it yields None and the reason. Blank lines are skipped. Raises as `read_part`.
     """
     try:
         size = os.stat(path).st_size
@@ -171,16 +171,9 @@ def _blocks(of: InputFile) -> Iterator[bytes]:
                 # A hole, as a crash or a failed copy leaves it.
                 raise DamagedFile(f"not text (only zero bytes from byte {position} on)")
             position += len(block)
-            _require_modest_expansion(file, raw, position)
             if position > LONGEST_DOCUMENT:
                 raise DamagedFile("longer than 4 GiB: split it")
             yield block
-
-
-def _require_modest_expansion(file: BinaryIO, raw: BinaryIO, position: int) -> None:
-    """Raises DamagedFile if so many bytes are more than a compressed file should give."""
-    if file is not raw and position > max(TEXT_BYTES, _MOST_EXPANDED * raw.tell()):
-        raise DamagedFile(f"it expands to more than {_MOST_EXPANDED} times its size")
 
 
 def _longer_than(limit: int) -> str:
@@ -204,15 +197,13 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
         whole = not is_splittable(part.file)
         file = decompressed(part.file.path, raw)
         position = 0 if whole else _skip_to_line(raw, part)
-        number = blank = 0
+        number = 0
         while whole or position < part.stop:
             begin, reason = position, ""
             number += 1
             try:
                 line = file.readline(LINE_BYTES + 1)
                 position += len(line)
-                if number % 64 == 0:
-                    _require_modest_expansion(file, raw, position)
                 if len(line) > LINE_BYTES and not line.endswith(b"\n"):
                     line, reason = None, _longer_than(LINE_BYTES)
                     position += _skip_line(file, part.file.path, begin)
@@ -225,11 +216,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
                 if begin == 0:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.isspace():
-                    blank += 1
-                    if blank % _BLANK == 0:
-                        raise ConfigError(f"{part.file.path} has {blank:,} blank lines in a row: fix it or leave it out.")
                     continue
-                blank = 0
             yield line, number, (raw.tell() if whole else position) - part.start, reason
 
 
@@ -281,50 +268,28 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
 # ------------------------------------------------------------------------------------------------------ arrays and CSV
 
 
-class _Content:
-    """The content of a file in one direction, decompressed, which may not expand too far."""
-
-    def __init__(self, path: str, raw: BinaryIO):
-        self._raw, self._file = raw, decompressed(path, raw)
-        self._position = self._calls = 0
-
-    def read(self, size: int) -> bytes:
-        return self._checked(self._file.read(size))
-
-    def readline(self, size: int) -> bytes:
-        return self._checked(self._file.readline(size))
-
-    def _checked(self, content: bytes) -> bytes:
-        self._position += len(content)
-        self._calls += 1
-        if self._calls % 64 == 0:
-            _require_modest_expansion(self._file, self._raw, self._position)
-        return content
-
-
-def _read_array(part: Part, text_key: str) -> Iterator[Record]:
-    number = 0
+def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
+    number, texts = 0, _texts_of_array if part.file.kind == "array" else _texts_of_csv
     with open_input(part.file) as raw:
         try:
-            for number, element in enumerate(elements(_Content(part.file.path, raw).read, LINE_BYTES), 1):
-                text, reason = _field(element, text_key)
+            for number, (text, reason) in enumerate(texts(decompressed(part.file.path, raw), text_key), 1):
                 yield Record(text, number, reason, raw.tell())
         except DamagedFile as error:
             yield Record(None, number + 1, str(error), part.size)
 
 
-def _read_csv(part: Part, text_key: str) -> Iterator[Record]:
-    number = 0
-    with open_input(part.file) as raw:
-        try:
-            rows = CsvRows(_Content(part.file.path, raw).readline, LINE_BYTES)
-            place = rows.names.index(text_key)
-            for number, (row, reason) in enumerate(rows, 1):
-                text = None
-                if row is not None and len(row) <= place:
-                    reason = f"it has {len(row)} of {len(rows.names)} columns"
-                elif row is not None:
-                    text, reason = check_text(row[place], text_key)
-                yield Record(text, number, reason, raw.tell())
-        except DamagedFile as error:
-            yield Record(None, number + 1, str(error), part.size)
+def _texts_of_array(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:
+    for element in elements(content.read, LINE_BYTES):
+        yield _field(element, text_key)
+
+
+def _texts_of_csv(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:
+    rows = CsvRows(content.readline, LINE_BYTES)
+    place = rows.names.index(text_key)
+    for row, reason in rows:
+        if row is None:
+            yield None, reason
+        elif len(row) <= place:
+            yield None, f"it has {len(row)} of {len(rows.names)} columns"
+        else:
+            yield check_text(row[place], text_key)

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxllm.config.errors import ConfigError, line_of
-from jaxllm.data.compression import DamagedFile
-from jaxllm.data.parts import InputFile, Part, Record, check_text
+from jaxllm.data.parts import DamagedFile, InputFile, Part, Record, check_text
 from jaxllm.data.stores import open_input
-from jaxllm.untrusted import JSON_VALUES, MIB, shown
+from jaxllm.untrusted import JSON_VALUES, MIB
 
 # ---------------------------------------------------------------------------------------------------- CSV and JSON arrays
 # Reads rows of CSV and elements of a JSON array, one at a time and of bounded size, from a file that need not be local.
@@ -128,26 +127,15 @@ class CsvRows:
 _ROWS = 256
 
 
-def no_column(path: str, text_key: str, columns: list[str]) -> ConfigError:
-    which = f"one of {shown(', '.join(columns[:100]), 400)}" if columns else "a column, or leave the empty file out"
-    return ConfigError(f"{path} has no column {text_key}: set --text-key to {which}.")
-
-
 # ----------------------------------------------------------------------------------------------------------- Parquet
 
 
-def row_groups(file: InputFile, text_key: str) -> list[int]:
-    """Compressed bytes of each row group of a Parquet file.
-
-    Raises:
-      ConfigError: the file is not Parquet, has no column of that name, or pyarrow is not installed.
-    """
+def parquet_columns(file: InputFile) -> tuple[list[str], list[int]]:
+    """Names of the columns, and compressed bytes of each row group. Raises as `arrow_columns`."""
     with _parquet(file) as parquet:
-        columns = parquet.schema_arrow.names
-        if text_key not in columns:
-            raise no_column(file.path, text_key, columns)
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-        return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+        sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+        return parquet.schema_arrow.names, sizes
 
 
 def rows_before(part: Part) -> int:
@@ -178,15 +166,12 @@ def read_parquet(part: Part, text_key: str) -> Iterator[Record]:
 
 @contextmanager
 def _parquet(file: InputFile) -> Iterator[Any]:
-    pyarrow = _pyarrow(file)
-    from pyarrow.parquet import ParquetFile
-
     with open_input(file) as source:
-        try:
+        with _reads(file, "Parquet"):
+            from pyarrow.parquet import ParquetFile
+
             # pyarrow reads a local file faster by itself.
             parquet = ParquetFile(source if file.address else file.path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{file.path} cannot be read as Parquet ({line_of(error)}): fix it or leave it out.") from None
         yield parquet
 
 
@@ -227,31 +212,33 @@ def _arrow(file: InputFile, fields: list[int] | None = None) -> Iterator[tuple[A
     """The open file and its reader: Arrow's file format has an index at its end, and its stream format, which Hugging Face's
     datasets keep on disks, has none.
     """
-    pyarrow = _pyarrow(file)
-    from pyarrow import ipc
-
     with open_input(file) as source:
-        options = ipc.IpcReadOptions(included_fields=fields)
-        try:
+        with _reads(file, "Arrow") as pyarrow:
+            from pyarrow import ipc
+
+            options = ipc.IpcReadOptions(included_fields=fields)
             try:
                 reader = ipc.open_file(source, options=options)
             except pyarrow.ArrowInvalid:
                 source.seek(0)
                 reader = ipc.open_stream(source, options=options)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{file.path} cannot be read as Arrow ({line_of(error)}): fix it or leave it out.") from None
         yield source, reader
 
 
 # -------------------------------------------------------------------------------------------------------------- both
 
 
-def _pyarrow(file: InputFile) -> Any:
+@contextmanager
+def _reads(file: InputFile, as_what: str) -> Iterator[Any]:
+    """Yields pyarrow. Raises ConfigError if it is not installed, or where it cannot read a file inside."""
     try:
         import pyarrow
     except ImportError:
         raise ConfigError(f"Reading {file.path} needs pyarrow: pip install 'jaxllm[parquet]'.") from None
-    return pyarrow
+    try:
+        yield pyarrow
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file.path} cannot be read as {as_what} ({line_of(error)}): fix it or leave it out.") from None
 
 
 def _record(value: Any, text_key: str, number: int, read: int) -> Record:

@@ -11,16 +11,17 @@ import json
 import os
 import shutil
 import socket
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.compression import DamagedFile
 from jaxllm.data.manifest import (
     DATA_ENDINGS,
     INDEX_SHA256,
@@ -29,17 +30,18 @@ from jaxllm.data.manifest import (
     TOKENIZER,
     Origin,
     adding_to,
+    as_shard,
     check_same_origin,
     check_sizes,
     index_sha256,
-    is_shard,
     read_stored,
     shard_name,
 )
-from jaxllm.data.parts import Part, Record
+from jaxllm.data.parts import DamagedFile, Part, Record
 from jaxllm.data.records import read_part, records_before
 from jaxllm.data.stores import has_changed
 from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
+from jaxllm.untrusted import reason_of
 
 BROKEN_KEPT = 1000
 """Number of broken records whose details a shard stores. It counts all of them."""
@@ -69,7 +71,7 @@ class Task:
 
 
 def write_shard(
-    folder: Path, task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
+    folder: Path, origin: Origin, strict: bool, task: Task, tokenizer: Tokenizer, report: Callable[[int, int], None]
 ) -> None:
     """Writes the shard of a task, unless another process finishes it first.
 
@@ -96,7 +98,7 @@ def write_shard(
         # A faster process may have removed these files as leftovers.
         check_same_origin(folder, origin)
         if read_shard(folder, task.name) is None:
-            raise unwritable(folder, error.strerror or str(error)) from None
+            raise unwritable(folder, reason_of(error)) from None
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)
@@ -105,18 +107,13 @@ def write_shard(
 def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     """Reads a shard's .json. Returns None unless it and its files exist with their recorded sizes."""
     shard: Any = read_stored(folder / f"{name}.json")
-    if not is_shard(shard) or shard["name"] != name:
+    if as_shard(shard) is None or shard["name"] != name:
         return None
     try:
         check_sizes(folder, shard["files"])
     except ConfigError:
         return None
     return shard
-
-
-def remove_shard(folder: Path, name: str) -> None:
-    for ending in (".json", *DATA_ENDINGS):
-        (folder / (name + ending)).unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path, of_other_hosts: bool = False, names: Sequence[str] = NAMES) -> None:
@@ -138,20 +135,42 @@ def remove_leftovers(folder: Path, of_other_hosts: bool = False, names: Sequence
 
 def replace_json(file: Path, content: dict[str, Any]) -> None:
     """Writes JSON to a file atomically. The file is on the disk when this returns."""
-    temporary = temporary_path(file.parent, file.name)
+    with placing(file.parent, file.name) as aside, open(aside, "w", encoding="utf-8") as opened:
+        # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
+        opened.write(json.dumps(content, indent=1) + "\n")
+        _sync(opened)
+    descriptor = os.open(file.parent, os.O_RDONLY)
     try:
-        with open(temporary, "w", encoding="utf-8") as opened:
-            # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
-            opened.write(json.dumps(content, indent=1) + "\n")
-            _sync(opened)
-        os.replace(temporary, file)
-        _sync_folder(file.parent)
+        os.fsync(descriptor)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextmanager
+def placing(folder: Path, name: str) -> Iterator[Path]:
+    """Yields another name for a file or a folder, which becomes `folder / name` at the end. After an error nothing stays."""
+    # Where a disk has no locks, threads of this process may copy one object.
+    aside = temporary_path(folder, f"{Path(name).name}.{threading.get_ident()}")
+    try:
+        yield aside
+        # What is there may be a folder: of another tokenizer, or what someone damaged by hand.
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(aside, folder / name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
 def unwritable(folder: Path, reason: str) -> ConfigError:
     return ConfigError(f"{folder} cannot be written ({reason}): fix that and run the command again, or choose another --out.")
+
+
+@contextmanager
+def writing(refusal: Callable[[str], ConfigError]) -> Iterator[None]:
+    """Raises refusal(reason) for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(reason_of(error)) from None
 
 
 def display_path(path: str) -> str:
@@ -175,8 +194,8 @@ def strict_error(broken: dict[str, Any]) -> ConfigError:
 def _write(
     files: dict[str, Path], task: Task, origin: Origin, tokenizer: Tokenizer, strict: bool, report: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    text_key, record_tokens = origin.options["text_key"], origin.options["record_tokens"]
-    output = _Output(files, token_dtype(tokenizer.vocab_size), record_tokens)
+    text_key = origin.options.text_key
+    output = _Output(files, token_dtype(tokenizer.vocab_size), origin.options.record_tokens)
     texts: list[str] = []
     characters = broken = empty = reported = before = 0
     kept: list[dict[str, Any]] = []
@@ -216,15 +235,18 @@ def _write(
     output.close()
     return {
         "name": task.name,
-        **output.counts(),
+        "documents": len(output.lengths),
+        "tokens": sum(output.lengths),
+        "text_bytes": output.text_bytes,
+        "records": output.records,
         "broken": broken,
         "empty": empty,
         "sha256": output.digest.hexdigest(),
         INDEX_SHA256: index_sha256(*output.index),
         "files": {task.name + ending: files[ending].stat().st_size for ending in DATA_ENDINGS},
         "broken_records": kept,
-        "options": origin.options,
-        "inputs": origin.inputs,
+        "options": asdict(origin.options),
+        "inputs": asdict(origin.inputs),
     }
 
 
@@ -236,8 +258,8 @@ class _Output:
 
         self._files, self._dtype, self._record_bytes = files, dtype, record_tokens * dtype.itemsize
         self._pending = bytearray()
-        self._lengths, self._keys = array("I"), array("Q")
-        self._tokens = self._text_bytes = self._records = 0
+        self.lengths, self._keys = array("I"), array("Q")
+        self.text_bytes = self.records = 0
         self.digest = hashlib.sha256()
         """SHA-256 of all ids and, once closed, of all lengths."""
         self._writer = self._call(lambda: ArrayRecordWriter(str(files[".array_record"]), _WRITER_OPTIONS))
@@ -270,10 +292,9 @@ class _Output:
         self.digest.update(content)
 
     def _end(self, tokens: int, key: hashlib.blake2b, text_bytes: int) -> None:
-        self._lengths.append(tokens)
+        self.lengths.append(tokens)
         self._keys.append(int.from_bytes(key.digest()[:8], "little"))
-        self._tokens += tokens
-        self._text_bytes += text_bytes
+        self.text_bytes += text_bytes
 
     def close(self) -> None:
         """Closes the three files. They are on the disk when this returns."""
@@ -282,7 +303,7 @@ class _Output:
         self._call(self._writer.close)
         with open(self._files[".array_record"], "rb") as file:
             os.fsync(file.fileno())
-        self.index = lengths, keys = np.array(self._lengths, "<u4"), np.array(self._keys, "<u8")
+        self.index = lengths, keys = np.array(self.lengths, "<u4"), np.array(self._keys, "<u8")
         self.digest.update(lengths.tobytes())
         for ending, numbers in ((".lengths.npy", lengths), (".keys.npy", keys)):
             with open(self._files[ending], "wb") as file:
@@ -293,15 +314,7 @@ class _Output:
         record = bytes(self._pending[: self._record_bytes])
         self._call(lambda: self._writer.write(record))
         del self._pending[: self._record_bytes]
-        self._records += 1
-
-    def counts(self) -> dict[str, int]:
-        return {
-            "documents": len(self._lengths),
-            "tokens": self._tokens,
-            "text_bytes": self._text_bytes,
-            "records": self._records,
-        }
+        self.records += 1
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:
@@ -336,11 +349,3 @@ def _is_running(process: int) -> bool:
 def _sync(file: BinaryIO | Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

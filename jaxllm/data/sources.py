@@ -12,6 +12,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,20 +22,24 @@ import numpy as np
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
 from jaxllm.config.sections import CONVERSATIONS
 from jaxllm.config.types import GIVEN
-from jaxllm.data.cached import ShardCache, shard_cache
+from jaxllm.data.cached import CachedFolder, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
-from jaxllm.data.documents import Documents, DocumentsInMemory, gather
+from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, TextDocuments
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
-from jaxllm.data.megatron import MegatronDocuments
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.stores import is_address
-from jaxllm.data.texts import first_bad_byte, read_texts
 from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxllm.file_patterns import MOST_ENTRIES, Listing
+from jaxllm.untrusted import GIB, RefusedInput, read_bytes, reason_of
 
 # Folders beside the standard library's sources that are not part of it: installed packages, tests, byte code. pydoc_data holds
 # the manual, one file of prose that would dominate its part of the split.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
+MOST_FILES, MOST_BYTES = 100_000, 4 * GIB
+"""Limits of texts that are read at the start of each run. The memory of a host holds them five times over, because the ids are
+made of all texts at once."""
+_ADVICE = "name a smaller folder, or tokenise the files once with jaxllm data prepare"
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ class Data:
         S, seed = self.config.train.sequence_length, self.config.train.seed
         for source in self.sources:
             if source.documents.chosen_tokens is not None:
-                if not len(self._whole(source, source.train)):
+                if not len(self.whole(source, source.train)):
                     raise ConfigError(
                         f"No pair of {source.name} fits into train.sequence_length={S}: use longer sequences or shorter pairs."
                     )
@@ -151,17 +156,17 @@ class Data:
     @cached_property
     def _held_out(self) -> tuple[PackedDocuments, ...]:
         # Pack once, because every evaluation needs the result.
-        some = [s for s in self.sources if s.held_out_tokens > 1 and len(self._whole(s, s.held_out))]
+        some = [s for s in self.sources if s.held_out_tokens > 1 and len(self.whole(s, s.held_out))]
         return tuple(self._packed(source, source.held_out) for source in some)
 
-    def _whole(self, source: Source, order: np.ndarray) -> np.ndarray:
+    def whole(self, source: Source, order: np.ndarray) -> np.ndarray:
         """Those of the documents that may be packed: of pairs, those that fit into a sequence."""
         if source.documents.chosen_tokens is None:
             return order
         return order[source.documents.lengths[order] <= self.config.train.sequence_length]
 
     def _packed(self, source: Source, order: np.ndarray) -> PackedDocuments:
-        order = self._whole(source, order)
+        order = self.whole(source, order)
         data, S = self.config.data, self.config.train.sequence_length
         vocab_size = self.config.model.vocab_size
         return PackedDocuments(source.name, source.documents, order, S, data.packing, data.mask_documents, vocab_size)
@@ -182,10 +187,18 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     if data.source == GIVEN:
         return Data(config, (), named)
     cache = shard_cache(data, cache_folder)
-    prepared = {part.name: open_prepared(part, cache) for part in data.sources if part.source == "prepared"}
+    prepared = {
+        part.name: _chain(
+            [PreparedDocuments(CachedFolder(cache, path) if cache and is_address(path) else path) for path in part.paths]
+        )
+        for part in data.sources
+        if part.source == "prepared"
+    }
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
-    template = _chat_template(data, for_texts)
+    template = None
+    if any(part.source in CONVERSATIONS for part in data.sources):
+        template = load_chat_template(for_texts and for_texts.folder, data.chat_template, knows_date=False)
     documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
@@ -203,17 +216,6 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
             f"set model.vocab_size to at least {tokenizer.vocab_size}, or choose the model's own tokenizer."
         )
     return Data(config, sources, tokenizer, template)
-
-
-def open_prepared(source: SourceConfig, cache: ShardCache | None) -> Documents:
-    return _chain([PreparedDocuments(cache.open(path) if cache and is_address(path) else path) for path in source.paths])
-
-
-def _chat_template(data: DataConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Chat template of conversations: data.chat_template, or the tokenizer's own."""
-    if not any(part.source in CONVERSATIONS for part in data.sources):
-        return None
-    return load_chat_template(None if tokenizer is None else tokenizer.folder, data.chat_template, knows_date=False)
 
 
 def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:
@@ -249,61 +251,6 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
     )
 
 
-class TextDocuments(DocumentsInMemory):
-    """Texts that are tokenised in memory, one document each. Keys are hashes of their names. See Documents."""
-
-    def __init__(self, texts: dict[str, bytes], tokenizer: Tokenizer, description: str):
-        ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
-        # A name may contain bytes that are not UTF-8, which Python reads as surrogates.
-        digests = [hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest() for name in texts]
-        keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
-        super().__init__(ids, keys, tokenizer, description)
-
-
-class ChainedDocuments(Documents):
-    """Several folders or files of one source, concatenated. See Documents."""
-
-    def __init__(self, parts: Sequence[Documents]):
-        self._parts = tuple(parts)
-        self.lengths = np.concatenate([part.lengths for part in parts])
-        self.keys = np.concatenate([part.keys for part in parts])
-        self._firsts = np.cumsum([0, *(len(part.lengths) for part in parts)])
-        self.tokenizer = parts[0].tokenizer
-        self.description = ", ".join(part.description for part in parts)
-        self.fingerprint = hashlib.sha256("/".join(part.fingerprint for part in parts).encode()).hexdigest()
-
-    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        return gather(self._firsts, documents, starts, stops, lambda part, *spans: self._parts[part].read(*spans))
-
-    def where(self, document: int, token: int) -> str:
-        part = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        return self._parts[part].where(document - int(self._firsts[part]), token)
-
-
-class SplitDocument(Documents):
-    """A single document split into two: its first tokens for training, its last tokens held out. See Documents."""
-
-    def __init__(self, whole: Documents, held_out_tokens: int):
-        length = int(whole.lengths[0])
-        self._whole, self._begins = whole, np.array([0, length - held_out_tokens])
-        self.lengths = np.array([length - held_out_tokens, held_out_tokens])
-        self.keys = np.repeat(whole.keys, 2)
-        self.tokenizer, self.description, self.fingerprint = whole.tokenizer, whole.description, whole.fingerprint
-
-    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        return self._whole.read(*self._in_whole(documents, starts, stops))
-
-    def scored(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray] | None:
-        return self._whole.scored(*self._in_whole(documents, starts, stops))
-
-    def where(self, document: int, token: int) -> str:
-        return self._whole.where(0, int(self._begins[document]) + token)
-
-    def _in_whole(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, ...]:
-        begins = self._begins[documents]
-        return np.zeros_like(documents), begins + starts, begins + stops
-
-
 def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Documents, np.ndarray, np.ndarray]:
     """Splits documents: (documents, training numbers, held-out numbers). A single document is cut; if there are too few
     documents, nothing is held out.
@@ -315,10 +262,8 @@ def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Docum
       ConfigError: the fraction leaves nothing to train on.
     """
     count = len(documents.lengths)
-    if fraction == 0:
+    if fraction == 0 or (count == 1 and documents.chosen_tokens is not None):
         return documents, np.arange(count), np.arange(0)
-    if count == 1 and documents.chosen_tokens is not None:
-        return documents, np.arange(1), np.arange(0)
     if count == 1:
         length = int(documents.lengths[0])
         held_out_tokens = round(length * fraction)
@@ -383,5 +328,52 @@ def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
     # Some distributions have dangling links here.
     texts = {name: (root / name).read_bytes() for name in sorted(names) if (root / name).is_file()}
-    readable = {name: text for name, text in texts.items() if first_bad_byte(text) is None}
+    readable = {name: text for name, text in texts.items() if _first_bad_byte(text) is None}
     return readable, len(texts) - len(readable)
+
+
+def _matching_files(patterns: Sequence[str]) -> set[str]:
+    """The files that match data.paths, by name.
+
+    Raises:
+      ConfigError: there are too many or too large files.
+    """
+    listing, names, size = Listing(MOST_ENTRIES), set(), 0
+    try:
+        for match in (match for pattern in patterns for match in listing.files(pattern)):
+            # The path below the working directory, or else the absolute path.
+            if (name := os.path.abspath(match).removeprefix(os.getcwd().rstrip("/") + "/")) not in names:
+                names.add(name)
+                with suppress(OSError):
+                    size += os.path.getsize(name)
+            if len(names) > MOST_FILES or size > MOST_BYTES:
+                raise RefusedInput(f"it names more than {MOST_FILES:,} files or {MOST_BYTES // GIB} GiB")
+    except RefusedInput as error:
+        raise ConfigError(f"data.paths is too much to tokenise at the start of each run ({error}): {_ADVICE}.") from None
+    return names
+
+
+def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
+    """Reads the files that match data.paths by name, sorted. A file that matches two patterns is read once.
+
+    Raises:
+      ConfigError: there are too many or too large files, or one cannot be read or is not UTF-8.
+    """
+    texts = {}
+    for name in sorted(_matching_files(patterns)):
+        try:
+            texts[name] = read_bytes(Path(name), MOST_BYTES)
+        except (OSError, RefusedInput) as error:
+            raise ConfigError(f"{name} cannot be read ({reason_of(error)}): fix it or leave it out of data.paths.") from None
+        bad = _first_bad_byte(texts[name])
+        if bad is not None:
+            raise ConfigError(f"{name} is not UTF-8 text (byte {bad}): convert it or leave it out of data.paths.")
+    return texts
+
+
+def _first_bad_byte(text: bytes) -> int | None:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start
+    return None

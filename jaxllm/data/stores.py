@@ -81,9 +81,7 @@ def find_in_store(pattern: str) -> list[InputFile]:
 
 def files_below(address: str) -> dict[str, InputFile]:
     """{name below the address: file} of all objects below s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; {} if there are none.
-
-    Raises:
-      ConfigError: the bucket is not there, the store does not answer or refuses, or its library is missing.
+    Raises ConfigError as `find_in_store` does.
     """
     scheme = _scheme(address)
     _require_no_password(address)
@@ -127,11 +125,7 @@ def blocks(file: InputFile) -> Iterator[bytes]:
 
 
 def require_unchanged(file: InputFile) -> None:
-    """
-    Raises:
-      ConfigError: the file is not the one that was listed.
-      OSError: a local file cannot be read.
-    """
+    """Raises ConfigError if the file is not the one that was listed, and OSError if a local file cannot be read."""
     if not file.address:
         found = os.stat(file.path)
         if (found.st_size, found.st_mtime_ns) != (file.size, file.modified_ns):

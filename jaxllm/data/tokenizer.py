@@ -30,38 +30,19 @@ def save_byte_tokenizer(folder: Path) -> None:
 
     It is a byte-level BPE without merges. U+0000 spells the EOS token, as in ByteTokenizer.
     """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     end = DOCUMENT_END.decode()
     # A BPE names each byte by a printable character. The zero byte is named by itself, so that no letter of a text spells EOS;
     # as the unknown token it is also read where special tokens in a text count as text.
-    vocabulary = {character: byte for byte, character in byte_characters().items()} | {end: 0}
-    del vocabulary[byte_characters()[0]]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    content: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": 0, "content": end, **added}],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": end,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])),
-            "merges": [],
-        },
-    }
+    vocabulary = {character: byte for byte, character in byte_characters().items() if byte} | {end: 0}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=end))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(end, normalized=False)])
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxllm.cluster import distributed, progress
 from jaxllm.config import ConfigError
-from jaxllm.data.baselines import ngram_baseline
 from jaxllm.data.loader import PackedDocuments, SampleStream
 from jaxllm.data.manifest import read_npy
+from jaxllm.data.measures import ngram_baseline
 from jaxllm.inference.generate import printable, sample
 from jaxllm.json_lines import read_lines
 from jaxllm.mesh.axes import CONTEXT

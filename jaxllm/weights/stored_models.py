@@ -34,9 +34,9 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER
 from jaxllm.config.hub import pin, stays
 from jaxllm.config.load import read_recipe
-from jaxllm.data.cached import ObjectCache, is_copy, locked, placing, write_blocks
+from jaxllm.data.cached import copy_name, is_copy, locked, write_blocks
 from jaxllm.data.parts import InputFile
-from jaxllm.data.shards import remove_leftovers
+from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, files_below, is_address, require_unchanged
 from jaxllm.stderr import bytes_bar
 from jaxllm.untrusted import MIB, RefusedInput, checked, parse_json, shown
@@ -136,14 +136,14 @@ def _kept(key: str, address: str, name: str, wanted: Files, damaged: Callable[[P
     except RuntimeError:
         # A user without a home, as in containers.
         raise ConfigError(f"There is no home folder to copy the model of {key} to: set XDG_CACHE_HOME to a folder.") from None
-    cache = ObjectCache(
-        folder,
-        lambda reason: ConfigError(
+    home = folder / copy_name(re.sub(r"[^A-Za-z0-9_.-]", "-", name), described.encode())
+
+    def unwritable(reason: str) -> ConfigError:
+        return ConfigError(
             f"{key}={address} cannot be stored in {folder} ({reason}): fix that, or set XDG_CACHE_HOME to another folder."
-        ),
-    )
-    home = cache.home(re.sub(r"[^A-Za-z0-9_.-]", "-", name), described.encode())
-    with cache.writing():
+        )
+
+    with writing(unwritable):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f".{home.name}.lock", wait=True):
             if all(is_copy(home / one, file) for one, file in wanted.items()):

@@ -14,10 +14,10 @@ from store_servers import Hub, Server, s3, s3_environment, serving
 from tiny import TINY
 
 from jaxllm.config import ConfigError, load_config
-from jaxllm.data import cached, stores
-from jaxllm.data.cached import ShardCache
+from jaxllm.data import cached, prepared, stores
+from jaxllm.data.cached import CachedFolder, ShardCache
 from jaxllm.data.prepare import prepare
-from jaxllm.data.prepared import PreparedDocuments, _Readers
+from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.sources import load_data
 
 pytest.importorskip("moto")
@@ -175,7 +175,7 @@ def test_a_room_that_is_too_small_is_said(store, folder, tmp_path, caplog):
 
 def test_the_background_fills_what_is_free_and_removes_nothing(store, folder, tmp_path):
     size = max(path.stat().st_size for path in folder.glob("*.array_record"))
-    documents = PreparedDocuments(ShardCache(tmp_path / "cache", 3 * size).open(store.root))
+    documents = PreparedDocuments(CachedFolder(ShardCache(tmp_path / "cache", 3 * size), store.root))
     last = len(documents.lengths) - 1
     documents.read([last], [0], [3])
     filled()
@@ -195,7 +195,7 @@ def test_a_user_without_a_home_names_a_folder(folder, tmp_path):
 def test_one_shard_is_copied_to_begin_with_and_the_others_in_the_background(store, tmp_path, monkeypatch):
     cache = ShardCache(tmp_path / "cache", 2**30)
     may_copy = threading.Event()
-    copied, copy = [], type(cache.open(store.root))._copy_shard
+    copied, copy = [], type(CachedFolder(cache, store.root))._copy_shard
 
     def held(self, name, in_background):
         if in_background:
@@ -204,7 +204,7 @@ def test_one_shard_is_copied_to_begin_with_and_the_others_in_the_background(stor
         return copy(self, name, in_background)
 
     monkeypatch.setattr("jaxllm.data.cached.CachedFolder._copy_shard", held)
-    documents = PreparedDocuments(cache.open(store.root))
+    documents = PreparedDocuments(CachedFolder(cache, store.root))
     documents.read([0], [0], [3])
     first = f"tokens-00000-of-{len(documents._shards):05d}.array_record"
     assert list(shards(cache.folder)) == [first]
@@ -222,7 +222,7 @@ def test_processes_of_a_host_share_the_copies(store, folder, tmp_path, monkeypat
     found, barrier = {}, threading.Barrier(4)
 
     def process(number):
-        documents = PreparedDocuments(ShardCache(tmp_path / "cache", 2**30).open(store.root))
+        documents = PreparedDocuments(CachedFolder(ShardCache(tmp_path / "cache", 2**30), store.root))
         barrier.wait(60)
         found[number] = read_all(documents)
 
@@ -237,9 +237,9 @@ def test_processes_of_a_host_share_the_copies(store, folder, tmp_path, monkeypat
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
-def test_what_was_read_longest_ago_leaves_first_and_what_is_read_stays(store, tmp_path, monkeypatch):
+def test_what_was_read_longest_ago_leaves_first_and_comes_back(store, tmp_path, monkeypatch):
     cache = ShardCache(tmp_path / "cache", 2**30)
-    folder = cache.open(store.root)
+    folder = CachedFolder(cache, store.root)
     documents = PreparedDocuments(folder)
     read_all(documents)
     filled()
@@ -249,34 +249,34 @@ def test_what_was_read_longest_ago_leaves_first_and_what_is_read_stays(store, tm
         os.utime(path, (number, number))
     documents.read([0], [0], [3])
     total, sizes = bytes_of(cache.folder), {path: path.stat().st_size for path in (second, *others)}
-    cache._most_bytes = total
-    with folder.holding(second):
-        assert not cache.make_room(1, may_remove=False)
-        assert cache.make_room(1, may_remove=True)
-        assert not others[0].exists()
-        assert first.exists()
-        assert bytes_of(cache.folder) == total - sizes[others[0]]
-        cache.make_room(2 * total, may_remove=True)
-        assert list(shards(cache.folder).values()) == [second]
+    cache.most_bytes = total
+    assert not cache.make_room(1, may_remove=False)
+    assert cache.make_room(1, may_remove=True)
+    assert not second.exists()
+    assert first.exists()
+    assert bytes_of(cache.folder) == total - sizes[second]
+    cache.make_room(2 * total, may_remove=True)
+    assert not shards(cache.folder)
     # Nothing of what left is open, and it comes back.
-    assert first not in documents._shards[0]._readers._open
+    readers = documents._shards[0]._readers
+    assert not readers.cache_info().currsize
     assert read_all(documents)
     # Another process may remove a copy, also between the look for it and its opening.
-    assert first in documents._shards[0]._readers._open
+    assert readers.cache_info().currsize
     first.unlink()
     cache.make_room(0, may_remove=True)
-    assert first not in documents._shards[0]._readers._open
+    assert not readers.cache_info().currsize
     assert documents.read([0], [0], [3])[0].tolist() == read_all(documents)[0][:3]
-    get, removed = _Readers.get, []
+    open_file, removed = prepared._open, []
 
-    def late(self, file, open_file):
+    def late(file):
         if not removed:
             removed.append(file)
             file.unlink()
-        return get(self, file, open_file)
+        return open_file(file)
 
-    monkeypatch.setattr(_Readers, "get", late)
-    assert read_all(PreparedDocuments(cache.open(store.root))) == read_all(documents)
+    monkeypatch.setattr(prepared, "_open", late)
+    assert read_all(PreparedDocuments(CachedFolder(cache, store.root))) == read_all(documents)
     assert removed == [first]
     filled()
 
@@ -309,14 +309,14 @@ def test_a_cache_full_of_another_folder_is_filled_in_advance_unless_a_process_ha
         content = (folder / "tokenizer" / name).read_bytes()
         store.client.put_object(Bucket="texts", Key=f"{tmp_path.name}/other/tokenizer/{name}", Body=content)
     # Each cache stands for a process: locks of files tell them apart.
-    old = ShardCache(tmp_path / "cache", 2**30).open(others)
+    old = CachedFolder(ShardCache(tmp_path / "cache", 2**30), others)
     assert read_all(PreparedDocuments(old)) == expected
     filled()
     size = bytes_of(tmp_path / "cache")
 
     def first_batch():
         """What is in the cache of one folder's size when a document is read, and the background is done."""
-        documents = PreparedDocuments(ShardCache(tmp_path / "cache", size).open(store.root))
+        documents = PreparedDocuments(CachedFolder(ShardCache(tmp_path / "cache", size), store.root))
         documents.read([0], [0], [3])
         filled()
         found = [path.parent.name.partition("-")[0] for path in (tmp_path / "cache").glob("*/*.array_record")]
@@ -343,7 +343,7 @@ def test_a_cache_full_of_another_folder_is_filled_in_advance_unless_a_process_ha
 def test_a_store_that_stops_ends_with_one_sentence_and_leaves_no_part(store, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "TRIES", 2)
     monkeypatch.setattr("jaxllm.data.cached.CachedFolder._copy_others", lambda *_: None)
-    documents = PreparedDocuments(ShardCache(tmp_path / "cache", 2**30).open(store.root))
+    documents = PreparedDocuments(CachedFolder(ShardCache(tmp_path / "cache", 2**30), store.root))
     store.failures = [503]
     documents.read([0], [0], [3])
     assert not store.failures
@@ -370,7 +370,7 @@ def test_another_content_is_refused(store, folder, tmp_path):
     first, second, *_ = sorted(folder.glob("*.array_record"))
     assert first.stat().st_size == second.stat().st_size
     replace(store, first.name, second.read_bytes())
-    documents = PreparedDocuments(ShardCache(tmp_path / "cache", 2**30).open(store.root))
+    documents = PreparedDocuments(CachedFolder(ShardCache(tmp_path / "cache", 2**30), store.root))
     says = f"{store.root}/{first.name} is not what manifest.json beside it describes: prepare it again, or copy the complete"
     with pytest.raises(ConfigError, match=says):
         documents.read([0], [0], [3])
@@ -380,31 +380,31 @@ def test_another_content_is_refused(store, folder, tmp_path):
 
     replace(store, first.name, first.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=rf"{first.name} has .* bytes and should have .*: prepare it again, or copy"):
-        ShardCache(tmp_path / "cache", 2**30).open(store.root)
+        CachedFolder(ShardCache(tmp_path / "cache", 2**30), store.root)
     store.client.delete_object(Bucket="texts", Key=f"{store.root.removeprefix('s3://texts/')}/{first.name}")
     with pytest.raises(ConfigError, match=rf"^{store.root}/{first.name} is missing"):
-        ShardCache(tmp_path / "cache", 2**30).open(store.root)
+        CachedFolder(ShardCache(tmp_path / "cache", 2**30), store.root)
 
 
 def test_a_folder_that_is_none_is_named(store, tmp_path):
     cache = ShardCache(tmp_path / "cache", 2**30)
     with pytest.raises(ConfigError, match=rf"^{store.root.removesuffix('/prepared')} is not a prepared folder \(it has no man"):
-        cache.open(store.root.removesuffix("/prepared"))
+        CachedFolder(cache, store.root.removesuffix("/prepared"))
     with pytest.raises(ConfigError, match=r"^No file matches 's3://texts/none/\*\*'"):
-        cache.open("s3://texts/none")
+        CachedFolder(cache, "s3://texts/none")
     with pytest.raises(ConfigError, match=r"^https://host/texts is not read as a prepared folder: use s3://, gs:// or hf://"):
-        cache.open("https://host/texts?signature=hidden")
+        CachedFolder(cache, "https://host/texts?signature=hidden")
     replace(store, "manifest.json", b"{}")
     with pytest.raises(ConfigError, match=rf"^{store.root}/manifest.json was not written by jaxllm data prepare"):
-        cache.open(store.root)
+        CachedFolder(cache, store.root)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^The cache .*file cannot be written \(.*\): fix that, or name another .*cache_dir"):
-        ShardCache(tmp_path / "file", 2**30).open(store.root)
+        CachedFolder(ShardCache(tmp_path / "file", 2**30), store.root)
 
 
 @pytest.mark.parametrize("ending", [".array_record", ".keys.npy"])
 def test_a_damaged_copy_is_deleted_and_copied_again(store, folder, tmp_path, ending):
-    open_now = lambda: PreparedDocuments(ShardCache(tmp_path / "cache", 2**30).open(store.root))  # noqa: E731
+    open_now = lambda: PreparedDocuments(CachedFolder(ShardCache(tmp_path / "cache", 2**30), store.root))  # noqa: E731
     read_all(open_now())
     filled()
     file = next((tmp_path / "cache").rglob(f"tokens-00001*{ending}"))
@@ -423,7 +423,7 @@ def test_a_folder_on_the_hub_is_read_at_one_commit(folder, tmp_path):
     with serving(Hub()) as hub, hub.is_the_hub(tmp_path / "hub"):
         commit = hub.push("datasets", "people/texts", files)
         for address in ("hf://datasets/people/texts", f"hf://datasets/people/texts@{commit}"):
-            opened = ShardCache(tmp_path / "cache", 2**30).open(address)
+            opened = CachedFolder(ShardCache(tmp_path / "cache", 2**30), address)
             hub.push("datasets", "people/texts", {"README.md": b"moved"})
             assert read_all(PreparedDocuments(opened)) == read_all(PreparedDocuments(folder))
             filled()

@@ -459,7 +459,7 @@ def children():
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if stat.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
-                found |= {stat.parent.name} if b"template_program" in (stat.parent / "cmdline").read_bytes() else set()
+                found |= {stat.parent.name} if b"template_process" in (stat.parent / "cmdline").read_bytes() else set()
     return found
 
 

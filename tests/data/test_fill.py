@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from jaxllm.cli.app import app
 from jaxllm.config import ConfigError, load_config
-from jaxllm.data.fill import fill
 from jaxllm.data.loader import SampleStream
+from jaxllm.data.measures import fill
 from jaxllm.data.sources import load_data
 
 S, B = 32, 4

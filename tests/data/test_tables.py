@@ -13,7 +13,7 @@ from test_prepare import contents, encoded, here, made_up
 
 from jaxllm.config import ConfigError
 from jaxllm.data import records
-from jaxllm.data.compression import DamagedFile
+from jaxllm.data.parts import DamagedFile
 from jaxllm.data.rows import CsvRows, elements
 
 TEXTS = made_up(60)

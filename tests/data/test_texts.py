@@ -7,8 +7,8 @@ import pytest
 
 from jaxllm import file_patterns
 from jaxllm.config import ConfigError
-from jaxllm.data import texts
-from jaxllm.data.texts import read_texts
+from jaxllm.data import sources
+from jaxllm.data.sources import read_texts
 from jaxllm.file_patterns import Listing
 
 PATTERNS = [
@@ -56,10 +56,10 @@ def test_the_files_are_those_of_glob(tree, pattern):
 
 def test_what_is_too_much_to_read_at_the_start_is_refused(tree, monkeypatch):
     assert len(read_texts(("**/*.txt",))) > 20
-    monkeypatch.setattr(texts, "MOST_FILES", 20)
+    monkeypatch.setattr(sources, "MOST_FILES", 20)
     with pytest.raises(ConfigError, match=r"^data\.paths is too much to tok.* \(it names more than 20 files"):
         read_texts(("**/*.txt",))
-    monkeypatch.setattr(texts, "MOST_ENTRIES", 30)
+    monkeypatch.setattr(sources, "MOST_ENTRIES", 30)
     with pytest.raises(ConfigError, match=r" \(below \*\*/\*\.txt are more than 30 files and folders\): name a smaller"):
         read_texts(("**/*.txt",))
 

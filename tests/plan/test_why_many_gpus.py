@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import jaxllm
 from jaxllm.cli.app import app
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.data.fill import fill
+from jaxllm.data.measures import fill
 from jaxllm.plan.search import SearchOptions, search
 from jaxllm.plan.sweep import sweep_gpus, sweep_of
 

@@ -167,11 +167,11 @@ def test_a_tokenizer_of_the_hub_is_pinned_where_it_is_kept(hub, tmp_path, text_f
         prepare([str(text_file)], out, tokenizer=name, workers=1, progress=False)
         return json.loads((out / "manifest.json").read_text())["tokenizer"]["name"]
 
-    jobs = []
-    monkeypatch.setattr("jaxllm.data.prepare.run", lambda job, *more: (jobs.append(job), run(job, *more)))
+    names = []
+    monkeypatch.setattr("jaxllm.data.prepare.run", lambda name, *more: (names.append(name), run(name, *more)))
     assert prepared(tmp_path / "one") == f"{name}@{first}"
     # What the workers load.
-    assert [job.tokenizer for job in jobs] == [f"{name}@{first}"]
+    assert names == [f"{name}@{first}"]
     from_folder = tmp_path / "here/words"
     from_folder.mkdir(parents=True)
     for file, content in words(["<end>", "?", "law", "mesh", "ring", "axis"]).items():
