@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ PACKAGE = CHECKOUT / "jaxllm"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 80, 10
+PACKAGE_LINES, ROOMS, FOLDER_FILES, LOOSE_FILES = 52_150, 21, 22, 8
+"""They may only fall. What is added is earned by what goes."""
 LONG_FILES: dict[str, tuple[int, str]] = {}
 """Path -> (maximum lines, reason). A number here may only fall."""
 MANY_PARAMETERS = {
@@ -22,9 +25,9 @@ MANY_PARAMETERS = {
 }
 
 CLOSURES = {
-    "jaxllm.train.step": (20, 3_650, 11),
-    "jaxllm.train.build": (70, 12_200, 18),
-    "jaxllm.run.loop": (189, 35_130, 23),
+    "jaxllm.train.step": (19, 3_600, 11),
+    "jaxllm.train.build": (59, 11_960, 18),
+    "jaxllm.run.loop": (147, 33_640, 22),
 }
 """Import closures: module -> (modules, their lines, longest chain). The numbers may only fall. Of the step's modules twelve are
 the config's, and one is the door for what comes from outside."""
@@ -42,7 +45,7 @@ DOORS = {
 LOADED_CODE = {
     "run/programs.py": "compiled programs that this user's key signed",
     "run/tracker_kinds.py": "trackers' packages by fixed names, and what log.sinks names beside the recipe",
-    "data/template_program.py": "Jinja, in a process that may do nothing",
+    "data/template_process.py": "Jinja, in a process that may do nothing",
 }
 PRIVATE_JAX = "private_jax.py"
 AXIS_CALLS = r"(^P|PartitionSpec|psum\w*|pmax|pmean|all_gather|all_to_all|ppermute|axis_index|axis_size|shard_map)$"
@@ -66,6 +69,17 @@ def test_files_are_short():
     allowed = {path: LONG_FILES.get(path, (FILE_LINES, ""))[0] for path in lines}
     assert {path: count for path, count in lines.items() if count > allowed[path]} == {}
     assert {path for path in LONG_FILES if lines.get(path, 0) <= FILE_LINES} == set(), "no exception is needed any more"
+
+
+def test_a_folder_holds_few_files():
+    folders = Counter(file.parent.relative_to(PACKAGE).as_posix() for file in FILES if file.name != "__init__.py")
+    assert {folder: count for folder, count in folders.items() if count > FOLDER_FILES} == {}
+    assert folders.pop(".") <= LOOSE_FILES
+    assert len(folders) <= ROOMS
+
+
+def test_the_package_does_not_grow():
+    assert sum(file.read_text(encoding="utf-8").count("\n") for file in FILES) <= PACKAGE_LINES
 
 
 def test_functions_are_short():

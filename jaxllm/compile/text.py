@@ -27,10 +27,9 @@ from jaxllm.compile.report import CompileReport
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import capacity_text, fits_text
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable
+from jaxllm.display import readable, terminal_table
 from jaxllm.mesh.axes import CONTEXT, TENSOR
 from jaxllm.parallel.zigzag import table_text
-from jaxllm.terminal import terminal_table
 
 # ---------------------------------------------------------------------------------------------------------------- inspect
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import lru_cache
 from types import MappingProxyType
 
 from jaxllm.config.checks import causal_block_length, effective_windows
 from jaxllm.config.config import Config
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.model_config import ModelConfig
+from jaxllm.config.model_spec import cached
 
 # ------------------------------------------------------------------------------------------------------------- capability
 
@@ -80,7 +80,7 @@ TOKENS_PER_DOCUMENT = 128
 measured: web pages have several times as many. A run counts the documents of its data."""
 
 
-@lru_cache(maxsize=1024)
+@cached
 def window_shares(model: ModelConfig, sequence_length: int) -> Mapping[int | None, float]:
     """Effective window, None for all positions -> share of the layers."""
     windows = effective_windows(model.windows, sequence_length)

@@ -7,13 +7,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from jaxllm.config.batch_schedule import batches_of, doublings
 from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.model_spec import LAYERS, parameters
+from jaxllm.config.model_spec import LAYERS, cached, parameters
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
@@ -298,7 +297,7 @@ def check_log(data: DataConfig, train: TrainConfig, log: LogConfig, of_bytes: bo
         raise refuse(f"log.profile_steps={list(log.profile_steps)} is not [first, last] within 1..{train.steps}.")
 
 
-@lru_cache(maxsize=64)
+@cached
 def frozen_parameters(model: ModelConfig, patterns: tuple[str, ...]) -> frozenset[str]:
     """Paths of the parameters that are not trained, with these patterns of train.freeze."""
     if model.lora is not None:

@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 LAYERS = "layers."
 """Paths of the layer stack begin with it. Such a parameter is declared for one layer."""
@@ -142,7 +144,12 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT writes before Hugging Face's name of a tensor."""
 
 
-@lru_cache(maxsize=64)
+def cached(function: F) -> F:
+    """functools.lru_cache. Type checkers do not know that a frozen model of pydantic is hashable."""
+    return cast(Any, lru_cache(maxsize=1024)(function))
+
+
+@cached
 def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """All parameters of a network."""
     sizes = {letter: getattr(model, key) for letter, (_, key) in _DIMS.items()}
@@ -175,13 +182,13 @@ def _lora(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]
     )
 
 
-@lru_cache(maxsize=64)
+@cached
 def layer_parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """Those of one layer."""
     return tuple(spec for spec in parameters(model) if spec.in_layer)
 
 
-@lru_cache(maxsize=64)
+@cached
 def layer_matmuls(model: Shape) -> tuple[ParameterSpec, ...]:
     """The matrices of one layer."""
     return tuple(spec for spec in layer_parameters(model) if spec.output)

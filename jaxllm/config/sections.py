@@ -129,7 +129,7 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
     if source in ("files", "chat", "preferences"):
         # Only texts are looked for here.
-        from jaxllm.file_patterns import MOST_ENTRIES, Listing
+        from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 
         for pattern in paths:
             if "://" in pattern:

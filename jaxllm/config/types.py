@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -119,10 +119,6 @@ class Section(BaseModel):
     retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
     """Keys that the last version had: the value that changed nothing, which stored configs have and which is left out, and the
     sentence that refuses any other."""
-
-    if TYPE_CHECKING:
-        # As pydantic makes it for a frozen model; type checkers do not know.
-        def __hash__(self) -> int: ...
 
     @model_validator(mode="before")
     @classmethod

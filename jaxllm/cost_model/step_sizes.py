@@ -9,14 +9,14 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
-from jaxllm.config import Config, ModelConfig, ParallelConfig, model_spec, zero_shard
+from jaxllm.config import Config, ModelConfig, ParallelConfig, model_spec
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.model_spec import LAYERS, layer_matmuls
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.rounds import exchanges_beside_steps, fragments_of, sends_codes
-from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST
+from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST, zero_shard
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import trained_matrices
 from jaxllm.cost_model.hardware import Gpu

@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.parts import kind_of
 from jaxllm.data.records import read_objects
 from jaxllm.data.tokenizer import Tokenizer
-from jaxllm.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.untrusted import RefusedInput
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.file_patterns import Listing
 from jaxllm.config.hub import pin
 from jaxllm.data.manifest import (
     FOR_MANIFEST,
@@ -53,7 +54,6 @@ from jaxllm.data.shards import (
 )
 from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
-from jaxllm.file_patterns import Listing
 from jaxllm.machine.host import available_cpus
 from jaxllm.untrusted import INT32, MIB, RefusedInput, shown, whole_number
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
+from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.config.sections import CONVERSATIONS
 from jaxllm.config.types import GIVEN
 from jaxllm.data.cached import CachedFolder, shard_cache
@@ -30,7 +31,6 @@ from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from jaxllm.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.untrusted import GIB, RefusedInput, read_bytes, reason_of
 
 # Folders beside the standard library's sources that are not part of it: installed packages, tests, byte code. pydoc_data holds
@@ -198,7 +198,7 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
     template = None
     if any(part.source in CONVERSATIONS for part in data.sources):
-        template = load_chat_template(for_texts and for_texts.folder, data.chat_template, knows_date=False)
+        template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
     documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}

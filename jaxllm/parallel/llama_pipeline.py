@@ -171,7 +171,7 @@ class LlamaStage:
         """(dh, sums). `handed_over` is what `forward` returned last. If not `valid`, nothing is added."""
         layers, back = self._weights["layers"], self._pass(unit, dh_BSD)
         dh_BSD, layers, new = self._loop.backward(layers, back, ring, sums.gradients["layers"], handed_over, valid)
-        squares = self._tap.add(sums.squares, unit.microbatch.number, new) if self._tap else sums.squares
+        squares = self._tap.add(sums.squares, unit.microbatch.number, new) if self._tap and new is not None else sums.squares
         return self._ops.constrain(dh_BSD, SHARDED_SEQUENCE), StageSums(sums.gradients | {"layers": layers}, squares)
 
     def head(self, h_BSD: jax.Array, microbatch: Microbatch, sums: StageSums, valid: jax.Array):

@@ -59,11 +59,11 @@ class Zero:
 
     def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False, trained: Tree | None = None):
         of_layer = partial(jax.tree.map, partial(unstack_layout, stack_dims=stack_dims))
-        layer, trained = of_layer(layouts["layers"]), trained or layouts
+        layer, given = of_layer(layouts["layers"]), trained or layouts
         rest = {name: tree for name, tree in layouts.items() if name != "layers"}
         self.level, self.once, self._in_order, self.layouts = level, level < 2, in_order, {**rest, "layer": layer}
-        self._rest, self._trained = rest, [name for name in rest if name in trained]
-        self.gather_layer, self._scatter_layer = _gather(layer, self.once), _scatter(of_layer(trained["layers"]), self.once)
+        self._rest, self._trained = rest, [name for name in rest if name in given]
+        self.gather_layer, self._scatter_layer = _gather(layer, self.once), _scatter(of_layer(given["layers"]), self.once)
 
     def access(self, phase: Phase = Phase()) -> WeightAccess:
         """To one layer, for a loop over layers: in a phase, or in every microbatch of levels 2 and 3."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import AUTO, Config, ConfigError, divisors, load_config, sequence_unit
+from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.config.rounds import fragments_of
-from jaxllm.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.untrusted import MIB, RefusedInput
 
 MOST_DEVICES = 64

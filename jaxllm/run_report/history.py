@@ -247,7 +247,7 @@ class History:
         if not (known := np.flatnonzero(np.isfinite(measured))).size:
             return None, None
         low, high = (positive(self.column(f"noise_scale_{end}"))[known[-1]] / measured[known[-1]] for end in ("low", "high"))
-        return finite(low), finite(high)
+        return finite(float(low)), finite(float(high))
 
 
 def read_run(folder: str | Path) -> History:

@@ -186,7 +186,8 @@ class WeightsSource:
         own = [base] if "lora" in self.model else []
         given = [open_adapter(ADAPTER, text, plain) for text in self.adapters]
         adapters = [(folder, LoraConfig.model_validate(folder.model["lora"]).scale) for folder in (*own, *given)]
-        return MergedFolder(**about(base) | {"model": plain}, base=base, adapters=adapters)
+        said: dict[str, Any] = about(base) | {"model": plain}
+        return MergedFolder(**said, base=base, adapters=adapters)
 
 
 def about(folder: Folder) -> dict[str, Any]:

@@ -5,11 +5,10 @@ import os
 
 import pytest
 
-from jaxllm import file_patterns
-from jaxllm.config import ConfigError
+from jaxllm.config import ConfigError, file_patterns
+from jaxllm.config.file_patterns import Listing
 from jaxllm.data import sources
 from jaxllm.data.sources import read_texts
-from jaxllm.file_patterns import Listing
 
 PATTERNS = [
     *("*", "**", "**/", "**/*", "**/*.txt", "*/**", "*/**/*.txt", "a/**/*.txt", "a/**/b/*.txt", "**/b/**/*", "**/b/*.txt"),
