@@ -353,7 +353,10 @@ class StepModel(LayerCompute):
         layers, size_bytes = self.config.chunk_layers, self.offloaded_bytes()
         at_once_s = 0.0
         if self.layers_on_host:
-            weights, sums_in, sums_out = self.layer_on_host()
+            # Bytes of one layer on the host's link. The sums of a single microbatch are not read.
+            parameters = self.layer_parameters / self.data_group.size
+            weights, sums_out = parameters * self.itemsize, parameters * host_sum_itemsize(self.config)
+            sums_in = sums_out if self.M > 1 else 0.0
             behind_forward["offload_state"] = layers * weights / (self.both_ways if size_bytes else self.one_way)
             # Sums arrive, and activations, over the same link; then sums leave while weights arrive.
             at_once_s = layers * (sums_in / self.one_way + max(sums_out, weights) / self.both_ways)
@@ -366,13 +369,6 @@ class StepModel(LayerCompute):
             behind_backward["offload"] = layers * size_bytes / self.one_way
         if self.layers_on_host:
             behind_backward["offload_state"] = at_once_s + behind_backward.get("offload", 0.0)
-
-    def layer_on_host(self) -> tuple[float, float, float]:
-        """(weights in, sums in, sums out): bytes of one layer on the host's link. The sums of a single microbatch are not read;
-        on one rank they are in the compute dtype."""
-        parameters = self.layer_parameters / self.data_group.size
-        out = parameters * host_sum_itemsize(self.config)
-        return parameters * self.itemsize, out if self.M > 1 else 0.0, out
 
     def add_state_offload(self, transfers: Transfers) -> None:
         """Adds state_offload_s, once a step."""

@@ -70,7 +70,7 @@ def fp8_per_tensor_rank(split: str) -> Matmul:
     return matmul
 
 
-# -------------------------------------------------------------------------------------------------------------------- embedding
+# -------------------------------------------------------------------------------------------------------------- embedding
 # With its rows split over `pipe` and `tensor` by hand. Left to XLA, the full table may be gathered.
 
 
