@@ -87,6 +87,8 @@ while ((${#running[@]})); do
       what="failed with exit code $code"
       ((code != 75)) || what="was stopped by a signal"
       say "process $rank $what; ending the others" >&2
+      # The group of a process that failed at once holds a `mark` that may not ignore signals yet.
+      sleep 0.2 || true
       send TERM
     fi
   done

@@ -184,7 +184,7 @@ def test_an_attempt_that_is_no_number_is_refused(attempt, capfd, monkeypatch):
 
 
 def test_it_starts_no_jax():
-    words = "import sys; from jaxllm import supervise; print({'jax', 'numpy', 'pydantic'} & set(sys.modules))"
+    words = "import sys; from jaxllm.cluster import supervisor; print({'jax', 'numpy', 'pydantic'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", words], cwd=CHECKOUT, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.stdout == "set()\n"
 
