@@ -1,6 +1,6 @@
-"""Conversations as documents: JSON lines, a chat template, and which tokens are answers.
+"""Conversations as documents: JSON lines, a JSON array or Parquet, a chat template, and which tokens are answers.
 
-Each line holds one conversation in one of these forms:
+Each line, element or row holds one conversation in one of these forms:
 
     {"messages": [{"role": "system", "content": ...}, {"role": "user", ...}, {"role": "assistant", ...}, ...]}
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}           (ShareGPT)
@@ -10,6 +10,10 @@ A pair of answers of which one is preferred (data.source=preferences) is a docum
 
     {"prompt": ..., "chosen": ..., "rejected": ...}     texts, or lists of messages
     {"chosen": [...], "rejected": [...]}                whole conversations that begin with the same messages
+
+Beside these, a system prompt (SYSTEM) becomes the first message, and a field of a message may say that its answer is not learnt
+(LEARNT). Tools are not supported: such a line is skipped and counted. Other fields of the lines are not read, which one warning
+says. The content of a message may be a list of parts that are texts.
 
 With a chat template, two texts become a user's and an assistant's message. Without one they become one text with an EOS token.
 Each assistant's message is scored, including the token that ends its turn, and nothing else. The conversation is tokenised as
@@ -36,7 +40,7 @@ from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.parts import kind_of
 from jaxllm.data.records import read_objects
 from jaxllm.data.tokenizer import Tokenizer
-from jaxllm.untrusted import RefusedInput
+from jaxllm.untrusted import RefusedInput, shown
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,15 @@ first that can be used."""
 PAIR = ("chosen", "rejected")
 BROKEN_SHOWN = 5
 """Number of unusable lines that a warning names."""
+SYSTEM = ("system", "system_prompt")
+"""Fields beside the messages: of ShareGPT files as LLaMA-Factory reads them and Bespoke-Stratos has them; of OpenOrca."""
+LEARNT = ("weight", "train", "loss", "loss_mask", "trainable")
+"""Fields of a message whose 0 or 1, or false or true, says whether its answer is learnt. weight: OpenAI's and Mistral's formats
+for fine-tuning. train: Axolotl. loss: ms-swift. The others: the same under other names."""
+TOOLS = ("tools", "functions")
+OFF = (None, False, "", [], {}, "[]")
+MOST_FIELDS = 20
+"""Of those that are not read, how many a warning counts."""
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 """ShareGPT's names of the roles. Other names stay."""
 # Conversations tokenised in one batch. The tokenizer uses all cores, and its results take much memory.
@@ -84,8 +97,9 @@ def read_conversations(
     """
     files = _files(patterns)
     broken: list[str] = []
+    unread: dict[str, tuple[int, Any]] = {}
     read = _read_pair if pairs else lambda *given: (_read(*given),)
-    conversations = _conversations(files, tokenizer, template, broken, read)
+    conversations = _conversations(files, tokenizer, template, broken, unread, read)
     keys, ids, scored, firsts = [], [], [], []
     try:
         while together := list(islice(conversations, _TOGETHER)):
@@ -107,6 +121,9 @@ def read_conversations(
         raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
     for line in broken[:BROKEN_SHOWN]:
         log.warning("Skipped %s", line)
+    if unread:
+        counted = (f"{name} ({count:,} of them, such as {shown(example, 40)})" for name, (count, example) in unread.items())
+        log.warning("Fields beside the conversations of %s are not read: %s", ", ".join(patterns), ", ".join(counted))
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
     total = len(broken) + len(ids)
@@ -126,16 +143,23 @@ def _files(patterns: Sequence[str]) -> list[str]:
             f"data.paths is too much to read at the start of each run ({error}): name a smaller folder."
         ) from None
     for path in found:
-        if kind_of(path) != "lines":
-            raise ConfigError(f"{path} is not .jsonl: conversations must be JSON lines, one on each line.")
+        if kind_of(path) not in ("lines", "parquet"):
+            raise ConfigError(
+                f"{path} is neither .jsonl nor .json nor .parquet: conversations must be JSON lines or such a file."
+            )
     return found
 
 
 def _conversations(
-    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, broken: list[str], read: Callable[..., Texts]
+    files: Sequence[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    broken: list[str],
+    unread: dict[str, tuple[int, Any]],
+    read: Callable[..., Texts],
 ) -> Iterator[tuple[str, Texts]]:
     """Reads the usable conversations of the files, in order, with FILE:LINE. Adds that and the reason to `broken` for the
-    others."""
+    others, and to `unread` each field that is not read: in how many conversations, and its first value."""
     usable = 0
     for path in files:
         for line, record, reason in read_objects(path):
@@ -144,6 +168,10 @@ def _conversations(
                     raise _BrokenLine(reason)
                 yield f"{path}:{line}", read(record, tokenizer, template)
                 usable += 1
+                for name in record.keys() - _fields(record):
+                    if name in unread or len(unread) < MOST_FIELDS:
+                        count, example = unread.get(name, (0, record[name]))
+                        unread[name] = count + 1, example
             except (_BrokenLine, ChatTemplateError) as error:
                 broken.append(f"{path}:{line}: {str(error).rstrip('.')}")
             except RecursionError:
@@ -156,6 +184,13 @@ def _conversations(
 
 Texts = tuple[_Text, ...]
 """Those of one document: a conversation, or one with the chosen and one with the rejected answer."""
+
+
+def _fields(record: Mapping[str, Any]) -> set[str]:
+    """The fields of a line that are read."""
+    form = next((form for form in (PAIR, ("messages",), ("conversations",)) if set(form) <= record.keys()), ("completion",))
+    prompt = () if form in (("messages",), ("conversations",)) else ("prompt",)
+    return {*form, *prompt, *SYSTEM, *TOOLS}
 
 
 def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> Texts:
@@ -176,20 +211,24 @@ def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTe
         answers = [[{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer for answer in answers]
     elif prompt is None:
         raise _BrokenLine("it has no prompt, and its answers are not lists of messages")
-    chosen, rejected = (_read({"prompt": prompt, "completion": answer}, tokenizer, template) for answer in answers)
+    beside = {name: record[name] for name in (*SYSTEM, *TOOLS) if name in record}
+    chosen, rejected = (_read({**beside, "prompt": prompt, "completion": answer}, tokenizer, template) for answer in answers)
     return chosen, rejected
 
 
 def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:
     """Raises _BrokenLine or ChatTemplateError if this record is unusable, and ConfigError if no record can be used."""
     given, messages = 0, []
-    if record.get("tools"):
+    if any(record.get(name) not in OFF for name in TOOLS):
         raise _BrokenLine("it offers tools, which are not supported")
+    system = _system(record)
     if list_of := next((name for name in ("messages", "conversations") if name in record), None):
         messages = _messages(record[list_of], list_of)
     elif "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
+            if template is None and system is not None:
+                raise _BrokenLine("it has a system prompt, which needs a chat template")
             if template is None:
                 return _plain(prompt, completion)
             messages = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
@@ -202,16 +241,55 @@ def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplat
         raise ConfigError(
             f"The tokenizer {tokenizer.name} has no chat template, which messages need: set data.chat_template to a Jinja file."
         )
-    wanted = [number for number in range(given, len(messages)) if messages[number]["role"] == ASSISTANT]
-    if not wanted:
-        raise _BrokenLine("no message of an assistant, so there is nothing to learn")
+    if system is not None and messages[0]["role"] == "system":
+        if messages[0]["content"] != system:
+            raise _BrokenLine("it has a system prompt among its messages and another one beside them")
+    elif system is not None:
+        given, messages = given + 1, [{"role": "system", "content": system}, *messages]
+    wanted = _wanted(messages, given)
     for number, message in enumerate(messages, start=1):
         # Check the other fields too: a template may write any of them.
-        _check_text(json.dumps(message, ensure_ascii=False), f"message {number}", tokenizer.special_tokens)
+        _check_text(json.dumps(message, ensure_ascii=False, default=str), f"message {number}", tokenizer.special_tokens)
         if number - 1 in wanted and not message["content"].strip():
             raise _BrokenLine(f"message {number} is an empty answer")
     text, answers = template.render_answers(messages, wanted, tokenizer.special_tokens)
     return _Text(_key(messages), text, answers, rendered=True)
+
+
+def _system(record: Mapping[str, Any]) -> str | None:
+    """The system prompt beside the messages of a line; None if it has none."""
+    given = {name: record[name] for name in SYSTEM if record.get(name) is not None}
+    if wrong := [name for name, text in given.items() if not isinstance(text, str)]:
+        raise _BrokenLine(f"its {wrong[0]} is not a text")
+    texts = {text for text in given.values() if text.strip()}
+    if len(texts) > 1:
+        raise _BrokenLine("it has two system prompts")
+    return next(iter(texts), None)
+
+
+def _wanted(messages: Sequence[Message], given: int) -> list[int]:
+    """Numbers of the messages that are learnt. The first `given` ones are the prompt."""
+    answers = [number for number in range(given, len(messages)) if messages[number]["role"] == ASSISTANT]
+    if not answers:
+        raise _BrokenLine("no message of an assistant, so there is nothing to learn")
+    asked = [_is_learnt(message, number) for number, message in enumerate(messages, start=1)]
+    if wrong := [number for number, is_asked in enumerate(asked) if is_asked and number not in answers]:
+        raise _BrokenLine(f"message {wrong[0] + 1} asks to be learnt, and only answers of an assistant are")
+    wanted = [number for number in answers if asked[number] is not False]
+    if not wanted:
+        raise _BrokenLine("each answer is excluded, so there is nothing to learn")
+    return wanted
+
+
+def _is_learnt(message: Message, number: int) -> bool | None:
+    """Whether a message says that it is learnt or not; None if it says nothing. The field is taken out of the message."""
+    said = {name: value for name in LEARNT if (value := message.pop(name, None)) is not None}
+    for name, value in said.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise _BrokenLine(f"message {number} has {name}={shown(value)}, which is neither 0 nor 1")
+    if len(set(map(bool, said.values()))) > 1:
+        raise _BrokenLine(f"message {number} says both that it is learnt and that it is not ({', '.join(said)})")
+    return bool(next(iter(said.values()))) if said else None
 
 
 def _plain(prompt: str, completion: str) -> _Text:
@@ -236,11 +314,26 @@ def _messages(value: Any, where: str) -> list[Message]:
         if "from" in message and "value" in message:
             rest = {name: content for name, content in message.items() if name not in ("from", "value")}
             message = {"role": _ROLES.get(str(message["from"]), message["from"]), "content": message["value"], **rest}
+        message = {**message, "content": _text_of(message.get("content"), f"message {number} of {where}")}
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 raise _BrokenLine(f"message {number} of {where} has no text as its {name}")
         messages.append(message)
     return messages
+
+
+def _text_of(content: Any, where: str) -> Any:
+    """Parts of a content that are texts, joined. Anything but a list of parts stays."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise _BrokenLine(f"{where} has a part {shown(kind, 40)}, and only parts of type text are read")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _check_text(text: str, where: str, special_tokens: Sequence[str]) -> None:
@@ -255,7 +348,7 @@ def _check_text(text: str, where: str, special_tokens: Sequence[str]) -> None:
 
 
 def _key(messages: Sequence[Any]) -> int:
-    text = json.dumps(messages, sort_keys=True, ensure_ascii=True)
+    text = json.dumps(messages, sort_keys=True, ensure_ascii=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 

@@ -98,6 +98,11 @@ _MOST_EXPANDED, _EXPANDS_FREELY = 100, 260 * MIB
 logs to a fortieth; gzip can reach 1,000 and Zstandard 30,000."""
 
 
+_WINDOW_BYTES = 2**31
+"""Zstandard's largest window (zstd --long=31), as dumps of forums have it. The library allocates as much, and touches what the
+content fills."""
+
+
 class DamagedFile(Exception):
     """The content is damaged and reading cannot continue. The message is the reason."""
 
@@ -146,7 +151,7 @@ class _Zstandard:
         import zstandard
 
         self._error = zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj
         self._raw, self._frame, self._waiting = raw, None, b""
         self._output = memoryview(b"")
 

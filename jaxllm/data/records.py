@@ -28,7 +28,16 @@ from jaxllm.data.parts import (
     kind_of,
     may_be_array,
 )
-from jaxllm.data.rows import CsvRows, arrow_columns, elements, parquet_columns, read_arrow, read_parquet, rows_before
+from jaxllm.data.rows import (
+    CsvRows,
+    arrow_columns,
+    elements,
+    parquet_columns,
+    parquet_objects,
+    read_arrow,
+    read_parquet,
+    rows_before,
+)
 from jaxllm.data.stores import open_input, require_unchanged, unreadable
 from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, parse_json, shown
 
@@ -50,12 +59,8 @@ def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:
     Raises:
       ConfigError: a table cannot be read, or has no column of that name.
     """
-    if may_be_array(file.path):
-        # Where this fails, reading the file will say what is wrong.
-        with suppress(DamagedFile, OSError), open_input(file) as raw:
-            begins = decompressed(file.path, raw).read(_SNIFFED)
-            if begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                return replace(file, kind="array"), []
+    if _is_array(file):
+        return replace(file, kind="array"), []
     names, groups = [text_key], []
     try:
         if file.kind == "csv":
@@ -73,6 +78,15 @@ def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:
         which = f"one of {shown(', '.join(names[:100]), 400)}" if names else "a column, or leave the empty file out"
         raise ConfigError(f"{file.path} has no column {text_key}: set --text-key to {which}.")
     return file, groups
+
+
+def _is_array(file: InputFile) -> bool:
+    if may_be_array(file.path):
+        # Where this fails, reading the file will say what is wrong.
+        with suppress(DamagedFile, OSError), open_input(file) as raw:
+            begins = decompressed(file.path, raw).read(_SNIFFED)
+            return begins.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return False
 
 
 def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Record]:
@@ -100,15 +114,31 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
 
 
 def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """Yields (line number, JSON object, "") from a file of JSON lines, compressed or not, in order. For a line without an
-    object it yields None and the reason. Blank lines are skipped. Raises as `read_part`.
+    """Yields (number of the line, element or row, JSON object, "") from a file of JSON lines or one JSON array, compressed or
+    not, or of Parquet, in order. For one without an object it yields None and the reason. Blank lines are skipped. Raises as
+    `read_part`.
     """
     try:
-        size = os.stat(path).st_size
-        for line, number, _, damage in _lines(Part(InputFile(path, size, 0, kind_of(path)), 0, size, size)):
-            yield (number, None, damage) if line is None else (number, *_object(line))
+        file = InputFile(path, os.stat(path).st_size, 0, kind_of(path))
+        if file.kind == "parquet":
+            yield from parquet_objects(file)
+        elif _is_array(file):
+            yield from _objects_of_array(file)
+        else:
+            for line, number, _, damage in _lines(Part(file, 0, file.size, file.size)):
+                yield (number, None, damage) if line is None else (number, *_object(line))
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def _objects_of_array(file: InputFile) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
+    number = 0
+    with open_input(file) as raw:
+        try:
+            for number, element in enumerate(elements(decompressed(file.path, raw).read, LINE_BYTES), 1):
+                yield number, *_object(element)
+        except DamagedFile as error:
+            yield number + 1, None, str(error)
 
 
 def records_before(part: Part) -> int:

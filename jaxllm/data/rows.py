@@ -164,6 +164,28 @@ def read_parquet(part: Part, text_key: str) -> Iterator[Record]:
                 number = before + parquet.metadata.row_group(group).num_rows
 
 
+def parquet_objects(file: InputFile) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
+    """Yields (number of the row, its values by column, ""); where the file is damaged it yields None and the reason, and ends.
+    Parquet has every field in every row: one without a value is left out."""
+    from pyarrow import ArrowException
+
+    number = 0
+    with _parquet(file) as parquet:
+        try:
+            for batch in parquet.iter_batches(_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _without_nulls(row), ""
+        except (ArrowException, OSError, UnicodeDecodeError) as error:
+            yield number + 1, None, f"damaged Parquet ({line_of(error)})"
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 @contextmanager
 def _parquet(file: InputFile) -> Iterator[Any]:
     with open_input(file) as source:

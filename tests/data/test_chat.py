@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data.chat import ChatTemplate, ChatTemplateError, ChatTemplateLimit, load_chat_template
-from jaxllm.data.conversations import _key, read_conversations
+from jaxllm.data.conversations import LEARNT, SYSTEM, _key, read_conversations
 from jaxllm.data.sources import load_data
 from jaxllm.data.tokenizer import load_tokenizer
 
@@ -222,7 +222,7 @@ def test_all_spellings_of_a_conversation_are_the_same_document(read):
         [
             {"messages": CONVERSATION[1:3]},
             {"conversations": [{"from": "human", "value": user}, {"from": "gpt", "value": answer}]},
-            {"conversations": CONVERSATION[1:3], "source": "elsewhere"},
+            {"conversations": CONVERSATION[1:3]},
             {"prompt": user, "completion": answer},
             {"prompt": CONVERSATION[1:2], "completion": CONVERSATION[2:3]},
         ]
@@ -233,7 +233,80 @@ def test_all_spellings_of_a_conversation_are_the_same_document(read):
             np.testing.assert_array_equal(array, first)
 
 
+@pytest.mark.parametrize("name", SYSTEM)
+def test_a_system_prompt_beside_the_messages_is_their_first(read, name):
+    text = CONVERSATION[0]["content"]
+    turns = [{"from": "human", "value": CONVERSATION[1]["content"]}, {"from": "gpt", "value": CONVERSATION[2]["content"]}]
+    documents = read(
+        [
+            {"messages": CONVERSATION[:3]},
+            {"messages": CONVERSATION[1:3], name: text},
+            {"conversations": turns, name: text},
+            {"prompt": CONVERSATION[1]["content"], "completion": CONVERSATION[2]["content"], name: text},
+            # Given twice; and not at all.
+            {"messages": CONVERSATION[:3], name: text},
+            {"messages": CONVERSATION[:3], name: " "},
+        ]
+    )
+    assert len(set(documents.keys.tolist())) == 1
+    for number in range(1, 6):
+        for array, first in zip(whole(documents, number), whole(documents), strict=True):
+            np.testing.assert_array_equal(array, first)
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_an_answer_that_its_field_excludes_is_not_learnt(read, folder, name):
+    """It stays in the text, and the split into training and held-out conversations is the same."""
+    documents = read([{"messages": m} for m in (CONVERSATION, flagged(2, **{name: 0}), flagged(2, **{name: True}))])
+    first, second = "It is  four.\n<|im_end|>", "Paris, été comme hiver.<|im_end|>"
+    assert [answers(documents, folder, n) for n in range(3)] == [[first, second], [second], [first, second]]
+    assert len(set(documents.keys.tolist())) == 1
+    np.testing.assert_array_equal(whole(documents, 1)[0], whole(documents, 0)[0])
+
+
+def test_parts_of_a_content_that_are_texts_are_joined(read):
+    def in_parts(message):
+        half = len(message["content"]) // 2
+        parts = (message["content"][:half], message["content"][half:])
+        return {**message, "content": [{"type": "text", "text": part} for part in parts]}
+
+    documents = read([{"messages": CONVERSATION}, {"messages": [in_parts(message) for message in CONVERSATION]}])
+    for ours, theirs in zip(whole(documents, 0), whole(documents, 1), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_fields_that_are_not_read_are_counted_and_said_once(read, tmp_path, caplog):
+    lines = [{"messages": CONVERSATION, "id": n, "system": None, "tools": []} for n in range(3)]
+    read([*lines, {"messages": CONVERSATION, "prompt": "What"}, {"prompt": "a", "completion": "b", "source": "s"}])
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"Fields beside the conversations of {tmp_path}/*.json* are not read: id (3 of them, such as 0), prompt (1 of them, "
+        f"such as What), source (1 of them, such as s)"
+    )
+
+
+def test_an_array_and_parquet_hold_the_conversations_of_the_lines(read, tmp_path, tokenizer):
+    """Rows of Parquet have all fields of all messages, most of them null."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    records = [{"messages": CONVERSATION, "tools": None}, {"messages": flagged(2, weight=0)}, {"messages": CONVERSATION[1:3]}]
+    lines = read(records)
+    (tmp_path / "chat.jsonl").unlink()
+    (tmp_path / "chat.json").write_text(json.dumps(records, indent=1))
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chat.parquet")
+    for file in ("chat.json", "chat.parquet"):
+        documents = read_conversations([str(tmp_path / file)], tokenizer, template_of(CHATML))
+        np.testing.assert_array_equal(documents.keys, lines.keys)
+        for number in range(3):
+            for ours, theirs in zip(whole(documents, number), whole(lines, number), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
 # ------------------------------------------------------------------------------------------------------------ broken lines
+
+
+def flagged(number, **fields):
+    """The conversation, with fields in one message."""
+    return [{**message, **fields} if at == number else message for at, message in enumerate(CONVERSATION)]
 
 
 BROKEN = [
@@ -253,6 +326,22 @@ BROKEN = [
     ),
     ('{"prompt": "\\ud800", "completion": "b"}', "message 1 holds half a surrogate pair"),
     ({"prompt": CONVERSATION[:2], "completion": CONVERSATION[3:4]}, "no message of an assistant, so there is nothing to learn"),
+    ({"messages": CONVERSATION, "functions": [{"name": "f"}]}, "it offers tools, which are not supported"),
+    ({"messages": CONVERSATION, "system": 1}, "its system is not a text"),
+    ({"messages": CONVERSATION, "system": "Be long."}, "it has a system prompt among its messages and another one beside them"),
+    ({"messages": CONVERSATION[1:], "system": "a", "system_prompt": "b"}, "it has two system prompts"),
+    ({"messages": flagged(2, weight=0.5)}, "message 3 has weight=0.5, which is neither 0 nor 1"),
+    ({"messages": flagged(2, loss_mask=[0, 1])}, "message 3 has loss_mask=[0, 1], which is neither 0 nor 1"),
+    (
+        {"messages": flagged(2, weight=0, train=True)},
+        "message 3 says both that it is learnt and that it is not (weight, train)",
+    ),
+    ({"messages": flagged(1, train=True)}, "message 2 asks to be learnt, and only answers of an assistant are"),
+    ({"messages": flagged(2, weight=0)[:3]}, "each answer is excluded, so there is nothing to learn"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "message 1 of messages has a part image_url, and only parts of type text are read",
+    ),
 ]
 
 
@@ -327,7 +416,9 @@ def test_a_file_that_is_cut_short_gives_what_can_be_read(read, tmp_path, folder)
 
 def test_other_kinds_of_file_are_refused(tmp_path, tokenizer):
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ConfigError, match=r"a\.csv is not \.jsonl: conversations must be JSON lines"):
+    with pytest.raises(
+        ConfigError, match=r"a\.csv is neither \.jsonl nor \.json nor \.parquet: conversations must be JSON lines"
+    ):
         read_conversations([str(tmp_path / "*")], tokenizer, None)
 
 

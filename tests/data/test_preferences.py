@@ -56,8 +56,17 @@ def test_all_spellings_of_a_pair_are_the_same_document(read, record):
     assert documents.keys == read({"prompt": "2+2?", "chosen": "4", "rejected": "It is 5"}).keys
 
 
+def test_a_system_prompt_beside_a_pair_is_before_both_answers(read):
+    documents = read({"prompt": "2+2?", "chosen": "4", "rejected": "It is 5", "system": "Add.", "tools": []})
+    assert [text for text, _ in texts(documents)] == [
+        f"<system>Add.\n<user>2+2?\n<assistant>{answer}\n" for answer in ("4", "It is 5")
+    ]
+
+
 def test_texts_need_no_template(read):
-    documents = read({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, template=None)
+    line = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    documents = read(line, line | {"system": "Add."}, template=None)
+    assert "pairs.jsonl:2: it has a system prompt, which needs a chat template" in documents.description
     assert texts(documents) == [("2+2=4\0", "4\0"), ("2+2=5\0", "5\0")]
 
 
@@ -78,6 +87,7 @@ def test_the_fingerprint_changes_with_what_is_preferred_and_with_the_border(read
         ({"chosen": "b", "rejected": "c"}, "it has no prompt, and its answers are not lists of messages"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "its answers do not begin with the same message, and it has no prompt"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "completion is not a list of messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"type": "function"}]}, "it offers tools, which are not"),
     ],
 )
 def test_lines_that_are_no_pair_are_named(read, record, reason):

@@ -592,6 +592,18 @@ def test_broken_files_count_as_one_record(tmp_path, monkeypatch):
     assert (summary.documents, summary.empty) == (1, 1)
 
 
+def test_zstandard_with_a_long_window_is_read(tmp_path):
+    """As zstd --long=31 writes it; the library's own limit is 128 MiB."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    texts = made_up(40)
+    (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(lines(texts)) + compressor.flush())
+    with pytest.raises(zstandard.ZstdError, match="requires too much memory"):
+        zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / "a.jsonl.zst").read_bytes())
+    here([tmp_path / "a.jsonl.zst"], tmp_path / "out")
+    assert contents(tmp_path / "out") == encoded("bytes", texts)
+
+
 def test_zstandard_in_several_frames_is_read_to_the_end(tmp_path):
     texts = made_up(30)
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines(texts[:20])) + zstandard.compress(lines(texts[20:])))
