@@ -30,7 +30,7 @@ CONTACT_S = 60
 LOOK_S = 0.1
 RETRY_S = 5.0
 """Between two tries to start the process of a lost host."""
-ORDERS = {signal.SIGTERM: b"TERM\n", signal.SIGHUP: b"TERM\n", signal.SIGINT: b"INT\n"}
+ORDERS = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2), b"TERM\n") | {signal.SIGINT: b"INT\n"}
 SSH_FAILED = 255
 WORDS = {SSH_FAILED: "ssh cannot reach it, or the connection broke", 75: "stopped by a signal"}
 

@@ -39,7 +39,7 @@ from jaxllm.machine import program_cache, xla_flags
 from jaxllm.machine.host import require_threads_and_files, visible_gpus
 from jaxllm.private_jax import coordination_client, has_backends
 from jaxllm.stderr import flush, print_sentence
-from jaxllm.untrusted import parse_json
+from jaxllm.untrusted import parse_json, shown
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,24 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
         # it, which waits for all others, and these must be watched by then.
         _monitor = PeerMonitor(launch.process_id, members(), answer.connections, limit_s)
         atexit.register(_close_monitor, _monitor)
+    if run.cpu_devices is None:
+        _require_platforms()
     _start_program_cache(run.compilation_cache, launch, on_cpu=on_cpu or no_gpu)
+
+
+def _require_platforms() -> None:
+    """Raises ConfigError if the environment asks for devices that are not here, as an image for GPUs does on a login node."""
+    given = os.environ.get("JAX_PLATFORMS", "")
+    if given in ("", "cpu"):
+        return
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["it cannot be initialized"])[0].rstrip(".")
+        raise ConfigError(
+            f"JAX_PLATFORMS={shown(given)} asks for devices that this host, or its JAX, does not have ({shown(reason, 200)}): "
+            f"unset it, or set JAX_PLATFORMS=cpu."
+        ) from None
 
 
 def _start_program_cache(wanted: str, launch: Launch | None, on_cpu: bool) -> None:

@@ -79,6 +79,8 @@ def _manifest(folder: Path, machine: dict[str, str]) -> Manifest:
         found = read_manifest(folder)
     except (OSError, RefusedInput) as error:
         raise ConfigError(f"--save {folder} cannot be used ({error}): name another folder.") from None
+    if not store_of(folder).signs:
+        raise ConfigError(f"--save {folder} needs a key that signs programs, and there is none: see the warning above.")
     if found is None:
         return Manifest(machine, {})
     if problem := unlike(found.machine, machine, f"--save {folder} holds programs"):
@@ -95,7 +97,9 @@ def _compile(
         with jax.set_mesh(mesh):
             lowered = program.jitted.lower(*program.arguments)
             key = fingerprint(lowered.as_text(), program.options)
-            if key in manifest.programs and (before := store.get(key)) is not None:
+            before = store.get(key) if key in manifest.programs else None
+            # All compile or none does: on GPUs they share out the timing of kernels.
+            if not distributed.first_nonempty("" if before else "missing") and before:
                 yield SavedProgram(program.name, 0.0, len(before), False)
                 continue
             options = program.options

@@ -47,6 +47,7 @@ def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, sho
     waiting = iter(tasks)
     workers: dict[Any, Any] = {}
     """Connection -> process."""
+    begun = set()
     try:
         # A terminal sends Ctrl-C to the workers too. They ignore it, and this process ends them.
         with _interrupts_ignored():
@@ -61,6 +62,7 @@ def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, sho
             for connection in ready:
                 try:
                     kind, *content = connection.recv()
+                    begun.add(connection)
                     if kind in ("ready", "written"):
                         task = next(waiting, None)
                         connection.send(task)
@@ -68,6 +70,11 @@ def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, sho
                             workers.pop(connection).join()
                 except (EOFError, OSError):
                     workers[connection].join()
+                    if connection not in begun and workers[connection].exitcode == 1:
+                        raise ConfigError(
+                            "A worker failed while it imported the script that started it: call jaxllm.prepare under "
+                            "`if __name__ == '__main__':` in a file, not from standard input, or set workers=1."
+                        ) from None
                     raise ConfigError(
                         f"A worker was killed (exit code {workers[connection].exitcode}), perhaps because memory ran out: "
                         f"run the command again with fewer --workers to resume."

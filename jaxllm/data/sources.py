@@ -7,6 +7,7 @@ or removing a document does not move another, and two machines with the same doc
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import platform
@@ -30,8 +31,10 @@ from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.stores import is_address
-from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
 from jaxllm.untrusted import GIB, RefusedInput, read_bytes, reason_of
+
+log = logging.getLogger(__name__)
 
 # Folders beside the standard library's sources that are not part of it: installed packages, tests, byte code. pydoc_data holds
 # the manual, one file of prose that would dominate its part of the split.
@@ -199,6 +202,8 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     template = None
     if any(part.source in CONVERSATIONS for part in data.sources):
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
+        if template is not None and for_texts is not None and for_texts.name != BYTES:
+            _require_end(template, for_texts)
     documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
@@ -216,6 +221,21 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
             f"set model.vocab_size to at least {tokenizer.vocab_size}, or choose the model's own tokenizer."
         )
     return Data(config, sources, tokenizer, template)
+
+
+def _require_end(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    """Warns where an answer ends with no token: what is trained so never stops by itself."""
+    try:
+        if template.end_of_turn(tokenizer) is None:
+            log.warning(
+                "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns from "
+                "it does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer with its "
+                "marks.",
+                template.origin,
+                tokenizer.name,
+            )
+    finally:
+        template.close()
 
 
 def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:

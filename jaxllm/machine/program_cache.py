@@ -121,7 +121,7 @@ class ProgramStore:
 
     def put(self, key: str, value: bytes) -> None:
         """Stores a program."""
-        if self._secret is None:
+        if self._secret is None or len(value) > ENTRY_BYTES:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -135,6 +135,11 @@ class ProgramStore:
             return []
         mine = self.folder.glob(f"*{self._suffix}")
         return sorted(file.name.removesuffix(self._suffix)[-HEX:] for file in mine if _is_whole(file))
+
+    @property
+    def signs(self) -> bool:
+        """Whether this user has a key; without one nothing is stored or read."""
+        return self._secret is not None
 
     def has_unsigned(self, key: str) -> bool:
         """Whether there is an entry of this key, and none that this user's key signed."""
@@ -273,7 +278,8 @@ def start(
         for name, value in OPTIONS.items():
             if name.upper() not in environ:
                 jax.config.update(name, value)
-        if not keep_programs_in(_store) and agree is not None:
+        if not keep_programs_in(_store) and (agree is not None or wanted != "auto"):
+            # JAX's own files have no signature, and a recipe may name the folder.
             jax.config.update("jax_compilation_cache_dir", None)
 
 

@@ -4,6 +4,7 @@ another user wrote, or that came beside a recipe, has no valid signature and is 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -17,8 +18,8 @@ from pathlib import Path
 from jaxllm.untrusted import RefusedInput, opened, reason_of
 
 KEY_VARIABLE = "JAXLLM_PROGRAMS_KEY"
-"""Names the key's file instead of the one in the home folder: for homes that do not last, as in a pod, and for a group that
-shares its programs. Only the environment can: a recipe cannot choose a key."""
+"""Names the key's file instead of the one in the home folder: for homes that do not last, as in a pod, and for colleagues who
+share programs, each with a copy of the key. Only the environment can: a recipe cannot choose a key."""
 KEY_DIGITS = 64
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 def key_file(environ: Mapping[str, str]) -> Path | None:
     """The key's file; None, with a warning, if the user has no home folder."""
     if given := environ.get(KEY_VARIABLE):
-        return Path(given)
+        return Path(given).expanduser().absolute()
     try:
         return Path.home() / ".config" / "jaxllm" / "programs.key"
     except RuntimeError as error:
@@ -42,9 +43,12 @@ def signing_key(file: Path) -> bytes | None:
         with suppress(FileExistsError):
             _make(file)
         with opened(file) as key:
-            mode, text = os.fstat(key.fileno()).st_mode, key.read(KEY_DIGITS + 2).strip()
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise OSError(f"other users may open it: make a new one of mode 600, not {stat.S_IMODE(mode):o}")
+            found, text = os.fstat(key.fileno()), key.read(KEY_DIGITS + 2).strip()
+        # On a volume for a group of users, as of a pod, files have the group's bits.
+        if found.st_mode & stat.S_IRWXO or found.st_uid not in (0, os.geteuid()):
+            raise OSError(
+                f"it is open to other users, or theirs: make a new one of mode 600, not {stat.S_IMODE(found.st_mode):o}"
+            )
         if len(text) != KEY_DIGITS:
             raise OSError(f"it does not hold {KEY_DIGITS} digits: delete it")
     except (OSError, RefusedInput) as error:
@@ -73,6 +77,12 @@ def _make(file: Path) -> None:
     try:
         with os.fdopen(descriptor, "w") as opened:
             opened.write(secrets.token_hex(KEY_DIGITS // 2))
-        os.link(new, file)
+        try:
+            os.link(new, file)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            # A disk without hard links: of processes that do so at once the last wins.
+            os.replace(new, file)
     finally:
         new.unlink(missing_ok=True)

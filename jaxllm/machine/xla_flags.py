@@ -87,7 +87,7 @@ With no thread to spare a pipeline's last tick read hidden states whose first ro
 at 1,024 positions, two devices on two cores: the loss was wrong in 20 of 20 runs; with one thread more in none of 25). The
 cause is not known: fences after each collective change nothing.
 """
-CPU_THREADS_EACH = 8
+CPU_THREADS_EACH, MOST_CPU_THREADS = 8, 256
 DETERMINISTIC_GPU_FLAGS = {
     # XLA's description: "Guarantees run-to-run determinism on GPU". Scatters are expanded into ordered loops, cuDNN's attention
     # uses its deterministic backward, and no kernel is chosen by timing, where two runs might choose differently. The last is
@@ -282,7 +282,9 @@ def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
         # A parent process with fewer devices may have set it to less.
         if not _is_above(os.environ.get(CPU_THREADS, ""), 2 * cpu_devices - 1):
             os.environ.pop(CPU_THREADS, None)
-            variables[CPU_THREADS] = str(max(CPU_THREADS_EACH * cpu_devices, available_cpus() + 1))
+            variables[CPU_THREADS] = str(
+                max(min(CPU_THREADS_EACH * cpu_devices, MOST_CPU_THREADS), 2 * cpu_devices, available_cpus() + 1)
+            )
     names = flag_names()
     added = [f"--{name}={value}" for name, value in flags.items() if name not in names and is_known(name)]
     if added:

@@ -6,9 +6,12 @@ move its cursor (TERM=dumb), gets neither.
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -31,10 +34,15 @@ def in_notebook() -> bool:
 
 
 class Console:
-    """Prints lines and shows steps, on one process of a run. On the others (main=False) it prints nothing."""
+    """Prints lines and shows steps, on one process of a run. On the others (main=False) it prints nothing.
+
+    Attributes:
+      is_stopping: () -> whether a signal asks the run to stop. A pipe that breaks then is no error.
+    """
 
     def __init__(self, total_steps: int, main: bool = True):
         self._total, self._main = total_steps, main
+        self.is_stopping: Callable[[], bool] = lambda: False
         self._console = RichConsole(highlight=False, soft_wrap=True, markup=False)
         self._bar: Progress | None = None
         self._line: NotebookLine | None = None
@@ -54,10 +62,21 @@ class Console:
         return self
 
     def __exit__(self, *error) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        if self._line is not None:
-            self._line.flush()
+        with self._while_somebody_reads():
+            if self._bar is not None:
+                self._bar.stop()
+            if self._line is not None:
+                self._line.flush()
+
+    @contextmanager
+    def _while_somebody_reads(self) -> Iterator[None]:
+        """A terminal that was closed, whose SIGHUP stops the run, or the `tee` that it took along: the save must not fail."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO and not (error.errno == errno.EPIPE and self.is_stopping()):
+                raise
+            self._main = False
 
     def resize(self, total_steps: int) -> None:
         """Changes the number of the last step."""
@@ -68,10 +87,11 @@ class Console:
     def say(self, line: str) -> None:
         if not self._main:
             return
-        if self._bar is not None:
-            self._bar.console.print(line)
-        else:
-            print(line, flush=True)
+        with self._while_somebody_reads():
+            if self._bar is not None:
+                self._bar.console.print(line)
+            else:
+                print(line, flush=True)
 
     def step(self, record: Record, mfu: float | None, due: bool) -> None:
         """Shows the metrics of one step. With `due` it prints a line of its own."""

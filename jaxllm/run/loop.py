@@ -61,6 +61,7 @@ def fit(
         stack.callback(trainer.close)
         require = stack.enter_context(hold_run_dir(folder, stores.leads))
         console = stack.enter_context(Console(trainer.config.train.steps, main=distributed.is_main_process()))
+        console.is_stopping = lambda: signals.asked
         run = Run(config, trainer, folder, console, signals, timer, stores, require, stack)
         for register in (*FEATURES, *hooks):
             register(run)

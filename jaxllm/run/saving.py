@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import yaml
 
 from jaxllm.checkpoint.files import Meta, describe_run, require_plain_path, saved_steps
@@ -25,10 +26,15 @@ from jaxllm.data.chat import TEMPLATE_FILE
 from jaxllm.run import fewer_hosts
 from jaxllm.run.batch_growth import resumed
 from jaxllm.run.hooks import Moment, Run, is_multiple
+from jaxllm.train.optimizer import make_learning_rate
 from jaxllm.weights.staging import copy_companions
 
 PERIODS = ("every_steps", "keep_every_steps", "store_every_steps", "export_every_steps")
 """Keys of the section checkpoint: a multiple of any of them is saved."""
+
+
+RISES = 1.5
+"""Times its last value from which on a learning rate that rises when a run is resumed is said."""
 
 
 class Stores(NamedTuple):
@@ -76,7 +82,24 @@ def restore(run: Run) -> None:
         for sentence in checkpoints.damaged:
             console.say(f"{sentence}: moved to {folder / 'checkpoints-damaged'}")
         console.say(f"resumed from step {trainer.step} in {folder}")
+        if said := rate_note(checkpoints.meta()["config"]["train"]["steps"], trainer.config, trainer.step):
+            console.say(said)
     checkpoints.offer_saved()
+
+
+def rate_note(planned: int, config: Config, step: int) -> str:
+    """Says that the learning rate rises where a run of `planned` steps is made longer after `step`; "" if it does not."""
+    if planned == config.train.steps or step < 1:
+        return ""
+    as_planned = config.model_copy(update={"train": config.train.model_copy(update={"steps": planned})})
+    before, now = (float(make_learning_rate(c)(jnp.int32(at))) for c, at in ((as_planned, step - 1), (config, step)))
+    if now < RISES * before:
+        return ""
+    return (
+        f"the learning rate rises from {before:.2g} to {now:.2g}: optimizer.schedule={config.optimizer.schedule} ended at step "
+        f"{planned:,}, and now ends at {config.train.steps:,}. To train on without it, start a run from these weights "
+        f"(train.init_from)"
+    )
 
 
 def register(run: Run) -> None:

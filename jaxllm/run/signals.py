@@ -34,8 +34,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,6 +50,15 @@ STEPS_AHEAD = 3
 """Steps of a plan after the next one that all wait for."""
 SAME_SIGNAL_S = 0.5
 """`timeout` and some schedulers send a signal to the process and then to its group: two within this time count as one."""
+
+
+def _caught_in_c() -> set[int]:
+    """Signals that have a handler, also one that Python does not know of, as faulthandler's; where Linux says so."""
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        mask = int(status.partition("SigCgt:")[2].split()[0], 16)
+        return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+    return set()
 
 
 def interactive() -> bool:
@@ -127,6 +137,11 @@ class SignalHandler:
         self._watcher.join()
         self._reader.close()
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come to this process."""
+        return self._signal is not None
+
     def ask(self, reason: str) -> None:
         """Asks to stop, as a signal named `reason` does; from any thread of any process."""
         with self._lock:
@@ -185,7 +200,9 @@ class SignalHandler:
                 self._plans[name] = int(at), by
 
     def _listen(self) -> None:
-        self._handled = [n for n in SIGNALS if n not in WARNINGS or signal.getsignal(n) == signal.SIG_DFL]
+        caught = _caught_in_c()
+        free = [n for n in WARNINGS if signal.getsignal(n) == signal.SIG_DFL and n not in caught]
+        self._handled = [*(n for n in SIGNALS if n not in WARNINGS), *free]
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)

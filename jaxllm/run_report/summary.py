@@ -4,8 +4,8 @@ report = report_on("runs/quickstart", gpu="h100-80gb", gpus_per_host=8)
 print("\\n".join(report.lines()))
 write(page(report), "report.html")          (run_report/page.py)
 
-Everything comes from metrics.jsonl and config.yaml (run_history.py) and closed forms (plan/). The report names values that the
-run did not measure. `jaxllm inspect` (report.py) is about a config, this module about a run. No JAX.
+Everything comes from metrics.jsonl and config.yaml (history.py) and closed forms (plan/). The report names values that the
+run did not measure. `jaxllm inspect` is about a config, this module about a run. No JAX.
 """
 
 from __future__ import annotations

@@ -377,3 +377,15 @@ def test_signals_are_passed_on(number, code):
 def test_shellcheck_finds_nothing():
     result = subprocess.run(["shellcheck", "-x", LAUNCHER], cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("platforms", ["cuda", "gpu,cpu"])
+def test_platforms_that_are_not_here_are_named(platforms, recipe, tmp_path):
+    """As an image for GPUs sets them, on a login node."""
+    command = [sys.executable, "-m", "jaxllm.cli", "inspect", recipe]
+    environment = {**os.environ, "JAX_PLATFORMS": platforms}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()[-1:]
+    assert line.startswith(f"jaxllm: JAX_PLATFORMS={platforms} asks for devices that this host, or its JAX, does not have (")
+    assert line.endswith("): unset it, or set JAX_PLATFORMS=cpu.")

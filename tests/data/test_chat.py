@@ -676,6 +676,26 @@ def test_what_is_missing_is_named(folder, conversations, data, sentence):
     assert sentence in str(refused.value)
 
 
+def test_a_template_whose_marks_are_no_tokens_is_said(folder, conversations, tmp_path, caplog):
+    """With them a model learns to end its turns; without, only a limit ends what it writes."""
+    load_data(config_of(folder, conversations))
+    assert not caplog.records
+    other = tmp_path / "other"
+    other.mkdir()
+    trained = json.loads((folder / "tokenizer.json").read_text())
+    # Another token has the place of each mark.
+    (other / "tokenizer.json").write_text(json.dumps(trained).replace("<|im_", "<|other_"))
+    (other / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    load_data(config_of(folder, conversations, tokenizer=str(other)))
+    (record,) = caplog.records
+    assert re.fullmatch(
+        r"The chat template of \S+chatml.jinja ends an answer with no special token of the tokenizer \S+other, so a model "
+        r"that learns from it does not stop by itself: name a template of this tokenizer \(data.chat_template\), or a "
+        r"tokenizer with its marks\.",
+        record.getMessage(),
+    )
+
+
 MARKS_WITH_END = FORGETS_WITH_MARKS.replace(
     "{% endgeneration %}{% else %}", "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
 ).replace("{{ text }}{% endif %}\n    {{- '<|im_end|>\n' }}", "{{ text + '<|im_end|>\n' }}{% endif %}")

@@ -1,6 +1,8 @@
 """jaxllm.prepare against `jaxllm data prepare` on JSON lines of the same texts."""
 
 import json
+import subprocess
+import sys
 
 import grain
 import pytest
@@ -146,3 +148,21 @@ def test_of_two_calls_at_once_the_slower_is_refused_and_neither_takes_the_files_
         here(while_another_ends(), tmp_path / "second")
     assert here([], tmp_path / "second", reuse=True).documents == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_workers_of_a_script_without_a_guard_say_so(tmp_path):
+    """Each imports the script, which would start workers again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import jaxllm
+jaxllm.prepare(({{"text": f"row {{i}} " + "x" * 5000}} for i in range(2500)), {str(tmp_path / "out")!r}, tokenizer="bytes",
+               workers=2, progress=False)
+"""
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "jaxllm.config.errors.ConfigError: A worker failed while it imported the script that started it: call jaxllm.prepare "
+        "under `if __name__ == '__main__':` in a file, not from standard input, or set workers=1."
+    )

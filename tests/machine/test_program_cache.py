@@ -266,7 +266,7 @@ print(signing_key(Path({str(tmp_path / "new" / "key")!r})).decode())
 @pytest.mark.parametrize(
     ("content", "mode", "why"),
     [
-        (64 * "0", 0o640, "other users may open it: make a new one of mode 600, not 640"),
+        (64 * "0", 0o604, "it is open to other users, or theirs: make a new one of mode 600, not 604"),
         ("", 0o600, "it does not hold 64 digits: delete it"),
         (66 * "0", 0o600, "it does not hold 64 digits: delete it"),
     ],

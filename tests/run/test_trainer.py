@@ -20,6 +20,7 @@ from jaxllm.json_lines import read_lines
 from jaxllm.run.evaluation import has_evaluation
 from jaxllm.run.loop import fit
 from jaxllm.run.metrics import JsonLines
+from jaxllm.run.saving import rate_note
 from jaxllm.run.signals import SignalHandler
 from jaxllm.run.step_metrics import Watch
 
@@ -262,6 +263,21 @@ def test_metrics_that_disappear_during_a_run_go_on_in_a_new_file(tmp_path, caplo
         sink.write({"step": 4})
     assert (records(tmp_path, "taken"), records(tmp_path)) == ([{"step": 2}], [{"step": 3}, {"step": 4}])
     assert caplog.messages == [f"{path} was removed or replaced during the run: its next lines go to a new file there."] * 2
+
+
+def test_a_run_that_is_made_longer_says_that_its_learning_rate_rises(tiny_config):
+    """A schedule ends at train.steps. Cut short, constant or made a little longer, it does not rise."""
+
+    def note(steps, *more, planned=6):
+        schedule = ("optimizer.learning_rate=1e-3", "optimizer.warmup_tokens=0", *more)
+        return rate_note(planned, tiny_config(f"train.steps={steps}", *schedule), 6)
+
+    assert note(12, "optimizer.schedule=cosine") == (
+        "the learning rate rises from 0.0001 to 0.00046: optimizer.schedule=cosine ended at step 6, and now ends at 12. To train "
+        "on without it, start a run from these weights (train.init_from)"
+    )
+    assert note(12, "optimizer.schedule=constant") == ""
+    assert note(6, "optimizer.schedule=cosine") == note(7, "optimizer.schedule=cosine", planned=12) == ""
 
 
 def test_a_profile_is_written(tiny_config, tmp_path):
