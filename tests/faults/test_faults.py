@@ -129,7 +129,7 @@ def test_a_process_stuck_in_its_data_is_named_by_the_first_to_notice(run):
         for rank in (0, 1):
             launch.assert_says(rank, f"(?:{itself}|{other})")
         assert re.search(r'File "\S+trainer\.py", line \d+ in (?:advance|finish)\n', launch[0].err.text), launch
-        assert re.search(r'File "\S+batch_queue\.py", line \d+ in take\n', launch[1].err.text), launch
+        assert re.search(r'File "\S+trainer\.py", line \d+ in take\n', launch[1].err.text), launch
 
 
 def test_a_process_whose_disk_is_full_ends_the_run_and_loses_nothing(run):
