@@ -499,7 +499,12 @@ def ring(tell: Tell, overrides: Sequence[str], ranks: Sequence[int]) -> Figures:
         both = jax.jit(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do))
         return {"forward_s": seconds_of(jax.jit(attend), q, k, v), "forward_backward_s": seconds_of(both, q, k, v, do)}
 
-    tell(device=device.device_kind, kernel=kernel.name, sequence_length=S, whole=times(whole, S))
+    tell(
+        device=device.device_kind,
+        kernel="cudnn" if name.startswith("cudnn") else "xla",
+        sequence_length=S,
+        whole=times(whole, S),
+    )
     played = []
     for c in ranks:
         stay = mock.patch.object(jax.lax, "ppermute", lambda x, axis_name, perm: x)

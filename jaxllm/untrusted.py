@@ -220,14 +220,25 @@ def reason_of(error: OSError | RefusedInput) -> str:
     return str(error.strerror or error) if isinstance(error, OSError) else str(error)
 
 
-_USER = re.compile(r"(?<=://)(?:[^/@:\s]+:(?!\d{1,5}/)\S*@|[^/@\s]+@)")
-_QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s'\")]*", re.IGNORECASE)
+_PORT, _WEB, _QUERY = re.compile(r"\d{1,5}"), re.compile(r"https?$", re.IGNORECASE), re.compile(r"\?[^'\")]*")
 
 
 def without_passwords(text: str) -> str:
     """A text without what may be secret in its URLs: the user and the password before a host, and the query of an address of
     the web, where signatures are. Half of all AWS keys have a slash, and others an @: a password ends at the last @."""
-    return _QUERY.sub(r"\1", _USER.sub("", text))
+    first, *others = text.split("://")
+    found = [first]
+    for before, part in zip([first, *others], others, strict=False):
+        # The text is of anybody: each step takes time in proportion to it.
+        url = part.split(maxsplit=1)[0] if part[:1].strip() else ""
+        rest, authority = part[len(url) :], url.partition("/")[0]
+        _, has_colon, behind = authority.partition(":")
+        if has_colon and not _PORT.fullmatch(behind):
+            url = url[url.rfind("@") + 1 :]
+        else:
+            url = url[authority.rfind("@") + 1 :]
+        found.append((_QUERY.sub("", url, count=1) if _WEB.search(before[-5:]) else url) + rest)
+    return "://".join(found)
 
 
 def shown(value: Any, at_most: int = 80) -> str:

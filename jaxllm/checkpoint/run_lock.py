@@ -226,9 +226,9 @@ class RunDirLock(HolderLock):
         """
         launch = distributed.launch_info()
         lock = cls(folder, this_process(launch.launch_id, launch.attempt))
-        if lock._path.is_symlink() and not lock._path.exists():
-            raise ConfigError(f"{lock._path} is a link to a file that does not exist: remove it.")
         try:
+            if lock._path.is_symlink() and not lock._path.exists():
+                raise ConfigError(f"{lock._path} is a link to a file that does not exist: remove it.")
             lock._take()
         except OSError as error:
             raise ConfigError(

@@ -207,24 +207,21 @@ class StoreLock(HolderLock):
         self._beats.start()
 
     def require(self) -> None:
-        """Raises LostError if another run has taken the store over, and StoreError."""
+        """Raises LostError if another run has taken the store over, ConfigError if another program has, and StoreError."""
         if how := self.lost():
             raise LostError(f"the store {how}")
 
     def _read(self) -> Holder | None:
         try:
-            content = self._store.read(self.file, HOLDER_BYTES)
+            return Holder.from_json(self._store.read(self.file, HOLDER_BYTES))
         except FileNotFoundError:
             return None
         except RefusedInput as error:
+            # An object is written in whole, so this is none of jaxllm's, or of a newer one.
             raise ConfigError(
                 f"{self._store.address}/{self.file} is another program's ({error}): move it away, or choose another "
                 f"checkpoint.store."
             ) from None
-        try:
-            return Holder.from_json(content)
-        except RefusedInput:
-            return None
 
     def _write_holder(self, over: bool) -> None:
         with suppress(FileExistsError):

@@ -207,7 +207,8 @@ class StoredCheckpoints:
 
     def _remove_unfinished(self) -> None:
         for leftover in self._folder.glob("*.from-store"):
-            shutil.rmtree(leftover)
+            # If one stays, the next fetch says why it cannot be made.
+            shutil.rmtree(leftover, ignore_errors=True)
 
     # --------------------------------------------------------------------------------------------------- to the store
 

@@ -67,8 +67,8 @@ def refuse_code(path: str | Path, values: Mapping[str, Any], overrides: Sequence
     sinks = log.get("sinks") if isinstance(log := values.get("log"), Mapping) else None
     if sinks and not any(override.partition("=")[0].strip() == "log.sinks" for override in overrides):
         raise ConfigError(
-            f"{path} asks for code of its own, log.sinks={shown(sinks)}, which would run as you, and a file cannot: remove the "
-            f"key, or give it beside the recipe, log.sinks='[module:Class]'."
+            f"{path} sets log.sinks={shown(sinks)}, code that would run as you, and a recipe must not ask for that: remove the "
+            f"key, or give log.sinks='[module:Class]' on the command line."
         )
 
 

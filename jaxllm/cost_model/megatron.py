@@ -173,14 +173,12 @@ class MegatronStep(StepModel):
         self.sends_by_layer, self.rings_tensor = False, False
         # 1F1B waits for each message.
         self.hides_messages = False
-
-    def block_matmuls(self) -> dict[str, tuple[int, int]]:
-        """Matrices with the same input are one."""
-        found = super().block_matmuls()
+        # Matrices with the same input are one. Adapters were added to each.
         for names in (("query", "key", "value"), ("mlp_gate", "mlp_up")):
-            columns, lengths = zip(*(found.pop(name) for name in names), strict=True)
-            found["_".join(names)] = sum(columns), lengths[0]
-        return found
+            columns, lengths = zip(*(self.matmuls.pop(name) for name in names), strict=True)
+            self.matmuls["_".join(names)] = sum(columns), lengths[0]
+            if self.frozen.issuperset(names):
+                self.frozen.add("_".join(names))
 
     def flops_per_token(self) -> float:
         return megatron_flops_per_token(self.model, self.S)

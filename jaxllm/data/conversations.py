@@ -58,7 +58,7 @@ for fine-tuning. train: Axolotl. loss: ms-swift. The others: the same under othe
 TOOLS = ("tools", "functions")
 OFF = (None, False, "", [], {}, "[]")
 MOST_FIELDS = 20
-"""Of those that are not read, how many a warning counts."""
+"""The largest number of unread fields that the warning counts."""
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 """ShareGPT's names of the roles. Other names stay."""
 # Conversations tokenised in one batch. The tokenizer uses all cores, and its results take much memory.
@@ -281,7 +281,7 @@ def _wanted(messages: Sequence[Message], given: int) -> list[int]:
     return wanted
 
 
-def _is_learnt(message: Message, number: int) -> bool | None:
+def _is_learnt(message: Any, number: int) -> bool | None:
     """Whether a message says that it is learnt or not; None if it says nothing. The field is taken out of the message."""
     said = {name: value for name in LEARNT if (value := message.pop(name, None)) is not None}
     for name, value in said.items():

@@ -243,8 +243,11 @@ def prepare(
       KeyboardInterrupt: the message says how many shards are prepared.
     """
     started = time.monotonic()
-    _check_numbers(workers, shard_bytes, record_tokens)
     folder, part, parts = Path(out), *shard
+    if not 0 <= part < parts:
+        n = max(parts, 1)
+        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
+    _check_numbers(workers, shard_bytes, record_tokens)
     # The workers load it too, at the same commit.
     tokenizer = pin("--tokenizer", tokenizer)
     loaded = load_tokenizer(tokenizer)
@@ -380,8 +383,17 @@ def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, or
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    with suppress(ConfigError):
-        if isinstance(tokenizer, ByteTokenizer) or load_tokenizer(folder.absolute() / TOKENIZER).sha256 == tokenizer.sha256:
-            return
-    with placing(folder, TOKENIZER) as aside:
-        tokenizer.save(aside)
+    def is_there() -> bool:
+        with suppress(ConfigError):
+            return load_tokenizer(folder.absolute() / TOKENIZER).sha256 == tokenizer.sha256
+        return False
+
+    if isinstance(tokenizer, ByteTokenizer) or is_there():
+        return
+    try:
+        with placing(folder, TOKENIZER) as aside:
+            tokenizer.save(aside)
+    except OSError:
+        # Another process of the same work may have been faster.
+        if not is_there():
+            raise

@@ -42,7 +42,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(end, normalized=False)])
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
 
 

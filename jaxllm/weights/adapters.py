@@ -30,11 +30,13 @@ from jaxllm.weights.streaming import Move, stream, total_bytes
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNUSED: dict[str, Sequence[Any]] = {
     "bias": ("none", None),
-    # The others take a part out of the base model's matrices, which PEFT takes out again when it loads the adapter.
+    # Others change the base model's matrices, as PEFT does again when it loads the adapter, or say what jaxllm does not know.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
 """Keys of PEFT's LoraConfig (0.21) that say what A and B mean, with the values of a plain LoRA. Of every other key, also one
 that a later PEFT has, those are OFF."""
+CONVERTED = ("pissa", "olora", "corda")
+"""Starts whose adapters PEFT converts."""
 OFF = (None, False, "", [], {})
 NO_PART = {
     *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "peft_version", "runtime_config"),
@@ -78,15 +80,18 @@ def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder
     if not (path / ADAPTER_CONFIG).is_file() or not (path / WEIGHTS).is_file():
         raise ConfigError(f"{key}={text} is no adapter: give a folder with {ADAPTER_CONFIG} and {WEIGHTS}, as PEFT saves it.")
     content, where = read_object(path / ADAPTER_CONFIG), path / ADAPTER_CONFIG
-    for name in sorted(content.keys() - NO_PART - AdapterFile.__dataclass_fields__.keys()):
-        if (value := content[name]) not in UNUSED.get(name, OFF):
-            is_start = name == "init_lora_weights"
-            way = ", or let PEFT save it as a plain LoRA (path_initial_model_for_weight_conversion)" if is_start else ""
-            raise ConfigError(f"{where} says {name}={shown(value)}, which jaxllm does not support: use another adapter{way}.")
     try:
         said = checked({name: content[name] for name in AdapterFile.__dataclass_fields__ if name in content}, AdapterFile)
     except RefusedInput as error:
         raise ConfigError(f"{where} is not the config of a LoRA adapter ({error}): use another adapter.") from None
+    for name in sorted(content.keys() - NO_PART - AdapterFile.__dataclass_fields__.keys()):
+        value = content[name]
+        if (value.lower() if isinstance(value, str) else value) not in UNUSED.get(name, OFF):
+            converts = name == "init_lora_weights" and str(value).lower().startswith(CONVERTED)
+            way = ", or let PEFT save it as a plain LoRA (path_initial_model_for_weight_conversion)" if converts else ""
+            raise ConfigError(
+                f"{where} says {shown(name)}={shown(value)}, which jaxllm does not support: use another adapter{way}."
+            )
     tensors = tensors_in(path, [WEIGHTS], "get the file again")
     # The names of the tensors, because target_modules may be a pattern.
     targets = [target for target in LORA_TARGETS if any(f".{target}.lora_A." in name for name in tensors)]

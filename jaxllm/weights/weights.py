@@ -406,7 +406,8 @@ def export(
     for entry in folder.entries.values():
         tensors[entry.name] = (numpy_dtype, entry.shape)
         for layer in range(entry.layers or 1):
-            elements = folder.slab(entry, layer)
+            # A folder of Hugging Face has matrices transposed; here they are as jaxllm has them.
+            elements = folder.layer(entry, layer)
             moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, layer * elements.size))
     layout = in_files(tensors, WEIGHTS)
     with new_folder(destination, total_bytes(layout), force) as aside:

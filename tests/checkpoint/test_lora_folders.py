@@ -229,7 +229,7 @@ STARTS = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica"
 def test_what_has_no_part_in_an_adapter_is_taken(theirs, config, tmp_path):
     """Also a key that is yet to come, where it is off."""
     (tmp_path / WEIGHTS).write_bytes((theirs[0] / WEIGHTS).read_bytes())
-    off = {"init_lora_weights": "gaussian", "lora_dropout": 0.5, "next_config": None, "next_switch": False, "next_list": []}
+    off = {"init_lora_weights": "Gaussian", "lora_dropout": 0.5, "next_config": None, "next_switch": False, "next_list": []}
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(json.loads((theirs[0] / ADAPTER_CONFIG).read_text()) | off))
     assert initial_adapter(jaxllm.load_config(config, [f"train.init_adapter={tmp_path}"])).entries
 
@@ -240,7 +240,9 @@ def test_what_has_no_part_in_an_adapter_is_taken(theirs, config, tmp_path):
         ({"use_dora": True}, "use_dora=true, which jaxllm does not support: use another adapter"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
         # Today's PEFT takes these parts out of the base model, or adapts behind these tokens alone.
-        *(({"init_lora_weights": way}, f"init_lora_weights={way}, .* or let PEFT save it as a plain LoRA") for way in STARTS),
+        *(({"init_lora_weights": way}, f"init_lora_weights={way}, which jaxllm does not support") for way in STARTS),
+        ({"init_lora_weights": "pissa"}, "or let PEFT save it as a plain LoRA"),
+        ({"peft_type": "IA3", "feedforward_modules": ["down_proj"]}, "is not the config of a LoRA adapter"),
         ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens=\[1\], which jaxllm does not support"),
         # And of a PEFT that is yet to come.
         ({"next_config": {"scale": 2}}, "next_config="),

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hf_folders import DTYPES, HUB, LLAMA3_ROPE, in_new_dialect, random_weights, read_folder, write_file, write_folder
+from safetensors.numpy import load_file
 from tiny import TINY
 
 import jaxllm
@@ -19,6 +20,7 @@ from jaxllm.weights import streaming
 from jaxllm.weights.folder import open_folder
 from jaxllm.weights.hf_convert import from_hf, parse_size, to_hf
 from jaxllm.weights.safetensors import Tensor
+from jaxllm.weights.weights import export
 
 TIED = {**HUB, "tie_word_embeddings": True}
 WIDE_HEADS = {**HUB, "head_dim": 10}
@@ -355,6 +357,19 @@ def model(folder):
 def said(folder, **change):
     path = folder / "model.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+def test_an_export_of_a_folder_of_hugging_face_is_its_conversion(tmp_path):
+    """In jaxllm's format matrices are as it multiplies them, [in, out]."""
+    source = write_folder(tmp_path / "hf", HUB, random_weights(HUB))
+    from_hf(str(source), str(tmp_path / "converted"))
+    export(str(source), str(tmp_path / "exported"))
+    folders = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("converted", "exported"))
+    converted, exported = ({k: v for file in files for k, v in load_file(file).items()} for files in folders)
+    assert converted
+    assert converted.keys() == exported.keys()
+    for name, values in converted.items():
+        np.testing.assert_array_equal(exported[name], values, err_msg=name)
 
 
 @pytest.mark.parametrize(

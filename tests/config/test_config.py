@@ -269,8 +269,8 @@ def test_a_recipe_cannot_ask_for_code(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(recipe, ["log.every_steps=1", "log.sinks_=[a:B]"])
     assert str(error.value) == (
-        f'{recipe} asks for code of its own, log.sinks=["theirs:Sink"], which would run as you, and a file cannot: remove the '
-        f"key, or give it beside the recipe, log.sinks='[module:Class]'."
+        f'{recipe} sets log.sinks=["theirs:Sink"], code that would run as you, and a recipe must not ask for that: remove the '
+        f"key, or give log.sinks='[module:Class]' on the command line."
     )
     assert load_config(recipe, ["log.sinks=[mine:Sink]"]).log.sinks == ("mine:Sink",)
     assert load_config(recipe, ["log.sinks=[]"]).log.sinks == ()

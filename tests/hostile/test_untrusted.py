@@ -214,6 +214,14 @@ def test_no_message_has_a_password(text, public):
     assert shown(text, 200) == (public or text)
 
 
+@pytest.mark.parametrize("piece", ["http://", "s3://a:", "x?", "://@", "http://a?"])
+def test_looking_for_passwords_takes_time_in_proportion(piece):
+    """A megabyte of what looks like addresses: the square of it would be an hour."""
+    started = time.process_time()
+    shown(piece * (2**20 // len(piece)))
+    assert time.process_time() - started < 20
+
+
 def test_a_sentence_cannot_steer_a_terminal():
     sentence, below = safe_to_print("a\x1b[2J\rb " + "x" * 5000 + " c\nmore").split("\n")
     assert sentence.isprintable()

@@ -411,8 +411,12 @@ def test_a_jax_without_these_places_keeps_its_own_files(process_cache, tmp_path,
     monkeypatch.delattr("jax._src.compiler._cache_write")
     assert not keep_programs_in(ProgramStore(tmp_path))
     program_cache._has_asked = False
-    process_cache(str(tmp_path / "one"), tmp_path)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "one"))
+    process_cache("auto", tmp_path)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "one" / program_cache.identity())
+    # They have no signature, and a recipe may have named this folder.
+    process_cache(str(tmp_path / "theirs"), tmp_path)
+    assert jax.config.jax_compilation_cache_dir is None
     # Its keys differ by process, or a process that compiles waits for one that does not.
     process_cache(str(tmp_path / "several"), tmp_path, agree=frozenset)
     assert jax.config.jax_compilation_cache_dir is None

@@ -273,8 +273,8 @@ def test_a_run_that_is_made_longer_says_that_its_learning_rate_rises(tiny_config
         return rate_note(planned, tiny_config(f"train.steps={steps}", *schedule), 6)
 
     assert note(12, "optimizer.schedule=cosine") == (
-        "the learning rate rises from 0.0001 to 0.00046: optimizer.schedule=cosine ended at step 6, and now ends at 12. To train "
-        "on without it, start a run from these weights (train.init_from)"
+        "the learning rate rises from 0.0001 to 0.00043: optimizer.schedule=cosine ended at step 6, and now ends at 12. To "
+        "train on without it, start a run from these weights (train.init_from)"
     )
     assert note(12, "optimizer.schedule=constant") == ""
     assert note(6, "optimizer.schedule=cosine") == note(7, "optimizer.schedule=cosine", planned=12) == ""
