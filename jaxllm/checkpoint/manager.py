@@ -114,7 +114,7 @@ class Checkpoints:
         self._refused: dict[int, str] = {}
         self.latest: int | None = None
         self._choose()
-        self._newest_saved = self.newest_name
+        self.newest_saved = self.newest_name
 
     @property
     def damaged(self) -> list[str]:
@@ -240,7 +240,7 @@ class Checkpoints:
             if self._stored is not None:
                 # Hosts that share no disk may be deleting what the store has: an older one may seem the last.
                 for last in saved_steps(self._own)[-1:]:
-                    if last == self._newest_saved and not self._config.goes_to_store(last):
+                    if last == self.newest_saved and not self._config.goes_to_store(last):
                         self._stored.offer(last)
                 failure = self._stored.wait()
             if failure is not None and stopped_by and failure.exit_code != exit_codes.BAD_INPUT:
@@ -261,11 +261,11 @@ class Checkpoints:
             return
         self._manager.wait_until_finished()
         if self._saving is not None:
-            self._newest_saved, self._saving = self._saving, None
+            self.newest_saved, self._saving = self._saving, None
             # After a failure the next one is copied, whichever it is.
-            if self._stored is not None and (self._config.goes_to_store(self._newest_saved) or self._stored.lacks_one):
-                self._stored.offer(self._newest_saved)
-            self.on_saved(self._newest_saved)
+            if self._stored is not None and (self._config.goes_to_store(self.newest_saved) or self._stored.lacks_one):
+                self._stored.offer(self.newest_saved)
+            self.on_saved(self.newest_saved)
 
     def _open(self) -> ocp.CheckpointManager:
         silence_orphans()
