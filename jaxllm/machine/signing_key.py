@@ -75,8 +75,8 @@ def _make(file: Path) -> None:
     new = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "w") as opened:
-            opened.write(secrets.token_hex(KEY_DIGITS // 2))
+        with os.fdopen(descriptor, "w") as content:
+            content.write(secrets.token_hex(KEY_DIGITS // 2))
         try:
             os.link(new, file)
         except OSError as error:
