@@ -203,7 +203,7 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     if any(part.source in CONVERSATIONS for part in data.sources):
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
         if template is not None and for_texts is not None and for_texts.name != BYTES:
-            _require_end(template, for_texts)
+            _warn_without_end(template, for_texts)
     documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
@@ -223,19 +223,16 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     return Data(config, sources, tokenizer, template)
 
 
-def _require_end(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Warns where an answer ends with no token: what is trained so never stops by itself."""
-    try:
-        if template.end_of_turn(tokenizer) is None:
-            log.warning(
-                "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns from "
-                "it does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer with its "
-                "marks.",
-                template.origin,
-                tokenizer.name,
-            )
-    finally:
-        template.close()
+def _warn_without_end(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    """Warns where an answer ends with no token: what is trained so never stops by itself. The template's process stays for the
+    conversations, after which it ends."""
+    if template.end_of_turn(tokenizer) is None:
+        log.warning(
+            "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns from it "
+            "does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer with its marks.",
+            template.origin,
+            tokenizer.name,
+        )
 
 
 def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:
