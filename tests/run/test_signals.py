@@ -393,14 +393,14 @@ def test_a_process_ready_for_the_first_step_leaves_early_no_more(restarts):
 
 @pytest.mark.parametrize("warning", module.WARNINGS)
 def test_a_warning_asks_to_stop_and_never_exits_at_once(warning, monkeypatch):
-    """However often it comes. The SIGTERM at the time limit is then the first, and would exit only if it came again."""
+    """However often it comes, also behind a SIGTERM. That at the time limit is then the first, and only a second one exits."""
     monkeypatch.setattr(module, "SAME_SIGNAL_S", 0.0)
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
     with SignalHandler() as handler:
         os.kill(os.getpid(), warning)
         wait_for_signal(handler)
-        for number in (warning, signal.SIGTERM):
+        for number in (warning, signal.SIGTERM, warning):
             os.kill(os.getpid(), number)
         assert handler.begin() == warning.name
         assert exits == []
