@@ -18,17 +18,20 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-RENDERED, NOT_JINJA, REFUSED, FAILED, TOO_LARGE = b"rnfeo"
-"""What a rendering gives: a text, the reason why it has none, or nothing because memory does not suffice."""
+RENDERED, NOT_JINJA, REFUSED, FAILED, TOO_LARGE, TOO_SLOW = b"rnfeos"
+"""What a rendering gives: a text, the reason why it has none, or nothing because memory or time does not suffice."""
 HEADER = struct.Struct("<BQ")
 LENGTH = struct.Struct("<Q")
 SECONDS, BYTES_PER_SECOND = 2, 100_000
 """Processor time of a rendering, and the bytes of a conversation that give a second more. A usual one takes a millisecond."""
+SECONDS_TOGETHER, SECONDS_EACH = 20, 0.02
+"""Processor time of all renderings of a process together, and what each adds: a file of 100,000 conversations takes no day."""
 MEMORY_BYTES, BYTES_PER_BYTE = 512 * 2**20, 32
 """Memory of the process, and what each byte of a conversation adds."""
 Wish = tuple[int, bool, tuple[str, str]]
@@ -52,7 +55,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], knows_date: bool):
-        self._template = pickle.dumps((source, dict(special_tokens), knows_date))
+        self._template = pickle.dumps((source, dict(special_tokens), knows_date, SECONDS_TOGETHER))
         self._lock = threading.RLock()
         self._running: subprocess.Popen[bytes] | None = None
         self._end = None
@@ -136,6 +139,10 @@ def _received(written: IO[bytes], at_most: int) -> Answer:
         raise TemplateStopped(f"needs more than {MEMORY_BYTES // 2**20} MiB of memory to render")
     if length > at_most:
         raise TemplateStopped(f"writes a text of {length:,} bytes, and {at_most:,} are the most")
+    if kind == TOO_SLOW:
+        raise TemplateStopped(
+            f"takes more than {SECONDS_EACH:g} s of processor time for each rendering and {SECONDS_TOGETHER} s more"
+        )
     content = written.read(length)
     if len(content) < length:
         raise EOFError
@@ -168,7 +175,7 @@ def main() -> None:
         _limit_memory(largest)
         request = pickle.loads(received.read(size))
         if template is None:
-            source, special_tokens, knows_date = request
+            source, special_tokens, knows_date, left = request
             if knows_date:
                 environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
             kind, template = _within_limits(size, environment.from_string, source)
@@ -177,7 +184,10 @@ def main() -> None:
             messages, wishes = request
             del request
             for wish in wishes:
-                _answer(answers, *_within_limits(size, _render, template, special_tokens, messages, *wish))
+                began = time.process_time()
+                kind, content = _within_limits(size, _render, template, special_tokens, messages, *wish)
+                left += SECONDS_EACH + size / BYTES_PER_SECOND - (time.process_time() - began)
+                _answer(answers, *((kind, content) if left > 0 else (TOO_SLOW, b"")))
 
 
 def _render(
