@@ -97,8 +97,8 @@ class ChatTemplate:
         special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
         if re.search(r"{%-?\+?\s*generation\b", self.source):
             text = self.render(messages)
-            if spans := self._marked(messages, wanted, text, special):
-                return text, spans
+            if marked := self._marked(messages, wanted, text, special):
+                return text, marked
         numbers = sorted(wanted)
         wishes: list[Wish] = [(len(messages), False, _NO_MARKS), (len(messages), True, _NO_MARKS)]
         for number in numbers:

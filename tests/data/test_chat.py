@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-import zstandard
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data.chat import ChatTemplate, ChatTemplateError, ChatTemplateLimit, load_chat_template
 from jaxllm.data.conversations import LEARNT, SYSTEM, _key, read_conversations
+from jaxllm.data.parts import zstd
 from jaxllm.data.sources import load_data
 from jaxllm.data.tokenizer import load_tokenizer
 
@@ -426,7 +426,7 @@ def test_files_are_read_compressed_and_in_the_order_of_their_names(read, folder)
 
     read([record("third")], name="c.jsonl")
     read([record("second")], name="b.jsonl.gz", open_file=gzip.open)
-    documents = read([record("first")], name="a.jsonl.zst", open_file=zstandard.open)
+    documents = read([record("first")], name="a.jsonl.zst", open_file=zstd.open)
     assert [answers(documents, folder, n) for n in range(3)] == [["first<|im_end|>"], ["second<|im_end|>"], ["third<|im_end|>"]]
 
 
