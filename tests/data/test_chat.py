@@ -495,6 +495,7 @@ def test_what_a_template_may_do():
     assert render("{% for m in messages %}{% break %}{% endfor %}x{% generation %}y{% endgeneration %}") == "xy"
     assert render("{{ strftime_now('%Y') | int > 2000 }}") == "True"
     assert render("{{ strftime_now is defined }}", knows_date=False) == "False"
+    assert render("{{ strftime_now('%d %b %Y') }}", knows_date=False) == "26 Jul 2024"
     with pytest.raises(ChatTemplateError, match=r"The chat template of a test refuses the conversation \(no such role\): "):
         render("{{ raise_exception('no such role') }}")
     with pytest.raises(ChatTemplateError, match="'__class__' of 'str' object is unsafe"):
