@@ -72,8 +72,8 @@ def driver(processes: Sequence[Facts], forced: bool) -> Iterator[Row]:
     first = next((one for one in processes if one.driver is not None), None)
     if first is None or first.driver is None:
         if any(one.platform == "gpu" for one in processes):
-            todo = "put it into PATH: without it other users of the GPUs are not known"
-            yield Row("driver", WARN, "nvidia-smi does not answer", todo)
+            todo = "install nvidia-ml-py, as jaxllm[cuda13] does: without it other users of the GPUs are not known"
+            yield Row("driver", WARN, "NVIDIA's management library does not answer", todo)
         else:
             yield Row("driver", OK, "none: no NVIDIA GPUs here")
         return

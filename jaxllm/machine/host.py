@@ -11,9 +11,10 @@ import platform
 import resource
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.display import readable
@@ -138,7 +139,7 @@ LIBRARY, NO_DEVICE = "libcuda.so.1", 100
 
 
 def visible_gpus() -> list[str] | None:
-    """UUIDs as nvidia-smi prints them, in CUDA's order, of the GPUs that NVIDIA's driver shows to this process: not of those
+    """UUIDs as NVML writes them, in CUDA's order, of the GPUs that NVIDIA's driver shows to this process: not of those
     that CUDA_VISIBLE_DEVICES or a scheduler hides. Empty without a driver or a GPU; None if the driver fails in another way.
 
     It may be asked before JAX starts, and takes no memory on a GPU: it initializes the driver's library, as JAX will do anyway,
@@ -154,14 +155,41 @@ def visible_gpus() -> list[str] | None:
         return []
     if status or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return None
-    # The newer function distinguishes parts of a GPU (MIG); drivers before CUDA 11.4 do not have it.
-    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     gpus = []
     for ordinal in range(count.value):
-        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or get_uuid(ctypes.byref(found), device):
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid_v2(ctypes.byref(found), device):
             return None
         gpus.append(f"GPU-{uuid.UUID(bytes=bytes(found))}")
     return gpus
+
+
+MEMORY_V2, SM_CLOCK = 0x02000028, 1
+"""nvmlMemory_v2, by which `used` leaves out what the driver keeps for itself, as in nvidia-smi; NVML_CLOCK_SM."""
+
+
+def nvml(name: str, *arguments: Any, tells: bool = False) -> Any:
+    """The answer of NVIDIA's management library, such as nvml("DeviceGetName", gpu) of nvmlDeviceGetName. None where it has
+    none: without a driver or without the module pynvml, and for what this kind of GPU does not tell. With `tells`, an error's
+    text instead.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        return getattr(pynvml, f"nvml{name}")(*arguments)
+    except pynvml.NVMLError as error:
+        return str(error) if tells else None
+
+
+def gpus_of(devices: Iterable[Any]) -> list[Any]:
+    """NVML's handles of JAX's devices: of GPUs, or of parts of them (MIG). NVML itself does not know CUDA_VISIBLE_DEVICES."""
+    # A device's own number counts the GPUs that the driver shows to this process.
+    numbers = {device.local_hardware_id for device in devices if device.platform != "cpu"}
+    names = [name for number, name in enumerate((visible_gpus() or []) if numbers else []) if number in numbers]
+    nvml("Init")
+    handles = (nvml("DeviceGetHandleByUUID", name) or nvml("DeviceGetHandleByUUID", f"MIG{name[3:]}") for name in names)
+    return [handle for handle in handles if handle]
 
 
 # --------------------------------------------------------------------------------------------------------------- versions

@@ -17,6 +17,7 @@ from jaxllm.parallel.parameters import stacking_of
 from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.run.hooks import Run
 from jaxllm.run.metrics import Record, open_sinks
+from jaxllm.run.step_metrics import gpu_load
 
 WELL_FILLED = 0.9
 """Fill ratio of sequences below which a run reports the free space."""
@@ -151,7 +152,8 @@ def register(run: Run) -> None:
 
     def publish(record: Record) -> None:
         config = trainer.config
-        record |= run.timer.record_keys(trainer, peak_flops)
+        due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
+        record |= run.timer.record_keys(trainer, peak_flops) | (gpu_load() if due else {})
         run.write(record)
         if record["skipped"] or record["loss_spike"]:
             what = "a spike" if record["loss_spike"] else "not finite"
@@ -163,7 +165,6 @@ def register(run: Run) -> None:
         rate = float(record["tokens_per_s_per_device"])
         length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
         utilisation = mfu(rate, config.model, length, peak_flops, config.frozen) if peak_flops else None
-        due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
         console.step(record, utilisation, due)
 
     run.on("record", publish)
