@@ -1,10 +1,9 @@
 """A stand-in for NVIDIA's module pynvml, and so for a driver with GPUs. tests/machine/test_nvml.py holds it to the module."""
 
-import sys
 from types import ModuleType, SimpleNamespace
 
 from jaxllm.doctor.fabric import P2P_READ, UNCORRECTED_ECC
-from jaxllm.machine.host import MEMORY_V2, SM_CLOCK
+from jaxllm.machine.gpus import MEMORY_V2, SM_CLOCK
 
 ARGUMENTS = {"MemoryInfo": (MEMORY_V2,), "ClockInfo": (SM_CLOCK,), "TotalEccErrors": UNCORRECTED_ECC}
 """What jaxllm asks some fields with."""
@@ -85,4 +84,4 @@ def install(monkeypatch, *gpus: Gpu | str, parts: tuple[Gpu, ...] = (), driver: 
     module.NVMLError, module.nvmlInit = NVMLError, start
     for name, function in functions.items():
         setattr(module, f"nvml{name}", once_started(function))
-    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr("jaxllm.machine.gpus.pynvml", module)

@@ -27,7 +27,7 @@ from jaxllm.display import readable
 from jaxllm.doctor import probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row
 from jaxllm.doctor.probes import Facts
-from jaxllm.machine.host import nvml
+from jaxllm.machine.gpus import nvml
 
 ADAPTERS, DEVICE_FILES, STATUS = Path("/sys/class/infiniband"), Path("/dev/infiniband"), Path("/proc/self/status")
 VERBS = "libibverbs.so.1"
@@ -103,10 +103,10 @@ def gather(asks: bool) -> list[Fabric]:
 
 def adapters() -> Fabric:
     """The adapters, and what keeps NCCL from using them."""
-    names = tuple(sorted(path.name for path in _entries(ADAPTERS)))
+    names = tuple(sorted(path.name for path in ADAPTERS.glob("*")))
     if not names:
         return Fabric()
-    opens = any(os.access(path, os.R_OK | os.W_OK) for path in _entries(DEVICE_FILES) if path.name.startswith("uverbs"))
+    opens = any(os.access(path, os.R_OK | os.W_OK) for path in DEVICE_FILES.glob("uverbs*"))
     drivers = {(ADAPTERS / name / "device" / "driver").resolve().name for name in names}
     wanted = PLUGIN if drivers == {EFA} else VERBS
     # The user named another plugin of NCCL.
@@ -155,13 +155,6 @@ def health() -> str:
         return ""
     verdict = re.search(r"Overall Health:?\s*\|\s*(\w{1,32})", ended.stdout)
     return verdict[1] if verdict else ""
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _loads(library: str) -> bool:

@@ -26,8 +26,9 @@ import jax
 from pydantic import TypeAdapter
 
 from jaxllm.cluster import distributed
-from jaxllm.machine.host import MEMORY_V2, allowed_cpus, gpus_of, host_memory, installed_version, nvml
-from jaxllm.untrusted import RefusedInput, read_text, whole_number
+from jaxllm.machine.gpus import MEMORY_V2, gpus_of, nvml
+from jaxllm.machine.host import allowed_cpus, host_memory, installed_version
+from jaxllm.untrusted import RefusedInput, read_text, reason_of, whole_number
 
 T = TypeVar("T")
 
@@ -213,15 +214,19 @@ def folder(path: Path, measures: bool) -> list[Folder]:
     token = distributed.broadcast(uuid.uuid4().hex)
     mine, error, made = path / f".doctor-{token}-{rank}", "", []
     try:
-        made = _make(path) if main else []
-        error = _write(mine, b"jaxllm doctor") if main else ""
+        if main:
+            made = _make(path)
+            mine.write_bytes(b"jaxllm doctor")
     except OSError as failure:
-        error = _reason(failure)
+        error = reason_of(failure)
     # Process 0's file is there now, or never will be.
     stopped = distributed.broadcast(error)
     sees = stopped == "" and (main or not _missing(path, [f".doctor-{token}-0"]))
-    if sees and not main:
-        error = _write(mine, b"jaxllm doctor")
+    try:
+        if sees and not main:
+            mine.write_bytes(b"jaxllm doctor")
+    except OSError as failure:
+        error = reason_of(failure)
     wrote = distributed.gathered(sees and not error)
     names = {f".doctor-{token}-{other}": other for other, there in enumerate(wrote) if there}
     unseen = tuple(sorted(names[name] for name in _missing(path, names))) if main else ()
@@ -243,19 +248,6 @@ def _make(path: Path) -> list[Path]:
     missing = [one for one in (path, *path.parents) if not one.exists()][::-1]
     path.mkdir(parents=True, exist_ok=True)
     return missing
-
-
-def _write(path: Path, content: bytes) -> str:
-    """The reason why the write failed; '' if it succeeded."""
-    try:
-        path.write_bytes(content)
-    except OSError as failure:
-        return _reason(failure)
-    return ""
-
-
-def _reason(failure: OSError) -> str:
-    return failure.strerror or str(failure)
 
 
 def _missing(path: Path, names: Iterable[str]) -> set[str]:
@@ -289,7 +281,7 @@ def _speed(path: Path) -> dict[str, Any]:
                 read += len(part)
         read_s = time.perf_counter() - begin
     except OSError as failure:
-        return {"error": _reason(failure)}
+        return {"error": reason_of(failure)}
     return {"write_bytes_per_s": written / write_s, "read_bytes_per_s": read / read_s}
 
 

@@ -11,10 +11,9 @@ import platform
 import resource
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.display import readable
@@ -161,35 +160,6 @@ def visible_gpus() -> list[str] | None:
             return None
         gpus.append(f"GPU-{uuid.UUID(bytes=bytes(found))}")
     return gpus
-
-
-MEMORY_V2, SM_CLOCK = 0x02000028, 1
-"""nvmlMemory_v2, by which `used` leaves out what the driver keeps for itself, as in nvidia-smi; NVML_CLOCK_SM."""
-
-
-def nvml(name: str, *arguments: Any, tells: bool = False) -> Any:
-    """The answer of NVIDIA's management library, such as nvml("DeviceGetName", gpu) of nvmlDeviceGetName. None where it has
-    none: without a driver or without the module pynvml, and for what this kind of GPU does not tell. With `tells`, an error's
-    text instead.
-    """
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        return getattr(pynvml, f"nvml{name}")(*arguments)
-    except pynvml.NVMLError as error:
-        return str(error) if tells else None
-
-
-def gpus_of(devices: Iterable[Any]) -> list[Any]:
-    """NVML's handles of JAX's devices: of GPUs, or of parts of them (MIG). NVML itself does not know CUDA_VISIBLE_DEVICES."""
-    # A device's own number counts the GPUs that the driver shows to this process.
-    numbers = {device.local_hardware_id for device in devices if device.platform != "cpu"}
-    names = [name for number, name in enumerate((visible_gpus() or []) if numbers else []) if number in numbers]
-    nvml("Init")
-    handles = (nvml("DeviceGetHandleByUUID", name) or nvml("DeviceGetHandleByUUID", f"MIG{name[3:]}") for name in names)
-    return [handle for handle in handles if handle]
 
 
 # --------------------------------------------------------------------------------------------------------------- versions

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +14,7 @@ from jaxllm.cluster import progress
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import SampleStream
 from jaxllm.json_lines import numbers, read_lines
-from jaxllm.machine import host, program_cache
+from jaxllm.machine import program_cache
 from jaxllm.run.metrics import Record
 from jaxllm.run.noise_scale import NoiseScale
 from jaxllm.train import diloco
@@ -224,23 +222,10 @@ def memory_in_use() -> int | None:
 
 
 def gpu_load() -> Record:
-    """Keys for a line: what NVIDIA's driver says of this process's GPUs. gpu_power_w is their mean, gpu_sm_mhz and
-    gpu_utilization_percent are the lowest, and gpu_used_bytes, by all programs, is that of the fullest. What no GPU tells has
-    no key.
-    """
+    """What NVIDIA's driver says of this process's GPUs: power, clock, memory and utilization (machine/gpus.py)."""
+    if jax.local_devices()[0].platform == "cpu":
+        return {}
+    # A tenth of a second, for NVIDIA's module.
+    from jaxllm.machine import gpus
 
-    def told(name: str, *arguments: Any) -> list[Any]:
-        return [answer for gpu in _own_gpus() if (answer := host.nvml(name, gpu, *arguments)) is not None]
-
-    found: dict[str, tuple[Callable[[list[float]], float], list[float]]] = {
-        "gpu_power_w": (fmean, [milliwatts / 1000 for milliwatts in told("DeviceGetPowerUsage")]),
-        "gpu_sm_mhz": (min, told("DeviceGetClockInfo", host.SM_CLOCK)),
-        "gpu_used_bytes": (max, [memory.used for memory in told("DeviceGetMemoryInfo", host.MEMORY_V2)]),
-        "gpu_utilization_percent": (min, [rates.gpu for rates in told("DeviceGetUtilizationRates")]),
-    }
-    return {key: of(values) for key, (of, values) in found.items() if values}
-
-
-@cache
-def _own_gpus() -> list[Any]:
-    return host.gpus_of(jax.local_devices())
+    return gpus.load(jax.local_devices())

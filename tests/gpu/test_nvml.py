@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.doctor import fabric, probes
-from jaxllm.machine.host import MEMORY_V2, gpus_of, nvml
+from jaxllm.machine.gpus import MEMORY_V2, gpus_of, nvml
 from jaxllm.run.step_metrics import gpu_load
 
 pytestmark = pytest.mark.gpu

@@ -2,14 +2,13 @@
 
 import importlib.util
 import inspect
-import sys
 from types import SimpleNamespace
 
 import nvml as stand_in
 import pytest
 
 from jaxllm.doctor.fabric import HIDDEN, UNCORRECTED_ECC
-from jaxllm.machine import host
+from jaxllm.machine import gpus
 from jaxllm.run import step_metrics
 
 UUIDS = [f"GPU-{number}" for number in range(4)]
@@ -25,23 +24,20 @@ def load(monkeypatch):
     """The load of a process whose devices are these, of the GPUs that CUDA shows it."""
 
     def read(*numbers: int, shown=UUIDS):
-        monkeypatch.setattr(host, "visible_gpus", lambda: shown)
+        monkeypatch.setattr(gpus, "visible_gpus", lambda: shown)
         monkeypatch.setattr(step_metrics.jax, "local_devices", lambda: devices(*numbers))
-        step_metrics._own_gpus.cache_clear()
         return step_metrics.gpu_load()
 
-    yield read
-    step_metrics._own_gpus.cache_clear()
+    return read
 
 
 def test_without_the_module_or_a_driver_nothing_is_told(monkeypatch, load):
-    # None in its place is Python's way to say that a module cannot be imported.
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert host.nvml("Init") is host.nvml("DeviceGetCount") is None
+    monkeypatch.setattr(gpus, "pynvml", None)
+    assert gpus.nvml("Init") is gpus.nvml("DeviceGetCount") is None
     assert load(0) == {}
     stand_in.install(monkeypatch, driver=None)
-    assert host.nvml("DeviceGetCount") is None
-    assert host.nvml("Init", tells=True) == "NVML Shared Library Not Found"
+    assert gpus.nvml("DeviceGetCount") is None
+    assert gpus.nvml("Init", tells=True) == "NVML Shared Library Not Found"
     assert load(0) == {}
 
 
@@ -54,8 +50,8 @@ def test_a_process_asks_of_its_own_gpus_alone(monkeypatch, load):
     assert load(0, 1, shown=UUIDS[2:])["gpu_used_bytes"] == 2**3
     assert load(0, shown=[UUIDS[2], UUIDS[0]])["gpu_used_bytes"] == 2**2
     assert load(0, shown=None) == load(0, shown=[]) == load(0, shown=["GPU-of-another-host"]) == {}
-    monkeypatch.setattr(host, "visible_gpus", lambda: pytest.fail("the driver was asked"))
-    assert host.gpus_of([SimpleNamespace(platform="cpu", local_hardware_id=None)]) == []
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: pytest.fail("the driver was asked"))
+    assert gpus.gpus_of([SimpleNamespace(platform="cpu", local_hardware_id=None)]) == []
 
 
 def test_the_units_and_which_gpu_is_told_of(monkeypatch, load):
@@ -101,14 +97,14 @@ def test_the_stand_in_is_like_nvidias_module(monkeypatch):
     import pynvml
 
     stand_in.install(monkeypatch)
-    functions = [name for name in vars(sys.modules["pynvml"]) if name.startswith("nvml")]
+    functions = [name for name in vars(gpus.pynvml) if name.startswith("nvml")]
     for name in functions:
         field = name.removeprefix("nvmlDeviceGet")
         given = {"nvmlDeviceGetP2PStatus": 3, "nvmlInit": 0, "nvmlDeviceGetCount": 0, "nvmlSystemGetDriverVersion": 0}
         count = given.get(name, 1 + len(stand_in.ARGUMENTS.get(field, ())))
         inspect.signature(getattr(pynvml, name)).bind(*range(count))
-    assert pynvml.nvmlMemory_v2 == host.MEMORY_V2
-    assert pynvml.NVML_CLOCK_SM == host.SM_CLOCK
+    assert pynvml.nvmlMemory_v2 == gpus.MEMORY_V2
+    assert pynvml.NVML_CLOCK_SM == gpus.SM_CLOCK
     assert (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC) == UNCORRECTED_ECC
     assert str(pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)) == HIDDEN
     assert {name for name, _ in pynvml.c_nvmlMemory_v2_t._fields_} >= {"total", "used"}
