@@ -17,7 +17,6 @@ from jaxllm.parallel.parameters import stacking_of
 from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.run.hooks import Run
 from jaxllm.run.metrics import Record, open_sinks
-from jaxllm.run.step_metrics import gpu_load
 
 WELL_FILLED = 0.9
 """Fill ratio of sequences below which a run reports the free space."""
@@ -153,7 +152,7 @@ def register(run: Run) -> None:
     def publish(record: Record) -> None:
         config = trainer.config
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
-        record |= run.timer.record_keys(trainer, peak_flops) | (gpu_load() if due else {})
+        record |= run.timer.record_keys(trainer, peak_flops, due)
         run.write(record)
         if record["skipped"] or record["loss_spike"]:
             what = "a spike" if record["loss_spike"] else "not finite"

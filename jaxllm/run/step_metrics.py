@@ -163,12 +163,13 @@ class RunTimer:
         self._first = True
         self._compiled_bytes = 0
 
-    def record_keys(self, trainer: Any, peak_flops: float | None = None) -> Record:
+    def record_keys(self, trainer: Any, peak_flops: float | None = None, shown: bool = False) -> Record:
         """Keys of the next line, on the process that writes it.
 
         Args:
           trainer: a Trainer that has compiled its step.
           peak_flops: of one device in the compute dtype, FLOP/s; None if unknown.
+          shown: whether the step is one of log.every_steps. On GPUs its line has their load (machine/gpus.py).
 
         Every line has unix_s, the current time in seconds since 1970; data_s, the wait for batches; on GPUs memory_peak_bytes,
         the highest use of the fullest device of this process since it started. compile_s, evaluate_s and save_s are present if
@@ -184,6 +185,11 @@ class RunTimer:
         line |= {f"{name}_s": spent_s[name] for name in PAUSES if spent_s[name]}
         if (peak_bytes := memory_in_use()) is not None:
             line["memory_peak_bytes"] = peak_bytes
+        if shown and jax.local_devices()[0].platform != "cpu":
+            # NVIDIA's module takes a tenth of a second.
+            from jaxllm.machine import gpus
+
+            line |= gpus.load(jax.local_devices())
         if trainer.programs.step_bytes > self._compiled_bytes:
             line["memory_compiled_bytes"] = self._compiled_bytes = trainer.programs.step_bytes
         if self._first:
@@ -219,13 +225,3 @@ def memory_in_use() -> int | None:
     """Most bytes in use at once on a device of this process since it started; None if no device reports it (CPU)."""
     stats_by_device = [(device.memory_stats() or {}) for device in jax.local_devices() if device.platform != "cpu"]
     return max((stats["peak_bytes_in_use"] for stats in stats_by_device if "peak_bytes_in_use" in stats), default=None)
-
-
-def gpu_load() -> Record:
-    """What NVIDIA's driver says of this process's GPUs: power, clock, memory and utilization (machine/gpus.py)."""
-    if jax.local_devices()[0].platform == "cpu":
-        return {}
-    # A tenth of a second, for NVIDIA's module.
-    from jaxllm.machine import gpus
-
-    return gpus.load(jax.local_devices())

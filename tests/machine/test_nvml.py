@@ -9,7 +9,6 @@ import pytest
 
 from jaxllm.doctor.fabric import HIDDEN, UNCORRECTED_ECC
 from jaxllm.machine import gpus
-from jaxllm.run import step_metrics
 
 UUIDS = [f"GPU-{number}" for number in range(4)]
 LOAD = {"PowerUsage": 700_125, "ClockInfo": 1980, "UtilizationRates": SimpleNamespace(gpu=99, memory=40)}
@@ -25,8 +24,7 @@ def load(monkeypatch):
 
     def read(*numbers: int, shown=UUIDS):
         monkeypatch.setattr(gpus, "visible_gpus", lambda: shown)
-        monkeypatch.setattr(step_metrics.jax, "local_devices", lambda: devices(*numbers))
-        return step_metrics.gpu_load()
+        return gpus.load(devices(*numbers))
 
     return read
 

@@ -17,7 +17,6 @@ import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
 from jaxllm.json_lines import read_lines
-from jaxllm.run import messages
 from jaxllm.run.evaluation import has_evaluation
 from jaxllm.run.loop import fit
 from jaxllm.run.metrics import JsonLines
@@ -337,13 +336,6 @@ def test_an_evaluation_that_the_end_of_a_run_lost_is_made_up_for(finished, tiny_
         fit(tiny_config(*EIGHT, f"run.dir={folder}"))
         assert [r for r in records(folder) if "eval_loss" in r][-1] == pytest.approx(lines[-1])
         assert len(records(folder)) == len(lines)
-
-
-def test_gpus_are_asked_where_a_line_is_shown(tiny_config, tmp_path, monkeypatch):
-    """At the first step of a start, each log.every_steps and the last."""
-    monkeypatch.setattr(messages, "gpu_load", lambda: {"gpu_power_w": 700.0})
-    fit(tiny_config("run.cpu_devices=8", "parallel.data=8", "log.every_steps=3", f"run.dir={tmp_path}"))
-    assert [r["step"] for r in records(tmp_path) if "gpu_power_w" in r] == [1, 3, 4]
 
 
 def test_metrics_that_cannot_be_written_stop_the_run_with_the_reason(tmp_path):
