@@ -180,7 +180,6 @@ def installed(*packages: str) -> list[str]:
 
 
 def installed_version(package: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None

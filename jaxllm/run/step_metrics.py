@@ -52,11 +52,8 @@ class StepMetrics:
         """Starts the clock of tokens_per_s_per_device, if it does not run."""
         self._last_finish_s = self._last_finish_s or time.perf_counter()
 
-    def stop_clock(self) -> None:
-        self._last_finish_s = None
-
     def read(self, pending: Pending, config: Config, devices: int) -> Record:
-        """Waits for the step, and returns its metrics as Python numbers."""
+        """Waits for the step, and returns its metrics as Python numbers. If no other step runs by then, the clock stops."""
         step = pending.step
         with progress.waiting():
             values = diloco.combine_replicas(pending.arrays)
@@ -67,7 +64,7 @@ class StepMetrics:
         assert self._last_finish_s is not None, "set when that step was started"
         now, tokens = time.perf_counter(), config.tokens_before(step)
         rate = (tokens - config.tokens_before(step - 1)) / (now - self._last_finish_s) / devices
-        self._last_finish_s = now
+        self._last_finish_s = None if self._pending is None else now
         record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values), "tokens_per_s_per_device": rate}
         return record | self.noise.see(values)
 
