@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
 from jaxllm.machine.host import visible_gpus
 
-try:
+pynvml: Any = None
+"""From nvidia-ml-py 12.535 on, which the extras for CUDA bring. Other packages have older modules of this name."""
+with suppress(ImportError):
     import pynvml
-except ImportError:
-    # The extras for CUDA bring it.
+if not hasattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons"):
     pynvml = None
 
 MEMORY_V2, SM_CLOCK = 0x02000028, 1

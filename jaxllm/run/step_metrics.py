@@ -183,7 +183,7 @@ class RunTimer:
         if (peak_bytes := memory_in_use()) is not None:
             line["memory_peak_bytes"] = peak_bytes
         if shown and jax.local_devices()[0].platform != "cpu":
-            # NVIDIA's module takes a tenth of a second.
+            # NVIDIA's module takes 60 ms.
             from jaxllm.machine import gpus
 
             line |= gpus.load(jax.local_devices())

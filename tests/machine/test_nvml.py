@@ -2,9 +2,13 @@
 
 import importlib.util
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import nvml as stand_in
+import outside
 import pytest
 
 from jaxllm.doctor.fabric import HIDDEN, UNCORRECTED_ECC
@@ -37,6 +41,17 @@ def test_without_the_module_or_a_driver_nothing_is_told(monkeypatch, load):
     assert gpus.nvml("DeviceGetCount") is None
     assert gpus.nvml("Init", tells=True) == "NVML Shared Library Not Found"
     assert load(0) == {}
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_an_older_module_counts_as_none(tmp_path, older):
+    """Of the packages pynvml 11 and nvidia-ml-py3: they answer in bytes, and know no version of memory."""
+    newest = "" if older else "def nvmlDeviceGetCurrentClocksEventReasons(handle): ...\n"
+    (tmp_path / "pynvml.py").write_text(f"class NVMLError(Exception): ...\ndef nvmlDeviceGetCount(): return 1\n{newest}")
+    program = "from jaxllm.machine.gpus import nvml; print(nvml('DeviceGetCount'))"
+    environment = outside.environment(PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == ("None\n" if older else "1\n", "")
 
 
 def test_a_process_asks_of_its_own_gpus_alone(monkeypatch, load):
