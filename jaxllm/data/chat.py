@@ -10,6 +10,7 @@ up to the token that ends the turn, is what the model has to write.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.template_process import FAILED, NOT_JINJA, RENDERED, TemplateProcess, TemplateStopped, Wish
+from jaxllm.data.template_process import (
+    FAILED,
+    FIXED_DATE,
+    NOT_JINJA,
+    RENDERED,
+    TemplateProcess,
+    TemplateStopped,
+    Wish,
+    needs_date,
+)
 from jaxllm.data.tokenizer import Tokenizer, read_companion, token_text
 from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, reason_of, shown
+
+log = logging.getLogger(__name__)
 
 ASSISTANT = "assistant"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -31,6 +43,8 @@ Span = tuple[int, int]
 # Code points that Unicode reserves for internal use of a program; no text may contain them.
 _BEGIN, _END, _CONTENT = "\ufdd0", "\ufdd1", "\ufdd2"
 _NO_MARKS = ("", "")
+_LINE_ENDS = re.compile("\n+")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _LONGEST_REASON = 500
 _SPECIAL_TOKENS = 1000
 """Names of special tokens in the files of a tokenizer. Real ones have ten."""
@@ -54,7 +68,7 @@ class ChatTemplate:
     """Special tokens by the names that templates use: bos_token, eos_token and so on."""
     knows_date: bool = True
     """Whether the template may ask for today's date. False for training, where the text must be the same tomorrow: templates
-    then use a fixed date, or refuse."""
+    then use a date of their own, or get FIXED_DATE."""
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, marks: tuple[str, str] = _NO_MARKS
@@ -97,8 +111,8 @@ class ChatTemplate:
         special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
         if re.search(r"{%-?\+?\s*generation\b", self.source):
             text = self.render(messages)
-            if spans := self._marked(messages, wanted, text, special):
-                return text, spans
+            if marked := self._marked(messages, wanted, text, special):
+                return text, marked
         numbers = sorted(wanted)
         wishes: list[Wish] = [(len(messages), False, _NO_MARKS), (len(messages), True, _NO_MARKS)]
         for number in numbers:
@@ -116,7 +130,7 @@ class ChatTemplate:
             prompt = next(texts)
             whole = next(texts) if number + 1 < len(messages) else text
             span = _continued(str(messages[number].get("content") or "").strip(), text, prompt, whole, head, special)
-            spans.append(span or self._changed(messages, number, text, prompt, head, spans[-1][1] if spans else 0, special))
+            spans.append(span or self._behind_head(messages, number, text, head, special))
         return text, spans
 
     def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
@@ -142,7 +156,7 @@ class ChatTemplate:
     def _texts(self, messages: Sequence[Message], wishes: Sequence[Wish]) -> Iterator[str | ChatTemplateError]:
         """Texts of beginnings of a conversation, or why one has none. Raises ChatTemplateLimit where the text would be."""
         try:
-            for kind, text in self._process.render(messages, wishes):
+            for kind, text in self._process.render([_with_reasoning(message) for message in messages], wishes):
                 verb = "fails on" if kind == FAILED else "refuses"
                 why = f"{verb} the conversation ({shown(text, _LONGEST_REASON)})"
                 yield text if kind == RENDERED else self._refusal(why)
@@ -151,46 +165,37 @@ class ChatTemplate:
         except RecursionError:
             raise self._refusal("is not tried on a conversation that nests too deeply") from None
 
-    def _changed(
-        self,
-        messages: Sequence[Message],
-        number: int,
-        text: str,
-        prompt: str | ChatTemplateError,
-        head: str,
-        after: int,
-        special: re.Pattern[str],
-    ) -> Span:
-        """Finds an answer by what changes in the text if its message has another content and no other field.
-
-        Args:
-          prompt: what the model gets before the answer, where the template writes it.
-          head: what the template adds to the complete text for the next answer.
-          after: where the answer before ends.
-        """
-        other = [*messages[:number], {"role": ASSISTANT, "content": _BEGIN}, *messages[number + 1 :]]
-        changed = self.render(other)
+    def _changed(self, messages: Sequence[Message], number: int, text: str, special: re.Pattern[str]) -> Span:
+        """The part of the complete text that changes if a message has another content and no other field, with the token that
+        ends its turn."""
         if _BEGIN in text:
             raise self._refusal("finds a character in the conversation that no text may contain")
+        changed = self.render([*messages[:number], {"role": ASSISTANT, "content": _BEGIN}, *messages[number + 1 :]])
         if changed.count(_BEGIN) != 1:
             raise self._refusal(f"does not write message {number + 1} exactly once, and has no {{% generation %}} marks")
         start = _same(text, changed)
-        stop = _closing_token(special, text, start, len(text) - _same(text[start:][::-1], changed[start:][::-1]))
-        if head and isinstance(prompt, str) and text.startswith(prompt) and after <= len(prompt) <= start:
-            return len(prompt), stop
+        return start, _closing_token(special, text, start, len(text) - _same(text[start:][::-1], changed[start:][::-1]))
+
+    def _behind_head(self, messages: Sequence[Message], number: int, text: str, head: str, special: re.Pattern[str]) -> Span:
+        """The answer as what changes with its message, after the generation prompt.
+
+        Args:
+          head: what the template adds to the complete text for the next answer.
+        """
+        start, stop = self._changed(messages, number, text, special)
         # A thinking model's head goes further than what its earlier answers begin with. The nearest beginning of it counts.
-        ends = {
-            len(head),
-            *(found.end() for found in special.finditer(head)),
-            *(found.end() for found in re.finditer("\n+", head)),
-        }
-        at, end = max(((text.rfind(head[:end], after, start), end) for end in ends if head[:end].strip()), default=(-1, 0))
-        start = at + end if at >= 0 else start
-        if start < after:
-            raise self._refusal(
-                f"writes message {number + 1} and the answer before it as one, and has no {{% generation %}} marks"
-            )
-        return start, stop
+        places = {len(head), *(found.end() for mark in (special, _LINE_ENDS) for found in mark.finditer(head))}
+        ends = sorted(place for place in places if head[:place].strip())
+        if not ends:
+            # A space belongs to the first token of the answer.
+            return start - text[:start].endswith(" "), stop
+        if head[: ends[0]] in text[start:stop]:
+            raise self._refusal(f"writes message {number + 1} in two places, and has no {{% generation %}} marks")
+        # Some write two answers in a row as one turn.
+        follows = number > 0 and messages[number - 1].get("role") == ASSISTANT
+        after = self._changed(messages, number - 1, text, special)[1] if follows else 0
+        at, end = max((text.rfind(head[:end], after, start), end) for end in ends)
+        return at + end if at >= 0 else start, stop
 
     def _marked(
         self, messages: Sequence[Message], wanted: Collection[int], text: str, special: re.Pattern[str]
@@ -256,6 +261,8 @@ def load_chat_template(
         return None
     source, origin = found
     template = ChatTemplate(source, str(origin), {} if folder is None else _special_tokens(Path(folder)), knows_date)
+    if not knows_date and needs_date(source):
+        log.warning("The chat template of %s writes today's date. To stay the same it gets %s.", origin, FIXED_DATE.date())
     # Refuses a broken template here, not at the first conversation.
     _ = template._process
     return template
@@ -304,6 +311,12 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
+def _with_reasoning(message: Message) -> Message:
+    """A message with its reasoning under both names that templates read, as transformers gives it to them."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
 def _same(one: str, other: str) -> int:
     """Number of characters with which both begin."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
@@ -320,12 +333,12 @@ def _continued(
     """The answer as what `whole`, the text of the conversation up to it, adds to its prompt; None if the complete text does not
     begin so, or if the head of the turn comes with the answer because the template has no generation prompt.
     """
-    if not isinstance(prompt, str) or not isinstance(whole, str) or not whole.startswith(prompt):
+    if not isinstance(prompt, str) or not isinstance(whole, str) or not whole.startswith(prompt) or not prompt.endswith(head):
         return None
     start, stop = len(prompt), _end_of_turn(special, whole, len(prompt))
     if not text.startswith(whole[:stop]) or not (head or whole[start:].lstrip().startswith(content)):
         return None
-    return start, stop
+    return start, _closing_token(special, text, start, stop)
 
 
 def _end_of_turn(special: re.Pattern[str], text: str, start: int) -> int:

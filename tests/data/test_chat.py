@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-import zstandard
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data.chat import ChatTemplate, ChatTemplateError, ChatTemplateLimit, load_chat_template
 from jaxllm.data.conversations import LEARNT, SYSTEM, _key, read_conversations
+from jaxllm.data.parts import zstd
 from jaxllm.data.sources import load_data
 from jaxllm.data.tokenizer import load_tokenizer
 
@@ -426,7 +426,7 @@ def test_files_are_read_compressed_and_in_the_order_of_their_names(read, folder)
 
     read([record("third")], name="c.jsonl")
     read([record("second")], name="b.jsonl.gz", open_file=gzip.open)
-    documents = read([record("first")], name="a.jsonl.zst", open_file=zstandard.open)
+    documents = read([record("first")], name="a.jsonl.zst", open_file=zstd.open)
     assert [answers(documents, folder, n) for n in range(3)] == [["first<|im_end|>"], ["second<|im_end|>"], ["third<|im_end|>"]]
 
 
@@ -495,6 +495,7 @@ def test_what_a_template_may_do():
     assert render("{% for m in messages %}{% break %}{% endfor %}x{% generation %}y{% endgeneration %}") == "xy"
     assert render("{{ strftime_now('%Y') | int > 2000 }}") == "True"
     assert render("{{ strftime_now is defined }}", knows_date=False) == "False"
+    assert render("{{ strftime_now('%d %b %Y') }}", knows_date=False) == "26 Jul 2024"
     with pytest.raises(ChatTemplateError, match=r"The chat template of a test refuses the conversation \(no such role\): "):
         render("{{ raise_exception('no such role') }}")
     with pytest.raises(ChatTemplateError, match="'__class__' of 'str' object is unsafe"):
