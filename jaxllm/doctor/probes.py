@@ -39,7 +39,6 @@ PACKAGES = (
 )
 """Packages whose versions change the results of a step; nvidia-*: if CUDA came from pip."""
 
-SYSFS = Path("/sys")
 DISK_BYTES, DISK_LIMIT_S = 256 * 2**20, 3.0
 """Size and time limit of the file that measures a disk's speed."""
 BLOCK_BYTES = 4 * 2**20
@@ -215,7 +214,8 @@ def folder(path: Path, measures: bool) -> list[Folder]:
     mine, error, made = path / f".doctor-{token}-{rank}", "", []
     try:
         if main:
-            made = _make(path)
+            made = [one for one in (path, *path.parents) if not one.exists()]
+            path.mkdir(parents=True, exist_ok=True)
             mine.write_bytes(b"jaxllm doctor")
     except OSError as failure:
         error = reason_of(failure)
@@ -237,17 +237,10 @@ def folder(path: Path, measures: bool) -> list[Folder]:
     with suppress(OSError):
         mine.unlink(missing_ok=True)
     folders = gather(Folder(**found))
-    for one in reversed(made):
+    for one in made:
         with suppress(OSError):
             one.rmdir()
     return folders
-
-
-def _make(path: Path) -> list[Path]:
-    """Creates a folder and its parents; returns the new ones, outermost first."""
-    missing = [one for one in (path, *path.parents) if not one.exists()][::-1]
-    path.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _missing(path: Path, names: Iterable[str]) -> set[str]:
@@ -290,7 +283,7 @@ def _speed(path: Path) -> dict[str, Any]:
 # https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-bus-pci ("numa_node"; -1 where the firmware does not tell).
 
 
-def binding(pci: Mapping[str, str], sysfs: Path = SYSFS) -> Binding:
+def binding(pci: Mapping[str, str], sysfs: Path = Path("/sys")) -> Binding:
     """Binding of this process. `pci`: the PCI address of each GPU that it drives, by number."""
     mine, cpus_of = allowed_cpus(), _cpus_of_nodes(sysfs)
     gpu_nodes = {gpu: node for gpu, address in pci.items() if (node := _node_of(address, sysfs)) is not None}
