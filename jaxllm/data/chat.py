@@ -3,18 +3,19 @@
 A template is a Jinja program that comes with a model. It turns messages, [{"role": "user", "content": "..."}, ...], into the
 text that the model was trained on. It is foreign code, so it runs in Jinja's sandbox, in a process with limits of its own.
 
-An answer is found by rendering twice: first the conversation before an assistant's message with the generation prompt, which
-is what the model gets as input; then the conversation with that message. The second text continues the first. The added text,
-up to the token that ends the turn, is what the model has to write.
+An answer is what the model has to write after the generation prompt, up to the token that ends its turn (render_answers).
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,11 @@ class ChatTemplate:
     def render_answers(
         self, messages: Sequence[Message], wanted: Collection[int], special_tokens: Sequence[str]
     ) -> tuple[str, list[Span]]:
-        """Renders a complete conversation and finds the wanted assistant messages in it, in order. Each span excludes the
-        generation prompt and includes the token that ends the turn.
+        """Renders a complete conversation and finds the wanted assistant messages in it, in order. Each span includes the token
+        that ends the turn.
 
-        {% generation %} marks give the answers where a template has them. Elsewhere each wanted message costs two renderings,
+        {% generation %} marks give the answers where a template has them, as in transformers. Elsewhere a span begins after the
+        generation prompt, and each wanted message costs two renderings,
         of the conversations that end before and after it. If the complete text does not continue these, or the template refuses
         one (Qwen 3 drops what it writes before the last answer, others read the first message), the answer is the part of the
         complete text that depends on that message.
@@ -114,23 +116,29 @@ class ChatTemplate:
             if marked := self._marked(messages, wanted, text, special):
                 return text, marked
         numbers = sorted(wanted)
-        wishes: list[Wish] = [(len(messages), False, _NO_MARKS), (len(messages), True, _NO_MARKS)]
+        asking = max((n + 1 for n, m in enumerate(messages) if m.get("role") != ASSISTANT), default=len(messages))
+        wishes: list[Wish] = [(len(messages), False, _NO_MARKS), (asking, False, _NO_MARKS), (asking, True, _NO_MARKS)]
         for number in numbers:
             wishes.append((number, True, _NO_MARKS))
             if number + 1 < len(messages):
                 wishes.append((number + 1, False, _NO_MARKS))
         # One after the other as they are needed: together they may not fit into memory.
         texts = self._texts(messages, wishes)
-        text, asked = next(texts), next(texts)
+        text, before, asked = islice(texts, 3)
         if isinstance(text, ChatTemplateError):
             raise text
-        head = asked.removeprefix(text) if isinstance(asked, str) and asked.startswith(text) else ""
+        both = isinstance(before, str) and isinstance(asked, str)
+        head = asked.removeprefix(before) if both and asked.startswith(before) else ""
         spans: list[Span] = []
         for number in numbers:
             prompt = next(texts)
             whole = next(texts) if number + 1 < len(messages) else text
-            span = _continued(str(messages[number].get("content") or "").strip(), text, prompt, whole, head, special)
-            spans.append(span or self._behind_head(messages, number, text, head, special))
+            # Without a generation prompt the head of the turn comes with the answer.
+            span = None if asked == before else _continued(text, prompt, whole, head, special)
+            start, stop = span or self._behind_head(messages, number, text, head, special)
+            if not special.sub("", text[start:stop]).strip():
+                raise self._refusal(f"does not write message {number + 1}")
+            spans.append((start, stop))
         return text, spans
 
     def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
@@ -146,7 +154,7 @@ class ChatTemplate:
         ended = text[start:stop].rpartition(_CONTENT)[2].split()
         ((ids, _),) = tokenizer.encode_with_starts(ended[:1] or [""], parse_special=True)
         # A special token decodes to nothing.
-        return int(ids[0]) if len(ids) and not tokenizer.decode(ids[:1]) else None
+        return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None
 
     def close(self) -> None:
         """Ends the process that renders. A later rendering starts it again."""
@@ -170,9 +178,13 @@ class ChatTemplate:
         ends its turn."""
         if _BEGIN in text:
             raise self._refusal("finds a character in the conversation that no text may contain")
-        changed = self.render([*messages[:number], {"role": ASSISTANT, "content": _BEGIN}, *messages[number + 1 :]])
+        changed = self.render(
+            [*messages[:number], {"role": messages[number]["role"], "content": _BEGIN}, *messages[number + 1 :]]
+        )
         if changed.count(_BEGIN) != 1:
-            raise self._refusal(f"does not write message {number + 1} exactly once, and has no {{% generation %}} marks")
+            raise self._refusal(
+                f"does not write message {number + 1} exactly once, and has no {{% generation %}} mark for each answer"
+            )
         start = _same(text, changed)
         return start, _closing_token(special, text, start, len(text) - _same(text[start:][::-1], changed[start:][::-1]))
 
@@ -183,17 +195,22 @@ class ChatTemplate:
           head: what the template adds to the complete text for the next answer.
         """
         start, stop = self._changed(messages, number, text, special)
+        after = 0
+        for before in reversed(range(number)):
+            with suppress(ChatTemplateError):
+                after = self._changed(messages, before, text, re.compile("(?!)"))[1]
+                break
+        if start < after:
+            raise self._refusal(
+                f"writes message {number + 1} in two places, and has no {{% generation %}} mark for each answer"
+            )
         # A thinking model's head goes further than what its earlier answers begin with. The nearest beginning of it counts.
         places = {len(head), *(found.end() for mark in (special, _LINE_ENDS) for found in mark.finditer(head))}
         ends = sorted(place for place in places if head[:place].strip())
         if not ends:
             # A space belongs to the first token of the answer.
             return start - text[:start].endswith(" "), stop
-        if head[: ends[0]] in text[start:stop]:
-            raise self._refusal(f"writes message {number + 1} in two places, and has no {{% generation %}} marks")
         # Some write two answers in a row as one turn.
-        follows = number > 0 and messages[number - 1].get("role") == ASSISTANT
-        after = self._changed(messages, number - 1, text, special)[1] if follows else 0
         at, end = max((text.rfind(head[:end], after, start), end) for end in ends)
         return at + end if at >= 0 else start, stop
 
@@ -204,18 +221,13 @@ class ChatTemplate:
         if _BEGIN in text or _END in text:
             return None
         marked = self.render(messages, marks=(_BEGIN, _END))
-        spans, parts, at = [], re.split(f"([{_BEGIN}{_END}])", marked), 0
-        for part in parts:
-            if part == _BEGIN:
-                spans.append((at, at))
-            elif part == _END:
-                spans[-1] = (spans[-1][0], _closing_token(special, text, spans[-1][0], at))
-            else:
-                at += len(part)
+        found = list(re.finditer(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}", marked))
         answers = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
-        if at != len(text) or len(spans) != len(answers):
+        if len(found) != len(answers) or len(marked) != len(text) + 2 * len(found):
             return None
-        return [span for number, span in zip(answers, spans, strict=True) if number in wanted]
+        spans = [(each.start() - 2 * n, each.end() - 2 * n - 2) for n, each in enumerate(found)]
+        of_answers = zip(answers, spans, strict=True)
+        return [(start, _closing_token(special, text, start, stop)) for number, (start, stop) in of_answers if number in wanted]
 
     def _refusal(self, what: str) -> ChatTemplateError:
         return ChatTemplateError(f"The chat template of {self.origin} {what}: change the messages or name another template.")
@@ -319,11 +331,10 @@ def _with_reasoning(message: Message) -> Message:
 
 def _same(one: str, other: str) -> int:
     """Number of characters with which both begin."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[: n + 1] != other[: n + 1])
 
 
 def _continued(
-    content: str,
     text: str,
     prompt: str | ChatTemplateError,
     whole: str | ChatTemplateError,
@@ -331,12 +342,12 @@ def _continued(
     special: re.Pattern[str],
 ) -> Span | None:
     """The answer as what `whole`, the text of the conversation up to it, adds to its prompt; None if the complete text does not
-    begin so, or if the head of the turn comes with the answer because the template has no generation prompt.
+    begin so.
     """
     if not isinstance(prompt, str) or not isinstance(whole, str) or not whole.startswith(prompt) or not prompt.endswith(head):
         return None
     start, stop = len(prompt), _end_of_turn(special, whole, len(prompt))
-    if not text.startswith(whole[:stop]) or not (head or whole[start:].lstrip().startswith(content)):
+    if not text.startswith(whole[:stop]):
         return None
     return start, _closing_token(special, text, start, stop)
 
@@ -356,5 +367,5 @@ def _closing_token(special: re.Pattern[str], text: str, start: int, stop: int) -
     ended = _end_of_turn(special, text[:stop], start)
     if any(found.end() == ended for found in special.finditer(text[:ended], start)):
         return ended
-    following = special.match(text, stop)
+    following = re.compile(rf"\s*(?:{special.pattern})").match(text, stop)
     return following.end() if following else stop

@@ -12,6 +12,7 @@ import datetime
 import importlib
 import json
 import pickle
+import re
 import resource
 import signal
 import struct
@@ -22,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from typing import IO, Any
 
 RENDERED, NOT_JINJA, REFUSED, FAILED, TOO_LARGE, TOO_SLOW = b"rnfeos"
@@ -31,7 +33,7 @@ LENGTH = struct.Struct("<Q")
 SECONDS, BYTES_PER_SECOND = 2, 100_000
 """Processor time of a rendering, and the bytes of a conversation that give a second more. A usual one takes a millisecond."""
 SECONDS_TOGETHER, SECONDS_EACH = 20, 0.02
-"""Processor time of all renderings of a process together, and what each adds: a file of 100,000 conversations takes no day."""
+"""Processor time of all renderings of a file together, and what each adds: a file of 100,000 conversations takes no day."""
 MEMORY_BYTES, BYTES_PER_BYTE = 512 * 2**20, 32
 """Memory of the process, and what each byte of a conversation adds."""
 FIXED_DATE = datetime.datetime(2024, 7, 26)
@@ -49,7 +51,7 @@ _OUTPUT_BYTES, _OUTPUT_PER_BYTE = 2**20, 16
 
 def needs_date(source: str) -> bool:
     """Whether a template asks for today's date without an alternative."""
-    return "strftime_now" in source and "strftime_now is defined" not in source
+    return "strftime_now" in source and not re.search(r"strftime_now is defined|if strftime_now\b", source)
 
 
 class TemplateStopped(Exception):
@@ -62,7 +64,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], knows_date: bool):
-        self._template = pickle.dumps((source, dict(special_tokens), knows_date, SECONDS_TOGETHER))
+        self._template = pickle.dumps((source, dict(special_tokens), knows_date, inf if knows_date else SECONDS_TOGETHER))
         self._lock = threading.RLock()
         self._running: subprocess.Popen[bytes] | None = None
         self._end = None

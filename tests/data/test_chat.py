@@ -55,6 +55,18 @@ FORGETS_WITH_MARKS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"""
 PUTS_THOUGHTS_IN = CHATML.replace("'\n' + m.content", "'\n' + ('<think></think>' if m.role == 'assistant' else '') + m.content")
+# No generation prompt, and the name of the role before each content.
+PLAIN_NAMES = "{% for m in messages %}{{ m.role | capitalize + ': ' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+# A tool's output and what is not learnt stand in one turn with the answer.
+HEADS_SOME = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and messages[loop.index0 - 1].role == 'user' %}{{ '<|im_start|>assistant\n' }}{% endif %}
+    {{- m.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+MARKS_BEFORE_A_LINE = CHATML.replace(
+    "+ m.content + '<|im_end|>\n'", "}}{% generation %}{{ m.content }}{% endgeneration %}{{ '\n<|im_end|>\n'"
+)
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 # As Qwen 3: an empty thought in front of the last answer alone. Some of its kin begin it in the prompt.
 THINKS_LAST = CHATML.replace(
@@ -69,6 +81,12 @@ CONVERSATION = [
     {"role": "assistant", "content": "It is  four.\n"},
     {"role": "user", "content": "And the capital of France?\n"},
     {"role": "assistant", "content": "Paris, été comme hiver."},
+]
+TOLD = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "look", "weight": 0},
+    {"role": "tool", "content": "Lutetia"},
+    {"role": "assistant", "content": "Paris"},
 ]
 THOUGHTFUL = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -121,7 +139,7 @@ def read(folder, tokenizer, tmp_path):
 
 
 def template_of(source):
-    return ChatTemplate(source, "a test", {"bos_token": "<s>", "eos_token": "</s>"})
+    return ChatTemplate(source, "a test", {"bos_token": "<s>", "eos_token": "</s>"}, knows_date=False)
 
 
 def whole(documents, number=0):
@@ -167,6 +185,14 @@ def text(documents, folder, number=0):
             THINKS_IN_PROMPT, CONVERSATION, ["It is  four.\n<|im_end|>", "\n</think>\n\nParis, été comme hiver.<|im_end|>"]
         ),
         pytest.param(READS_THE_FIRST, CONVERSATION[2:], ["It is  four.\n<|im_end|>", "Paris, été comme hiver.<|im_end|>"]),
+        pytest.param(HEADS_SOME, TOLD, ["Paris<|im_end|>"], id="no head behind a tool"),
+        pytest.param(MARKS_BEFORE_A_LINE, CONVERSATION[1:3], ["It is  four.\n\n<|im_end|>"], id="an end on its own line"),
+        pytest.param(
+            PLAIN_NAMES,
+            [*CONVERSATION[3:4], {"role": "assistant", "content": "A"}],
+            [" A<|im_end|>"],
+            id="answers that are in the name of the role",
+        ),
         pytest.param(FORGETS_WITH_MARKS, THOUGHTFUL, ["Four.<|im_end|>", "<think>Hm.</think>Yes.<|im_end|>"], id="marks"),
         pytest.param(
             PUTS_THOUGHTS_IN,
@@ -401,7 +427,9 @@ def test_only_answers_depend_on_answers(template, messages):
 
 def test_an_answer_whose_place_is_unclear_is_refused():
     twice = THINKS_LAST.replace("m.content +", "m.content + m.content +")
-    with pytest.raises(ChatTemplateError, match=r"does not write message 3 exactly once, and has no {% generation %} marks"):
+    with pytest.raises(
+        ChatTemplateError, match=r"does not write message 3 exactly once, and has no {% generation %} mark for each answer"
+    ):
         template_of(twice).render_answers(CONVERSATION, [2], SPECIAL)
 
 

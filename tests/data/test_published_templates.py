@@ -3,6 +3,7 @@ both: the published ones say which tokens a conversation has, TRL's which of the
 """
 
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ PUBLISHED = [
 ]
 # TRL's version writes thoughts in front of each answer, not of the last alone, or an end behind the last one.
 OTHER_TEXT = {"deepseek_r1_distill", "glm4moe", "qwen3", "qwen3_5_think"}
-SPECIAL = r"<turn\||<\|turn>|<[|｜][^<>{}'\"]*?[|｜]>|<(?:start|end)_of_turn>"
+SPECIAL = r"<turn\|>|<\|turn>|<[|｜][^<>{}'\"]*?[|｜]>|<(?:start|end)_of_turn>"
 
 
 def said(role, content, **fields):
@@ -72,6 +73,14 @@ CONVERSATIONS = {
         said("assistant", "b", reasoning_content="r"),
         said("user", "c?"),
         said("assistant", "d", reasoning="s"),
+    ],
+    "tool": [said("user", "Where?"), said("assistant", "look"), said("tool", "Lutetia"), said("assistant", "Paris")],
+    "a row": [
+        said("user", "Hi"),
+        said("assistant", "One"),
+        said("assistant", "Two"),
+        said("user", "x"),
+        said("assistant", "Six"),
     ],
     "repeats": [said(role, "Yes") for _ in range(3) for role in ("user", "assistant")],
 }
@@ -113,20 +122,29 @@ def test_tokens_are_those_of_transformers_and_answers_those_of_trl(name, monkeyp
         rendered, found = ours.render_answers(messages, numbers, special)
         assert rendered == text
         answers = [rendered[start:stop] for start, stop in found]
-        for number, answer in zip(numbers, answers, strict=True):
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(found))
+        for number, span, answer in zip(numbers, found, answers, strict=True):
+            assert ours.render_answers(messages, [number], special) == (text, [span])
+            said_by_others = {one["content"] for one in messages} - {messages[number]["content"]}
             assert messages[number]["content"].split()[-1] in answer
+            assert not any(re.search(rf"\b{re.escape(other)}\b", answer) for other in said_by_others)
         learnt = theirs.apply_chat_template(messages, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
         same_text = theirs.apply_chat_template(messages, chat_template=marked, tokenize=False) == text
         assert same_text or name in OTHER_TEXT
-        if not same_text:
+        # Their masks join two answers in a row.
+        if not same_text or any(second - first == 1 for first, second in itertools.pairwise(numbers)):
             continue
         compared += 1
-        prompt = theirs.apply_chat_template(messages, chat_template=published, tokenize=False, add_generation_prompt=True)
+        asking = messages[: next(n for n, message in enumerate(messages) if message["role"] == "user") + 1]
+        before, prompt = (
+            theirs.apply_chat_template(asking, chat_template=published, tokenize=False, add_generation_prompt=asks)
+            for asks in (False, True)
+        )
         expected = [theirs.decode(learnt["input_ids"][slice(*span)]) for span in spans_of(learnt["assistant_masks"])]
         assert len(answers) == len(expected)
         for answer, whole in zip(answers, expected, strict=True):
-            before, _, behind = whole.partition(answer)
-            assert before in prompt.removeprefix(text)
+            given, _, behind = whole.partition(answer)
+            assert given in prompt.removeprefix(before)
             assert not behind.strip()
     assert compared or name == "glm4moe"
     ours.close()
