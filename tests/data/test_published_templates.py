@@ -143,7 +143,8 @@ def test_tokens_are_those_of_transformers_and_answers_those_of_trl(name, monkeyp
         expected = [theirs.decode(learnt["input_ids"][slice(*span)]) for span in spans_of(learnt["assistant_masks"])]
         assert len(answers) == len(expected)
         for answer, whole in zip(answers, expected, strict=True):
-            given, _, behind = whole.partition(answer)
+            # DeepSeek's marks hold the end of a tool's output too.
+            given, _, behind = whole.removeprefix("<｜tool▁outputs▁end｜>").partition(answer)
             assert given in prompt.removeprefix(before)
             assert not behind.strip()
     assert compared or name == "glm4moe"
