@@ -30,6 +30,8 @@ class Documents(Protocol):
     """One line of text for logs."""
     fingerprint: str
     """Hexadecimal digits. They change with the text, the tokenizer, the scored tokens or the order of documents."""
+    largest_id: int = -1
+    """The largest id of those in memory."""
     chosen_tokens: np.ndarray | None = None
     """Integers [documents] if each is a pair, a text with the chosen answer and then one with the rejected: tokens of the first
     text."""
@@ -69,6 +71,7 @@ class DocumentsInMemory(Documents):
         self.keys, self.tokenizer, self.description = keys, tokenizer, description
         self.lengths = np.array([len(these) for these in ids], np.int64)
         self._ids = np.concatenate(ids)
+        self.largest_id = int(self._ids.max(initial=0))
         self._scored = None if scored is None else np.concatenate(scored)
         self._begins = np.cumsum(self.lengths) - self.lengths
         arrays = (self._ids, self.lengths, self.keys, self._scored, chosen_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.config.hub import folder_of, pinned
+from jaxllm.data.added_tokens import ADDED, CONFIG, SPECIAL, read_companion, special_token, token_text, tokens_beside
 from jaxllm.data.tokenizer_growth import require_modest_growth
-from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, read_json, reason_of, shown
+from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, reason_of, shown
 
 # --------------------------------------------------------------------------------------------------------- byte tokenizer
 # UTF-8 bytes as a tokenizer.json, for programs that read no other: each id is the value of its byte.
@@ -58,7 +59,7 @@ def byte_characters() -> dict[int, str]:
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
-_LONGEST_TOKEN = 4096
+FILES = ("tokenizer.json", CONFIG, SPECIAL, ADDED, "chat_template.jinja")
 
 
 class Tokenizer(Protocol):
@@ -70,12 +71,16 @@ class Tokenizer(Protocol):
     """Hexadecimal digits. Two tokenizers have the same digits if they give every text the same ids."""
     vocab_size: int
     """The largest id + 1, including added tokens."""
+    text_size: int
+    """The largest id of a document + 1: no document has special tokens that neither begin nor end one."""
     bos_id: int | None
     """The BOS token. The tokenizer's own rule decides whether documents get it."""
     eos_id: int | None
     """The EOS token, which ends a document. None is possible only after load_tokenizer(for_documents=False)."""
     special_tokens: tuple[str, ...]
     """The text forms of the special tokens."""
+    added: Mapping[int, Any]
+    """By id, the library's AddedToken of each special token and of others that are found before a text is cut."""
     folder: Path | None
     """Folder of its files; None for bytes."""
 
@@ -83,8 +88,12 @@ class Tokenizer(Protocol):
         """Encodes complete documents with their BOS and EOS tokens: unsigned integers of one type, [tokens] each."""
         ...
 
-    def encode(self, text: str, add_special: bool = True) -> np.ndarray:
-        """Encodes a text that may continue: without EOS, and with BOS if `add_special` is set and documents get one."""
+    def encode(self, text: str, parse_special: bool = False) -> np.ndarray:
+        """Encodes a text that may continue: without EOS, and with BOS if documents get one and the text does not spell it.
+
+        Args:
+          parse_special: as in encode_with_starts.
+        """
         ...
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -147,16 +156,17 @@ class ByteTokenizer:
 
     name = BYTES
     sha256 = hashlib.sha256(b"UTF-8 bytes, then a zero byte").hexdigest()
-    vocab_size = 256
+    vocab_size = text_size = 256
     bos_id: int | None = None
     eos_id: int | None = DOCUMENT_END[0]
     special_tokens: tuple[str, ...] = ()
+    added: Mapping[int, Any] = {}
     folder: Path | None = None
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode() + DOCUMENT_END, np.uint8) for text in texts]
 
-    def encode(self, text: str, add_special: bool = True) -> np.ndarray:
+    def encode(self, text: str, parse_special: bool = False) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -171,7 +181,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json, with the BOS and EOS tokens that the files beside it name."""
+    """A tokenizer.json, with the tokens that the files beside it name."""
 
     def __init__(self, file: Path, name: str, for_documents: bool = True):
         self.name = name
@@ -182,9 +192,10 @@ class JsonTokenizer:
             self._content = read_bytes(file)
         except (OSError, RefusedInput) as error:
             raise ConfigError(f"{file} cannot be read ({reason_of(error)}): fix it or name another tokenizer.") from None
+        self._added: list[Any] = []
         try:
             require_modest_growth(parse_json(self._content))
-            self._tokenizer = _from_json(self._content.decode("utf-8"))
+            self._tokenizer = self._from_json(self._content.decode("utf-8"))
         except BaseException as error:
             # The library raises plain Exception, and panics while it normalizes the added tokens.
             if not isinstance(error, Exception) and not _is_panic(error):
@@ -193,11 +204,13 @@ class JsonTokenizer:
                 f"{file} is not a tokenizer ({shown(line_of(error), 500)}): save it again with the tokenizers library."
             ) from None
 
-        self._config = read_companion(file.parent / "tokenizer_config.json")
+        self._config = read_companion(file.parent / CONFIG)
+        before = self.added
+        new = self._add_tokens_beside()
         self.bos_id, bos_name = self._mark("bos")
         self.eos_id, eos_name = self._mark("eos")
         self._adds_bos = self._config.get("add_bos_token") is True
-        if self.eos_id is None and for_documents:
+        if (self.eos_id is None or eos_name in new) and for_documents:
             missing = (
                 f"its eos_token {shown(repr(eos_name))} is not in the vocabulary" if eos_name else "no file beside it names one"
             )
@@ -205,25 +218,32 @@ class JsonTokenizer:
                 f"{file} has no token that ends a document ({missing}): "
                 f'add {{"eos_token": "..."}} with a token of its vocabulary to tokenizer_config.json in the same folder.'
             )
-        if self._adds_bos and self.bos_id is None:
+        if self._adds_bos and (self.bos_id is None or bos_name in new):
             missing = f"bos_token {shown(repr(bos_name))} is not in the vocabulary" if bos_name else "there is no bos_token"
-            raise ConfigError(
-                f"{file.parent / 'tokenizer_config.json'} says add_bos_token but {missing}: name one, or remove add_bos_token."
-            )
+            raise ConfigError(f"{file.parent / CONFIG} says add_bos_token but {missing}: name one, or remove add_bos_token.")
+        # Documents with text that spells a special token have the same ids with and without it; not so with other added tokens.
+        differ = [
+            (token_id, token.__getstate__())
+            for token_id, token in sorted(self.added.items())
+            if token != before.get(token_id) and not (token.special and before.get(token_id, token).special)
+        ]
+        marks = {mark for mark in (self.bos_id, self.eos_id) if mark is not None}
         # Added tokens that are not marked as special would still be found in text.
-        added = self._tokenizer.get_added_tokens_decoder()
-        for mark in {self.bos_id, self.eos_id} & added.keys():
-            if not added[mark].special:
-                self._tokenizer.add_special_tokens([added[mark].content])
+        self._add([special_token(self.added.get(mark), self._token(mark)) for mark in marks])
         self._tokenizer.encode_special_tokens = True
-        special = [token_id for token_id, token in added.items() if token.special]
-        wanted = sorted({*special, self.bos_id, self.eos_id} - {None})
-        self.special_tokens = tuple(map(self._tokenizer.id_to_token, wanted))
+        special = {token_id: token.content for token_id, token in sorted(self.added.items()) if token.special}
+        self.special_tokens = tuple(special.values())
 
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        ids = {*self._tokenizer.get_vocab(with_added_tokens=True).values()}
+        self.vocab_size = max(ids, default=-1) + 1
+        self.text_size = max(ids - special.keys() | marks | {*self._tokenizer.encode("").ids}, default=-1) + 1
         self._dtype = token_dtype(self.vocab_size)
-        marks = json.dumps({"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos})
-        self.sha256 = hashlib.sha256(self._content + marks.encode()).hexdigest()
+        said = {"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos, **({"added": differ} if differ else {})}
+        self.sha256 = hashlib.sha256(self._content + json.dumps(said).encode()).hexdigest()
+
+    @property
+    def added(self) -> dict[int, Any]:
+        return self._tokenizer.get_added_tokens_decoder()
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         assert self.eos_id is not None, "loaded with for_documents=False"
@@ -237,14 +257,16 @@ class JsonTokenizer:
             documents.append(self._array(ids))
         return documents
 
-    def encode(self, text: str, add_special: bool = True) -> np.ndarray:
+    def encode(self, text: str, parse_special: bool = False) -> np.ndarray:
+        reader = self._without_post_processor(True) if parse_special else self._tokenizer
         with self._library_errors():
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special).ids
-        if add_special:
-            ids = self._with_bos(ids)
-            # Text never becomes EOS, so the post-processor added this one. A lone EOS id is the BOS token too.
-            if len(ids) > 1 and ids[-1] == self.eos_id:
-                ids.pop()
+            encoding = reader.encode(text, add_special_tokens=False)
+            found = ids = encoding.ids
+            if not (parse_special and found[:1] == [self.bos_id]):
+                ids = self._with_bos(self._tokenizer.post_process(encoding, None, True).ids)
+        # The post-processor may have added EOS. A lone EOS id is the BOS token too.
+        if len(ids) > 1 and ids[-1] == self.eos_id and ids[-1 - len(found) : -1] == found:
+            ids = ids[:-1]
         return self._array(ids)
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -257,8 +279,7 @@ class JsonTokenizer:
         (GPT-2's post-processor removes white space from the offsets it reports).
         """
         if parse_special not in self._bare:
-            bare = _from_json(json.dumps({**parse_json(self._content), "post_processor": None}))
-            bare.add_special_tokens(list(self.special_tokens))
+            bare = self._from_json(json.dumps({**parse_json(self._content), "post_processor": None}))
             bare.encode_special_tokens = not parse_special
             self._bare[parse_special] = bare
         return self._bare[parse_special]
@@ -273,8 +294,8 @@ class JsonTokenizer:
         # This file names BOS and EOS, so that loading needs no other file.
         marks = {"bos_token": self._token(self.bos_id), "eos_token": self._token(self.eos_id)}
         text = json.dumps({**self._config, **marks}, indent=2, ensure_ascii=False)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-        for name in ("special_tokens_map.json", "chat_template.jinja"):
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+        for name in FILES[2:]:
             if (self._file.parent / name).is_file():
                 shutil.copyfile(self._file.parent / name, folder / name)
 
@@ -313,7 +334,7 @@ class JsonTokenizer:
     def _mark(self, which: str) -> tuple[int | None, str | None]:
         """Id and name of the BOS or EOS token. The id is None if the vocabulary lacks it; both are None if no file names it."""
         folder = self._file.parent
-        config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+        config, special = folder / CONFIG, folder / SPECIAL
         for file in (config, special):
             values = self._config if file == config else read_companion(special)
             token = values.get(f"{which}_token")
@@ -328,40 +349,41 @@ class JsonTokenizer:
                 return (None, f"id {shown(token_id)}") if token is None else (token_id, token)
         return None, None
 
+    def _from_json(self, content: str) -> Any:
+        """Loads the library's tokenizer without truncation and padding, which would cut or pad documents."""
+        import tokenizers
 
-def _from_json(content: str) -> Any:
-    """Loads the library's tokenizer without truncation and padding, which would cut or pad documents."""
-    import tokenizers
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.add_tokens(self._added)
+        return tokenizer
 
-    tokenizer = tokenizers.Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    def _add(self, tokens: list[Any]) -> None:
+        self._added += tokens
+        self._tokenizer.add_tokens(tokens)
+
+    def _add_tokens_beside(self) -> set[str]:
+        """Adds the tokens that the files beside tokenizer.json name and it lacks, as transformers does. Returns the texts of
+        those that have a name alone and are new to the vocabulary.
+
+        Raises:
+          ConfigError: one gets another id than a file says.
+        """
+        with_id, named, file = tokens_beside(self._file.parent, self.added.values())
+        known = {token.content for token in (*self.added.values(), *(token for _, token in with_id))}
+        others = [token for token in named if token.content not in known]
+        new = {token.content for token in others if self._tokenizer.token_to_id(token.content) is None}
+        self._add([*(token for _, token in with_id), *others])
+        for token_id, token in with_id:
+            if (found := self._tokenizer.token_to_id(token.content)) != token_id:
+                raise ConfigError(
+                    f"{file} gives the token {shown(token.content)} the id {token_id}, and with {self._file.name} beside it "
+                    f"the id is {found}: correct the file that is wrong, or save the tokenizer again with transformers."
+                )
+        return new
 
 
 def _is_panic(error: BaseException) -> bool:
     # It is not an Exception, and its class cannot be imported.
     return type(error).__name__ == "PanicException"
-
-
-def read_companion(file: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file; an empty dict if there is no file."""
-    try:
-        if not file.is_file():
-            return {}
-        values = read_json(file)
-    except (OSError, RefusedInput) as error:
-        raise ConfigError(f"{file} cannot be used ({reason_of(error)}): fix it or remove it.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} does not hold a JSON object: fix it or remove it.")
-    return values
-
-
-def token_text(token: Any, name: str, file: Path) -> str | None:
-    """The text of a special token, which a file gives as a text or as an object with `content`. None if it gives neither."""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        return None
-    if len(text) > _LONGEST_TOKEN:
-        raise ConfigError(f"The {shown(name)} in {file} has more than {_LONGEST_TOKEN:,} characters: give a token's text.")
-    return text

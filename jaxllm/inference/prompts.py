@@ -13,13 +13,14 @@ from jaxllm.data.tokenizer import Tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, vocab_size: int) -> np.ndarray:
-    """Encodes a text to be continued. BOS comes first if the tokenizer's rule adds it.
+    """Encodes a text to be continued. Text that spells a special token is that token, as it is for transformers. BOS comes
+    first if the tokenizer's rule adds it, but not twice if the text begins with it.
 
     Raises:
       ConfigError: there are no ids, an id is outside the model's vocabulary, or the text is not Unicode.
     """
     _require_unicode(text)
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text, parse_special=True)
     if not len(ids):
         raise ConfigError("A prompt is empty, and this tokenizer adds no BOS token: give at least one character.")
     require_ids(ids, tokenizer, vocab_size)

@@ -217,10 +217,8 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
     """
     content, tokenizer = read_json(folder / "tokenizer.json"), load_tokenizer(folder, for_documents=False)
     where = f"The tokenizer of {model_name}"
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"{where} has {tokenizer.vocab_size} ids, and the model {vocab_size}: give the model's own tokenizer."
-        )
+    if tokenizer.text_size > vocab_size:
+        raise ConfigError(f"{where} has {tokenizer.text_size} ids, and the model {vocab_size}: give the model's own tokenizer.")
     model = content.get("model") or {}
     if model.get("type") != "BPE" or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         raise ConfigError(f"{where} is no BPE that llama.cpp knows: use --to hf and another server.")
@@ -266,7 +264,7 @@ def _chat_template(folder: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate | N
 
 
 def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[TokenType]]:
-    """Text and type of each id. Ids that the tokenizer does not have are unused."""
+    """Text and type of each id of the model. Those that the tokenizer does not have are unused."""
     tokens, types = [f"[PAD{number}]" for number in range(vocab_size)], [TokenType.UNUSED] * vocab_size
     model = content["model"]
     vocabulary: dict[str, int] = model["vocab"]
@@ -276,14 +274,13 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: in
             types[number] = TokenType.BYTE
         elif model.get("byte_fallback") and text == model.get("unk_token"):
             types[number] = TokenType.UNKNOWN
-    for added in content.get("added_tokens") or ():
-        text: str = added["content"]
-        number: int = added["id"]
-        is_special = added.get("special") or number in (tokenizer.bos_id, tokenizer.eos_id)
+    # No text has those that the model does not have.
+    for number, added in ((number, added) for number, added in tokenizer.added.items() if number < vocab_size):
+        text = added.content
         if types[number] != TokenType.UNKNOWN:
-            types[number] = TokenType.CONTROL if is_special else TokenType.USER_DEFINED
+            types[number] = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
         # llama.cpp looks for such tokens in the text as it was given.
-        tokens[number] = text if is_special or not model.get("byte_fallback") else text.replace(SPACE, " ")
+        tokens[number] = text if added.special or not model.get("byte_fallback") else text.replace(SPACE, " ")
         if text == DOCUMENT_END.decode():
             tokens[number] = END
     return tokens, types

@@ -323,11 +323,11 @@ def write_companions(folder: Folder, target: Path) -> None:
     tokens = {name: token for name, token in token_ids(folder).items() if token is not None}
     # Where there is a config.json, its end tokens hold.
     if tokens and (reads_bytes(folder) or not (folder.generation or folder.original_config)):
-        (target / GENERATION).write_text(json.dumps(tokens | folder.generation, indent=2) + "\n")
+        (target / GENERATION).write_text(json.dumps(folder.generation | tokens, indent=2) + "\n")
 
 
-def token_ids(folder: Folder) -> dict[str, int | None]:
-    """bos_token_id and eos_token_id of the folder's tokenizer."""
+def token_ids(folder: Folder) -> dict[str, Any]:
+    """bos_token_id and eos_token_id of the folder's tokenizer, or as its generation_config.json says."""
     if folder.tokenizer is None and not reads_bytes(folder):
         return {}
     try:
@@ -335,7 +335,8 @@ def token_ids(folder: Folder) -> dict[str, int | None]:
     except ConfigError:
         # A tokenizer that is unusable for training is not a reason to refuse the export.
         return {}
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {name: folder.generation.get(name, token_id) for name, token_id in found.items()}
 
 
 def reads_bytes(folder: Folder) -> bool:

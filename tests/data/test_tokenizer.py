@@ -81,7 +81,7 @@ def test_the_post_processor_decides_about_marks_and_none_comes_twice(folder, sin
     bos, eos = raw.token_to_id(BOS), raw.token_to_id(EOS)
     assert tokenizer.encode_documents(["the law"])[0].tolist() == [bos, *plain(raw, "the law"), eos]
     assert tokenizer.encode("the law").tolist() == [bos, *plain(raw, "the law")]
-    assert tokenizer.encode("the law", add_special=False).tolist() == plain(raw, "the law")
+    assert tokenizer.encode("the law").tolist()[1:] == plain(raw, "the law")
 
 
 def test_one_token_may_mark_both_ends(folder):
