@@ -18,9 +18,8 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError, line_of
 from jaxllm.config.hub import folder_of, pinned
-from jaxllm.data.added_tokens import ADDED, CONFIG, SPECIAL, read_companion, special_token, token_text, tokens_beside
 from jaxllm.data.tokenizer_growth import require_modest_growth
-from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, reason_of, shown
+from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, read_json, reason_of, shown
 
 # --------------------------------------------------------------------------------------------------------- byte tokenizer
 # UTF-8 bytes as a tokenizer.json, for programs that read no other: each id is the value of its byte.
@@ -59,7 +58,11 @@ def byte_characters() -> dict[int, str]:
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
+CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 FILES = ("tokenizer.json", CONFIG, SPECIAL, ADDED, "chat_template.jinja")
+_DECODER, _LONGEST_TOKEN = "added_tokens_decoder", 4096
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Tokenizer(Protocol):
@@ -204,8 +207,8 @@ class JsonTokenizer:
                 f"{file} is not a tokenizer ({shown(line_of(error), 500)}): save it again with the tokenizers library."
             ) from None
 
-        self._config = read_companion(file.parent / CONFIG)
-        before = self.added
+        self._config, self._beside = (read_companion(file.parent / name) for name in (CONFIG, SPECIAL))
+        before = self._found_in_text
         new = self._add_tokens_beside()
         self.bos_id, bos_name = self._mark("bos")
         self.eos_id, eos_name = self._mark("eos")
@@ -221,15 +224,11 @@ class JsonTokenizer:
         if self._adds_bos and (self.bos_id is None or bos_name in new):
             missing = f"bos_token {shown(repr(bos_name))} is not in the vocabulary" if bos_name else "there is no bos_token"
             raise ConfigError(f"{file.parent / CONFIG} says add_bos_token but {missing}: name one, or remove add_bos_token.")
-        # Documents with text that spells a special token have the same ids with and without it; not so with other added tokens.
-        differ = [
-            (token_id, token.__getstate__())
-            for token_id, token in sorted(self.added.items())
-            if token != before.get(token_id) and not (token.special and before.get(token_id, token).special)
-        ]
-        marks = {mark for mark in (self.bos_id, self.eos_id) if mark is not None}
+        found = self._found_in_text
         # Added tokens that are not marked as special would still be found in text.
-        self._add([special_token(self.added.get(mark), self._token(mark)) for mark in marks])
+        marks = {mark for mark in (self.bos_id, self.eos_id) if mark is not None}
+        flags = {mark: self.added[mark].__getstate__() if mark in self.added else {} for mark in marks}
+        self._add([_added(self._token(mark), {**flags[mark], "special": True}) for mark in marks])
         self._tokenizer.encode_special_tokens = True
         special = {token_id: token.content for token_id, token in sorted(self.added.items()) if token.special}
         self.special_tokens = tuple(special.values())
@@ -238,12 +237,18 @@ class JsonTokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         self.text_size = max(ids - special.keys() | marks | {*self._tokenizer.encode("").ids}, default=-1) + 1
         self._dtype = token_dtype(self.vocab_size)
-        said = {"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos, **({"added": differ} if differ else {})}
+        said = {"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos}
+        said |= {} if found == before else {"added": found}
         self.sha256 = hashlib.sha256(self._content + json.dumps(said).encode()).hexdigest()
 
     @property
     def added(self) -> dict[int, Any]:
         return self._tokenizer.get_added_tokens_decoder()
+
+    @property
+    def _found_in_text(self) -> list[Any]:
+        """The added tokens that make other ids of a document that spells them."""
+        return [(token_id, token.__getstate__()) for token_id, token in sorted(self.added.items()) if not token.special]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         assert self.eos_id is not None, "loaded with for_documents=False"
@@ -333,12 +338,9 @@ class JsonTokenizer:
 
     def _mark(self, which: str) -> tuple[int | None, str | None]:
         """Id and name of the BOS or EOS token. The id is None if the vocabulary lacks it; both are None if no file names it."""
-        folder = self._file.parent
-        config, special = folder / CONFIG, folder / SPECIAL
-        for file in (config, special):
-            values = self._config if file == config else read_companion(special)
-            token = values.get(f"{which}_token")
-            if (text := token_text(token, f"{which}_token", file)) is not None:
+        folder, name = self._file.parent, f"{which}_token"
+        for file, values in ((CONFIG, self._config), (SPECIAL, self._beside)):
+            if (text := token_text(values.get(name), name, folder / file)) is not None:
                 return self._tokenizer.token_to_id(text), text
         for file in ("config.json", "generation_config.json"):
             token_id = read_companion(folder / file).get(f"{which}_token_id")
@@ -364,18 +366,37 @@ class JsonTokenizer:
         self._tokenizer.add_tokens(tokens)
 
     def _add_tokens_beside(self) -> set[str]:
-        """Adds the tokens that the files beside tokenizer.json name and it lacks, as transformers does. Returns the texts of
-        those that have a name alone and are new to the vocabulary.
+        """Adds the tokens that the files beside tokenizer.json name and it lacks, as transformers 5 does: those that have an id
+        there (in added_tokens_decoder, or else in added_tokens.json), in its order, then those that have a name alone. Returns
+        the texts of the latter that are new to the vocabulary.
 
         Raises:
-          ConfigError: one gets another id than a file says.
+          ConfigError: a token has another id here, or a file another form.
         """
-        with_id, named, file = tokens_beside(self._file.parent, self.added.values())
-        known = {token.content for token in (*self.added.values(), *(token for _, token in with_id))}
-        others = [token for token in named if token.content not in known]
-        new = {token.content for token in others if self._tokenizer.token_to_id(token.content) is None}
-        self._add([*(token for _, token in with_id), *others])
-        for token_id, token in with_id:
+        known = {token.content: token for token in self.added.values()}
+        has_decoder = _DECODER in self._config
+        file = self._file.with_name(CONFIG if has_decoder else ADDED)
+        special = _special(self._config, {} if has_decoder else self._beside, file)
+        ids = {} if has_decoder else read_companion(file)
+        try:
+            pairs = [
+                (token_id, known.get(text) or _added(text, {"special": text in special})) for text, token_id in ids.items()
+            ]
+            if has_decoder:
+                pairs = [(token_id, _added(said["content"], said)) for token_id, said in self._config[_DECODER].items()]
+            pairs = sorted(((int(token_id), token) for token_id, token in pairs), key=lambda pair: pair[0])
+            others = {text: _added(text, flags) for text, flags in special.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{file} has tokens of another form than transformers writes ({shown(line_of(error))}): save it again."
+            ) from None
+        for _, token in pairs:
+            token.special = token.special or token.content in special
+        for text in (*known, *(token.content for _, token in pairs)):
+            others.pop(text, None)
+        new = {text for text in others if self._tokenizer.token_to_id(text) is None}
+        self._add([*(token for _, token in pairs), *others.values()])
+        for token_id, token in pairs:
             if (found := self._tokenizer.token_to_id(token.content)) != token_id:
                 raise ConfigError(
                     f"{file} gives the token {shown(token.content)} the id {token_id}, and with {self._file.name} beside it "
@@ -384,6 +405,46 @@ class JsonTokenizer:
         return new
 
 
+def _special(config: dict[str, Any], beside: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
+    """The flags of the special tokens that a tokenizer_config.json and a special_tokens_map.json name, by their texts."""
+    more = [said.get("extra_special_tokens") or said.get("additional_special_tokens") for said in (config, beside)]
+    named = dict.fromkeys(_NAMES) | {key: one for key, one in (config | beside).items() if key.endswith("_token")}
+    for one in more:
+        named |= one if isinstance(one, dict) else {}
+    found = (*named.values(), *next((one for one in more if isinstance(one, list)), []))
+    texts = ((token_text(token, "special token", file), token) for token in found)
+    return {text: {**(token if isinstance(token, dict) else {}), "special": True} for text, token in texts if text}
+
+
+def _added(text: str | None, flags: dict[str, Any]) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(text, **{name: flags[name] for name in _FLAGS if name in flags})
+
+
 def _is_panic(error: BaseException) -> bool:
     # It is not an Exception, and its class cannot be imported.
     return type(error).__name__ == "PanicException"
+
+
+def read_companion(file: Path) -> dict[str, Any]:
+    """Reads the JSON object in a file; an empty dict if there is no file."""
+    try:
+        if not file.is_file():
+            return {}
+        values = read_json(file)
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"{file} cannot be used ({reason_of(error)}): fix it or remove it.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} does not hold a JSON object: fix it or remove it.")
+    return values
+
+
+def token_text(token: Any, name: str, file: Path) -> str | None:
+    """The text of a special token, which a file gives as a text or as an object with `content`. None if it gives neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    if len(text) > _LONGEST_TOKEN:
+        raise ConfigError(f"The {shown(name)} in {file} has more than {_LONGEST_TOKEN:,} characters: give a token's text.")
+    return text

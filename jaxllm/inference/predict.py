@@ -24,7 +24,7 @@ from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
 from jaxllm.inference.evaluate import evaluate as score
 from jaxllm.inference.generate import Completion, Generator, Sampling, complete
-from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, stop_ids
+from jaxllm.inference.prompts import encode_prompt, require_ids, stop_ids
 from jaxllm.machine.host import require_host_memory
 from jaxllm.weights.folder import Folder
 from jaxllm.weights.load_model import KEY, LoadedModel, config_of, open_model
@@ -84,7 +84,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(Sampling):
     """How prompts are continued.
 
     Raises:
@@ -96,15 +96,11 @@ class GenerateOptions:
     system: str | None = None
     """With `chat`, the system message; default: the template's own, if it has one."""
     max_new_tokens: int = 128
-    temperature: float = 0.0
-    """This, top_p, top_k and seed: see Sampling; by default the likeliest token is taken."""
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
     stop: str | Sequence[str] = ()
     """A text, or several, that end a continuation and are not part of it; one that spells a special token is that token."""
 
     def __post_init__(self):
+        super().__post_init__()
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens={self.max_new_tokens} leaves nothing to generate: use 1 or more.")
         if "" in self.stops:
@@ -113,10 +109,6 @@ class GenerateOptions:
     @property
     def stops(self) -> Sequence[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
 
 
 def generate(
@@ -142,17 +134,13 @@ def generate(
       ConfigError: a prompt or an option is invalid, or the model does not fit the mesh.
     """
     how = GenerateOptions(**options)
-    sampling = how.sampling
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise ConfigError("No prompt is given: give one with --prompt.")
     home = find_weights(KEY, model, adapters=adapter).outline
     reader, vocab_size = tokenizer_of(home, tokenizer, say), home.model["vocab_size"]
     template = _template(home, reader, how.chat, how.system)
-    if template is None:
-        ids = [encode_prompt(reader, prompt, vocab_size) for prompt in prompts]
-    else:
-        ids = [encode_chat(reader, template, prompt, vocab_size, how.system) for prompt in prompts]
+    ids = [encode_prompt(reader, prompt, vocab_size, template, how.system) for prompt in prompts]
     # A folder without a generation_config.json has these keys in its config.json.
     ends = stop_ids(reader, {**home.original_config, **home.generation}, template, how.stops)
     if template is not None:
@@ -173,7 +161,7 @@ def generate(
     generator = Generator(loaded.model)
     # The generator has its own copy, perhaps in another dtype.
     del loaded
-    rest = {"sampling": sampling, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text}
+    rest = {"sampling": how, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text}
     return complete(generator, reader, ids, new_tokens=how.max_new_tokens, **rest)
 
 

@@ -12,47 +12,34 @@ from jaxllm.data.chat import ChatTemplate
 from jaxllm.data.tokenizer import Tokenizer
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, vocab_size: int) -> np.ndarray:
-    """Encodes a text to be continued. Text that spells a special token is that token, as it is for transformers. BOS comes
-    first if the tokenizer's rule adds it, but not twice if the text begins with it.
-
-    Raises:
-      ConfigError: there are no ids, an id is outside the model's vocabulary, or the text is not Unicode.
-    """
-    _require_unicode(text)
-    ids = tokenizer.encode(text, parse_special=True)
-    if not len(ids):
-        raise ConfigError("A prompt is empty, and this tokenizer adds no BOS token: give at least one character.")
-    require_ids(ids, tokenizer, vocab_size)
-    return ids
-
-
-def encode_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, text: str, vocab_size: int, system: str | None = None
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, vocab_size: int, template: ChatTemplate | None = None, system: str | None = None
 ) -> np.ndarray:
-    """Encodes a conversation up to its first answer: an optional system message and the user's text.
+    """Encodes a text to be continued, or with a template a conversation up to its first answer: an optional system message and
+    the user's text. Text that spells a special token is that token, as it is for transformers. BOS comes before a text if the
+    tokenizer's rule adds it, but not twice if the text begins with it; a template writes it.
 
     Raises:
-      ConfigError: the template refuses it or writes nothing, an id is outside the model's vocabulary, or a text is not Unicode.
+      ConfigError: there are no ids, an id is outside the model's vocabulary, a text is not Unicode, or the template refuses it.
     """
-    _require_unicode(text, system or "")
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    rendered = template.render([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
-    # The template writes special tokens as text.
-    ((ids, _),) = tokenizer.encode_with_starts([rendered], parse_special=True)
-    if not len(ids):
-        raise ConfigError(f"The chat template of {template.origin} makes nothing of a message: fix it, or leave out --chat.")
-    require_ids(ids, tokenizer, vocab_size)
-    return ids
-
-
-def _require_unicode(*texts: str) -> None:
-    """Refuses lone surrogates, which Python makes of a command line in an encoding other than the terminal's."""
-    for text in texts:
+    for part in (text, system or ""):
         try:
-            text.encode()
+            # Python makes lone surrogates of a command line in an encoding other than the terminal's.
+            part.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"A prompt is not Unicode (at character {error.start:,}): give it in UTF-8.") from None
+    if template is None:
+        ids = tokenizer.encode(text, parse_special=True)
+        empty = "A prompt is empty, and this tokenizer adds no BOS token: give at least one character."
+    else:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        rendered = template.render([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
+        ((ids, _),) = tokenizer.encode_with_starts([rendered], parse_special=True)
+        empty = f"The chat template of {template.origin} makes nothing of a message: fix it, or leave out --chat."
+    if not len(ids):
+        raise ConfigError(empty)
+    require_ids(ids, tokenizer, vocab_size)
+    return ids
 
 
 def require_ids(ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> None:

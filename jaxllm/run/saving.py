@@ -197,18 +197,17 @@ def keep_companions(folder: Path, trainer: Any) -> None:
 
 
 def stop_at(turn: int | None, folder: Path, tokenizer: Tokenizer) -> None:
-    """Adds the token that ends a trained answer to those by which servers stop, in the files that exports copy: those of
-    generation_config.json, else of config.json, else the tokenizer's."""
-    said = {name: read_companion(folder / name) for name in (GENERATION, CONFIG)}
-    ends = next((end for one in said.values() if (end := one.get("eos_token_id")) is not None), tokenizer.eos_id)
+    """Adds the token that ends a trained answer to those by which servers stop, in the files that exports copy."""
+    config, generation = (read_companion(folder / name) for name in (CONFIG, GENERATION))
+    said = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} | config | generation
+    ids = {name: token for name, token in said.items() if name.endswith("_token_id") and token is not None}
+    ends = ids.get("eos_token_id", [])
     ends = ends if isinstance(ends, list) else [ends]
-    if turn is None or turn in ends:
-        return
-    if not any(said.values()):
-        said[GENERATION] = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
-    for name, content in said.items():
-        if content or (name == GENERATION and not said[CONFIG]):
-            (folder / name).write_text(json.dumps({**content, "eos_token_id": [*ends, turn]}, indent=2) + "\n")
+    if turn is not None and turn not in ends:
+        ids["eos_token_id"] = [*ends, turn]
+        (folder / GENERATION).write_text(json.dumps(generation | ids, indent=2) + "\n")
+        if config:
+            (folder / CONFIG).write_text(json.dumps(config | {"eos_token_id": [*ends, turn]}, indent=2) + "\n")
 
 
 def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str, place: str = "run.dir") -> None:

@@ -9,16 +9,15 @@ compared. The destination gets its final name last. A round trip is exact: names
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
@@ -30,8 +29,6 @@ from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFol
 from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream, total_bytes
-
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -217,10 +214,10 @@ def parse_size(text: str) -> int:
     Raises:
       ConfigError: the text is not a size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
-        raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
-    return size
+    with suppress(ValidationError):
+        if size := TypeAdapter(ByteSize).validate_python(text):
+            return int(size)
+    raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
 
 
 def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:

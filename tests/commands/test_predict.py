@@ -22,7 +22,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import load_chat_template
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.generate import InTurn
-from jaxllm.inference.prompts import encode_chat, stop_ids
+from jaxllm.inference.prompts import encode_prompt, stop_ids
 from jaxllm.weights.hf_convert import from_hf
 
 TEXT = "the law of the mesh: gather, shard, tick — and gather.\n" * 4
@@ -180,7 +180,7 @@ def test_a_run_of_bytes_goes_on_with_bytes(run_dir, continued):
 
 def test_a_conversation_is_written_by_the_template_and_ends_as_it_does(hub_folder):
     tokenizer, template = load_tokenizer(hub_folder), load_chat_template(hub_folder)
-    ids = encode_chat(tokenizer, template, "tick?", 300, system="law")
+    ids = encode_prompt(tokenizer, "tick?", 300, template, system="law")
     spelled = "<|im_start|>system\nlaw<|im_end|>\n<|im_start|>user\ntick?<|im_end|>\n<|im_start|>assistant\n"
     raw = tokenizers.Tokenizer.from_file(str(hub_folder / "tokenizer.json"))
     assert ids.tolist() == raw.encode(spelled).ids
