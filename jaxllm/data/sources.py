@@ -152,15 +152,11 @@ class Data:
     def most_documents(self, stream: SampleStream) -> int:
         """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one. 0 if
         nothing is read here."""
-        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out())), default=0)
-
-    def held_out(self) -> list[PackedDocuments]:
-        """Held-out documents of each source that has any, in the source's own order."""
-        return list(self._held_out)
+        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out)), default=0)
 
     @cached_property
-    def _held_out(self) -> tuple[PackedDocuments, ...]:
-        # Pack once, because every evaluation needs the result.
+    def held_out(self) -> tuple[PackedDocuments, ...]:
+        """Held-out documents of each source that has any, in the source's own order. Every evaluation needs them."""
         some = [s for s in self.sources if s.held_out_tokens > 1 and len(self.whole(s, s.held_out))]
         return tuple(self._packed(source, source.held_out) for source in some)
 

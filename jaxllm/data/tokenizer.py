@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,8 +82,6 @@ class Tokenizer(Protocol):
     """The EOS token, which ends a document. None is possible only after load_tokenizer(for_documents=False)."""
     special_tokens: tuple[str, ...]
     """The text forms of the special tokens."""
-    added: Mapping[int, Any]
-    """By id, the library's AddedToken of each special token and of others that are found before a text is cut."""
     folder: Path | None
     """Folder of its files; None for bytes."""
 
@@ -163,7 +161,6 @@ class ByteTokenizer:
     bos_id: int | None = None
     eos_id: int | None = DOCUMENT_END[0]
     special_tokens: tuple[str, ...] = ()
-    added: Mapping[int, Any] = {}
     folder: Path | None = None
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -237,12 +234,18 @@ class JsonTokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         self.text_size = max(ids - special.keys() | marks | {*self._tokenizer.encode("").ids}, default=-1) + 1
         self._dtype = token_dtype(self.vocab_size)
+        if self.text_size > self.vocab_size:
+            raise ConfigError(
+                f"{file} adds the id {self.text_size - 1} to a text, and its vocabulary has {self.vocab_size:,} ids: fix its "
+                f"post_processor, or choose another tokenizer."
+            )
         said = {"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos}
         said |= {} if found == before else {"added": found}
         self.sha256 = hashlib.sha256(self._content + json.dumps(said).encode()).hexdigest()
 
     @property
     def added(self) -> dict[int, Any]:
+        """By id, the library's AddedToken of each special token and of others that are found before a text is cut."""
         return self._tokenizer.get_added_tokens_decoder()
 
     @property
@@ -259,7 +262,7 @@ class JsonTokenizer:
             ids = self._with_bos(encoding.ids)
             if not ids or ids[-1] != self.eos_id:
                 ids.append(self.eos_id)
-            documents.append(self._array(ids))
+            documents.append(np.array(ids, self._dtype))
         return documents
 
     def encode(self, text: str, parse_special: bool = False) -> np.ndarray:
@@ -272,12 +275,12 @@ class JsonTokenizer:
         # The post-processor may have added EOS. A lone EOS id is the BOS token too.
         if len(ids) > 1 and ids[-1] == self.eos_id and ids[-1 - len(found) : -1] == found:
             ids = ids[:-1]
-        return self._array(ids)
+        return np.array(ids, self._dtype)
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         with self._library_errors():
             encodings = self._without_post_processor(parse_special).encode_batch(list(texts), add_special_tokens=False)
-        return [(self._array(e.ids), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
+        return [(np.array(e.ids, self._dtype), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
 
     def _without_post_processor(self, parse_special: bool) -> Any:
         """The same vocabulary and rules without a post-processor: it adds no tokens and keeps the true position of each token
@@ -317,16 +320,6 @@ class JsonTokenizer:
             raise ConfigError(
                 f"The tokenizer {self.name} cannot {verb} a text ({reason}): fix its tokenizer.json or choose another."
             ) from None
-
-    def _array(self, ids: list[int]) -> np.ndarray:
-        # All ids of the library have 32 bits.
-        array = np.array(ids, np.uint32)
-        if array.size and array.max() >= self.vocab_size:
-            raise ConfigError(
-                f"{self._file} adds the id {array.max()} to a text, and its vocabulary has {self.vocab_size:,} ids: fix its "
-                f"post_processor, or choose another tokenizer."
-            )
-        return array.astype(self._dtype, copy=False)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         if self._adds_bos and self.bos_id is not None and (not ids or ids[0] != self.bos_id):

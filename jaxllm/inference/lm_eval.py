@@ -34,7 +34,6 @@ from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.inference import predict
 from jaxllm.inference.continuations import Scorer
 from jaxllm.inference.generate import Generator, Sampling, complete
-from jaxllm.inference.prompts import require_ids, stop_ids
 from jaxllm.weights.load_model import KEY
 from jaxllm.weights.weights import Adapters, find_weights
 
@@ -130,7 +129,7 @@ class JaxLLM(TemplateLM):
             ((ids, _),) = self._reader.encode_with_starts([string], parse_special=True)
         else:
             ids = self._reader.encode(string, parse_special=True)
-        require_ids(ids, self._reader, self._vocab_size)
+        predict.require_ids(ids, self._reader, self._vocab_size)
         return ids.tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -218,7 +217,7 @@ class JaxLLM(TemplateLM):
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         cut = {key: options[key] for key in ("top_p", "top_k") if options.get(key)} if temperature else {}
         sampling = Sampling(temperature=temperature, seed=seed, **cut)
-        ends = stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, template, until)
+        ends = predict.stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, template, until)
         ids = [np.array(prompt, np.int32) for prompt in self._cut(prompts, self.max_length - new_tokens)]
         how = {"new_tokens": new_tokens, "sampling": sampling, "stop_ids": ends, "stop_texts": until}
         return [one.text for one in complete(self._generator, self._reader, ids, **how)]

@@ -22,7 +22,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import load_chat_template
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.generate import InTurn
-from jaxllm.inference.prompts import encode_prompt, stop_ids
+from jaxllm.inference.predict import encode_prompt, stop_ids
 from jaxllm.weights.hf_convert import from_hf
 
 TEXT = "the law of the mesh: gather, shard, tick — and gather.\n" * 4
