@@ -26,6 +26,7 @@ from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
 from jaxllm.inference.evaluate import evaluate as score
 from jaxllm.inference.generate import Completion, Generator, Sampling, complete
 from jaxllm.machine.host import require_host_memory
+from jaxllm.untrusted import shown
 from jaxllm.weights.folder import Folder
 from jaxllm.weights.load_model import KEY, LoadedModel, config_of, open_model
 from jaxllm.weights.weights import Adapters, find_weights
@@ -141,6 +142,10 @@ def generate(
         raise ConfigError("No prompt is given: give one with --prompt.")
     home = find_weights(KEY, model, adapters=adapter).outline
     reader, vocab_size = tokenizer_of(home, tokenizer, say), home.model["vocab_size"]
+    for stop in how.stops:
+        # The text that is searched for it has no special tokens.
+        if stop not in reader.special_tokens and any(token in stop for token in reader.special_tokens):
+            raise ConfigError(f"--stop={shown(stop)} is a special token and more, which no text has: give that token alone.")
     template = load_chat_template(reader.folder) if how.chat else None
     if how.chat and template is None:
         raise ConfigError(f"{home.description} has no chat template: leave out --chat, or add chat_template.jinja to it.")

@@ -208,8 +208,7 @@ def test_an_answer_differs_from_a_continuation(hub_folder):
     (answer,) = jaxllm.generate(hub_folder, "tick", chat=True, **options)
     spelled = "<|im_start|>user\ntick<|im_end|>\n<|im_start|>assistant\n"
     plain, as_text = jaxllm.generate(hub_folder, ["tick", spelled], **options)
-    # Text in a user message never becomes a special token, so all three differ.
-    assert len({tuple(found.ids) for found in (answer, plain, as_text)}) == 3
+    assert answer.ids == as_text.ids != plain.ids
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals
@@ -273,6 +272,12 @@ def test_generating_refuses_in_one_sentence(run_dir, no_device, options, sentenc
         jaxllm.generate(**{"model": run_dir, "prompts": ["a"], **options})
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_stop_text_that_no_text_can_have_is_refused(hub_folder, no_device):
+    """The text that is searched for it has no special tokens."""
+    with pytest.raises(ConfigError, match=r"--stop=<\|im_end\|>\\n is a special token and more, which no text has: give that"):
+        jaxllm.generate(hub_folder, "a", stop=["law", "<|im_end|>", "<|im_end|>\n"])
 
 
 def test_a_large_vocabulary_without_a_tokenizer_is_not_read_as_bytes(hub_folder, text, tmp_path, no_device):
