@@ -173,8 +173,12 @@ def conclude(run: Run) -> str | None:
         console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
     if (length := config.log.sample_tokens) and data.tokenizer is not None:
         begun = config.log.sample_prompt
+        prompt = data.tokenizer.encode(begun, parse_special=True)
+        if prompt.max(initial=0) >= config.model.vocab_size:
+            console.say("no sample: log.sample_prompt has a token for which the model has no row")
+            return None
         try:
-            new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
+            new = sample(trainer.model, prompt, length, window=config.train.sequence_length)
         except jax.errors.JaxRuntimeError as error:
             # Where zeros pad what ZeRO shards, each device needs all weights (parameters.without_padding).
             if not is_out_of_memory(error):

@@ -201,8 +201,7 @@ def stop_at(turn: int | None, folder: Path, tokenizer: Tokenizer) -> None:
     config, generation = (read_companion(folder / name) for name in (CONFIG, GENERATION))
     said = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} | config | generation
     ids = {name: token for name, token in said.items() if name.endswith("_token_id") and token is not None}
-    ends = ids.get("eos_token_id", [])
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = named if isinstance(named := ids.get("eos_token_id", []), list) else [named]
     if turn is not None and turn not in ends:
         ids["eos_token_id"] = [*ends, turn]
         (folder / GENERATION).write_text(json.dumps(generation | ids, indent=2) + "\n")
