@@ -79,7 +79,6 @@ def hugging_face_config(
     dtype: str,
     max_position: int | None,
     original: Mapping[str, Any] | None = None,
-    tokens: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Builds the content of a config.json that transformers 5 loads as this network; and 4, from the version on that has its
     class (Llama: 4.43).
@@ -89,7 +88,6 @@ def hugging_face_config(
       dtype: dtype of the weights beside it: float32, bfloat16 or float16.
       max_position: positions that the model was trained for. None: the value in `original`, or transformers' default.
       original: the config.json that the model came with. Its keys beyond the shape are kept.
-      tokens: bos_token_id, eos_token_id and similar, for a model without a config.json.
     """
     original = dict(original or {})
     kind = _kind(original, "The original config.json") if original else _kind_of(model)
@@ -108,7 +106,6 @@ def hugging_face_config(
         **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
         **({} if original else {"attention_dropout": 0.0, "use_cache": True, **dict.fromkeys(hf_kinds.TOKEN_IDS)}),
         **original,
-        **({} if original else dict(tokens or {})),
         **{theirs: model[ours] for ours, theirs in SIZES.items()},
         "num_key_value_heads": model["num_kv_heads"],
         "head_dim": model["head_dim"],

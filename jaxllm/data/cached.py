@@ -35,11 +35,11 @@ from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, read_manifes
 from jaxllm.data.parts import InputFile
 from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, find_in_store, is_address
+from jaxllm.data.tokenizer import FILES
 from jaxllm.untrusted import JSON_BYTES, MIB, RefusedInput, shown
 
 log = logging.getLogger(__name__)
 RECORDS, IN_USE = DATA_ENDINGS[0], ".in-use"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _QUESTIONS = 16
 _LONGEST_WAIT_S = 10.0
 _RECORDS_AT_ONCE = 64
@@ -234,7 +234,7 @@ class CachedFolder:
                 raise ConfigError(f"{self.address}/{name} {says}: prepare it again, or copy the complete folder.")
         wanted = [name for name in sizes if name not in self._shards]
         if self.manifest.tokenizer.kind == "folder":
-            there = [f"{TOKENIZER}/{name}" for name in _TOKENIZER_FILES if f"{TOKENIZER}/{name}" in self._files]
+            there = [f"{TOKENIZER}/{name}" for name in FILES if f"{TOKENIZER}/{name}" in self._files]
             wanted += [self._small(name).path.removeprefix(self.address + "/") for name in there]
         missing = [name for name in wanted if not is_copy(self.folder / name, self._files[name])]
         with writing(self.cache.unwritable), ThreadPoolExecutor(_QUESTIONS) as pool:

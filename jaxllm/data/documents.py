@@ -30,6 +30,8 @@ class Documents(Protocol):
     """One line of text for logs."""
     fingerprint: str
     """Hexadecimal digits. They change with the text, the tokenizer, the scored tokens or the order of documents."""
+    largest_id: int = -1
+    """The largest id of those in memory."""
     chosen_tokens: np.ndarray | None = None
     """Integers [documents] if each is a pair, a text with the chosen answer and then one with the rejected: tokens of the first
     text."""
@@ -69,6 +71,7 @@ class DocumentsInMemory(Documents):
         self.keys, self.tokenizer, self.description = keys, tokenizer, description
         self.lengths = np.array([len(these) for these in ids], np.int64)
         self._ids = np.concatenate(ids)
+        self.largest_id = int(self._ids.max(initial=0))
         self._scored = None if scored is None else np.concatenate(scored)
         self._begins = np.cumsum(self.lengths) - self.lengths
         arrays = (self._ids, self.lengths, self.keys, self._scored, chosen_tokens)
@@ -212,7 +215,11 @@ class MegatronDocuments(Documents):
             raise ConfigError(f"{index} lists no documents: name files that contain documents.")
         self._file, self._starts = tokens, ends[bounds[:-1]]
         self.lengths = np.diff(ends[bounds])
-        self.keys = _hashes(np.arange(len(self.lengths), dtype=np.uint64))
+        # The output function of SplitMix64 (Steele, Lea and Flood, 2014).
+        z = np.arange(len(self.lengths), dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        self.keys = z ^ (z >> np.uint64(31))
         self._tokens = np.memmap(tokens, dtype, mode="r")
         self.tokenizer = tokenizer
         self.fingerprint = _fingerprint(raw, tokens, size, tokenizer)
@@ -260,11 +267,3 @@ def _read_index(index: Path) -> tuple[bytes, np.dtype, int, int]:
     if size != expected:
         raise ConfigError(f"{index} has {size:,} bytes and should have {expected:,}: the file is truncated; copy it again.")
     return index.read_bytes(), np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
-
-
-def _hashes(numbers: np.ndarray) -> np.ndarray:
-    """Hashes each number with SplitMix64's output function (Steele, Lea and Flood, 2014)."""
-    z = numbers + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

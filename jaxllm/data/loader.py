@@ -90,9 +90,9 @@ class PackedDocuments:
             of_row = [next(texts) for _ in here.documents]
             if (chosen := self._documents.chosen_tokens) is not None:
                 # Pairs are never cut.
-                of_row = [
-                    part for n, text in zip(here.documents, of_row, strict=True) for part in _cut_pair(*text, int(chosen[n]))
-                ]
+                whole, of_row = zip(of_row, chosen[here.documents].tolist(), strict=True), []
+                for (ids, targets, size), border in whole:
+                    of_row += [(ids[:border], targets[:border], border), (ids[border:], targets[border:], size - border)]
             self._fill({key: array[row] for key, array in batch.items()}, of_row)
         return batch
 
@@ -130,11 +130,6 @@ class PackedDocuments:
             at = stop
         if not self._masks:
             row["positions"][:] = np.arange(self._sequence_length)
-
-
-def _cut_pair(ids: np.ndarray, scored: np.ndarray, size: int, border: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """The two texts of a pair, as `_fill` takes them."""
-    return [(ids[:border], scored[:border], border), (ids[border:], scored[border:], size - border)]
 
 
 def empty_rows(num_rows: int, sequence_length: int, segments: bool) -> Batch:

@@ -1,4 +1,8 @@
-"""What can be said of a text without a model: how much of a step's positions it uses, and the loss that byte counts achieve."""
+"""`jaxllm data fill`: how much of a step's positions a text uses.
+
+Padded, each document begins a sequence, takes as many as it needs, and the rest of its last one is empty; packed, as the run
+reads them (packing.py). Both have the same targets, because documents do not see each other.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,6 @@ import numpy as np
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.sources import Source, load_data
-
-# ------------------------------------------------------------------------------------------------------------------------- fill
-# `jaxllm data fill`: padded, each document begins a sequence, takes as many as it needs, and the rest of its last one is empty;
-# packed, as the run reads them (packing.py). Both have the same targets, because documents do not see each other.
 
 
 @dataclass(frozen=True)
@@ -97,54 +97,3 @@ def _targets(source: Source, which: np.ndarray, lengths: np.ndarray) -> int:
     # A pair is two texts, and each has a first token.
     firsts = [] if borders is None else [int(one[border]) for one, border in zip(scored, borders[which], strict=True)]
     return int(sum(int(one[1:].sum()) for one in scored) - sum(firsts))
-
-
-# --------------------------------------------------------------------------------------------------------------------- baseline
-# A useful byte-level model must do better.
-
-
-def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float:
-    """Held-out cross entropy of an n-gram model of bytes, in nats per byte.
-
-    Interpolated Witten-Bell smoothing (Witten and Bell, 1991; Chen and Goodman, 1998, section 2.5):
-
-        p(b | h) = (count(h b) + distinct(h) p(b | h')) / (count(h) + distinct(h))
-
-    with distinct(h) the number of different bytes seen after h, and h' the context shortened by one byte. The single-byte
-    model backs off to 1/256. This is a proper distribution without parameters, so no held-out text is needed to tune it.
-
-    Args:
-      train: uint8 [bytes], the text that is counted.
-      held_out: uint8 [bytes], at least one byte. All bytes are scored; the first order - 1 of them have a shorter context.
-      order: length of an n-gram in bytes, such as 3 (trigram). Counts are dense arrays of 256**order 8-byte integers: 128 MiB
-        for trigrams, 32 GiB for order 4.
-
-    Raises:
-      ValueError: `held_out` is empty.
-    """
-    if not len(held_out):
-        raise ValueError("There is no held-out text to score: raise data.held_out_fraction.")
-    probability = np.full(len(held_out), 1 / 256)
-    for n in range(1, order + 1):
-        counts = np.bincount(_ngrams(train, n), minlength=256**n).reshape(-1, 256)
-        total, distinct = counts.sum(axis=1), np.count_nonzero(counts, axis=1)
-        ngram = _ngrams(held_out, n)
-        context = ngram // 256
-        lower = probability[n - 1 :]
-        # For a context that was never seen, keep the probability of the shorter context.
-        np.divide(
-            counts.reshape(-1)[ngram] + distinct[context] * lower,
-            total[context] + distinct[context],
-            out=lower,
-            where=total[context] > 0,
-        )
-    return float(-np.log(probability).mean())
-
-
-def _ngrams(text: np.ndarray, n: int) -> np.ndarray:
-    """Encodes each run of n bytes as one base-256 number: int64 [bytes - n + 1]."""
-    length = max(len(text) - n + 1, 0)
-    codes = np.zeros(length, np.int64)
-    for i in range(n):
-        codes = codes * 256 + text[i : i + length]
-    return codes

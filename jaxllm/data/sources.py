@@ -81,6 +81,8 @@ class Data:
     """None if no source records its tokenizer."""
     chat_template: ChatTemplate | None = None
     """Template for conversations. None without conversations, or if they are plain prompts and completions."""
+    end_of_turn: int | None = None
+    """The token with which the template ends an answer."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -150,15 +152,11 @@ class Data:
     def most_documents(self, stream: SampleStream) -> int:
         """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one. 0 if
         nothing is read here."""
-        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out())), default=0)
-
-    def held_out(self) -> list[PackedDocuments]:
-        """Held-out documents of each source that has any, in the source's own order."""
-        return list(self._held_out)
+        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out)), default=0)
 
     @cached_property
-    def _held_out(self) -> tuple[PackedDocuments, ...]:
-        # Pack once, because every evaluation needs the result.
+    def held_out(self) -> tuple[PackedDocuments, ...]:
+        """Held-out documents of each source that has any, in the source's own order. Every evaluation needs them."""
         some = [s for s in self.sources if s.held_out_tokens > 1 and len(self.whole(s, s.held_out))]
         return tuple(self._packed(source, source.held_out) for source in some)
 
@@ -199,11 +197,11 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     }
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
-    template = None
+    template = turn = None
     if any(part.source in CONVERSATIONS for part in data.sources):
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
         if template is not None and for_texts is not None and for_texts.name != BYTES:
-            _warn_without_end(template, for_texts)
+            turn = _end_of_turn(template, for_texts)
     documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
@@ -215,24 +213,38 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     if fraction and not any(len(source.held_out) for source in sources):
         raise ConfigError(whose[sources[0].name] + _holds_out_nothing(sources[0].documents, fraction))
     tokenizer = _the_tokenizer(data, sources, named)
-    if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
+    if tokenizer is not None:
+        _require_vocabulary(config, tokenizer, documents)
+    return Data(config, sources, tokenizer, template, turn)
+
+
+def _require_vocabulary(config: Config, tokenizer: Tokenizer, documents: Sequence[Documents]) -> None:
+    """Raises ConfigError if a text may have an id without a row in the model. Special tokens such as that of padding need none,
+    unless a template writes them."""
+    V = config.model.vocab_size
+    if (needed := max(tokenizer.text_size, *(these.largest_id + 1 for these in documents))) > V:
+        advice = f"set model.vocab_size to at least {needed}"
+        if config.train.init_from is not None:
+            advice = "give the weights of train.init_from more rows (transformers' resize_token_embeddings)"
         raise ConfigError(
-            f"The tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids and model.vocab_size={config.model.vocab_size}: "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}, or choose the model's own tokenizer."
+            f"The tokenizer {tokenizer.name} has {needed:,} ids and model.vocab_size={V}: {advice}, or choose the model's own "
+            f"tokenizer and template."
         )
-    return Data(config, sources, tokenizer, template)
+    if tokenizer.vocab_size > V:
+        log.warning("The tokenizer %s has special tokens from model.vocab_size=%d on, which no text has.", tokenizer.name, V)
 
 
-def _warn_without_end(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Warns where an answer ends with no token: what is trained so never stops by itself. The template's process stays for the
-    conversations, after which it ends."""
-    if template.end_of_turn(tokenizer) is None:
+def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """ChatTemplate.end_of_turn, with a warning where there is none: what is trained so never stops by itself. The template's
+    process stays for the conversations, after which it ends."""
+    if (turn := template.end_of_turn(tokenizer)) is None:
         log.warning(
             "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns from it "
             "does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer with its marks.",
             template.origin,
             tokenizer.name,
         )
+    return turn
 
 
 def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:

@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, BinaryIO, NoReturn, TypeVar
-from urllib.parse import urlsplit
 
 from jaxllm.config.checks import without_passwords
 from jaxllm.config.errors import ConfigError, line_of
@@ -93,7 +92,7 @@ def files_below(address: str) -> dict[str, InputFile]:
 
 
 def _require_no_password(address: str) -> None:
-    if (name := _named(address)) != address:
+    if (name := without_passwords(address)) != address:
         raise ConfigError(
             f"{shown(name)} has no user or password before it: remove them, and {_CREDENTIALS[_scheme(address)]}."
         )
@@ -152,16 +151,9 @@ def _scheme(address: str) -> str:
     scheme = address.partition("://")[0].lower()
     if scheme not in LIBRARIES:
         raise ConfigError(
-            f"{shown(_named(address))} is not an address that jaxllm reads: use s3://, gs://, hf:// or https://, or a file."
+            f"{shown(address)} is not an address that jaxllm reads: use s3://, gs://, hf:// or https://, or a file."
         )
     return scheme
-
-
-def _named(address: str) -> str:
-    """The address without what may be secret: a password before the host, and a signature in the query, which other addresses
-    than those of the web lack: there ? is a pattern."""
-    name = without_passwords(address)
-    return urlsplit(name)._replace(query="", fragment="").geturl() if name.lower().startswith(("http://", "https://")) else name
 
 
 def _info(address: str) -> dict[str, Any]:
@@ -169,7 +161,7 @@ def _info(address: str) -> dict[str, Any]:
 
 
 def _input(address: str, info: dict[str, Any], path: str | None = None) -> InputFile:
-    path = _named(address) if path is None else path
+    path = without_passwords(address) if path is None else path
     size, scheme = info.get("size"), _scheme(address)
     if scheme.startswith("http") and info.get("partial") is False:
         raise _sends_no_parts(path)
@@ -334,7 +326,7 @@ def refusal(address: str, error: BaseException) -> tuple[str, str]:
 
 
 def _refuse(address: str, error: BaseException) -> NoReturn:
-    name, scheme, error = shown(_named(address), 300), _scheme(address), _cause(error)
+    name, scheme, error = shown(address, 300), _scheme(address), _cause(error)
     if type(error).__name__ == "RepositoryNotFoundError":
         # To strangers the Hub says no more of what is private.
         raise ConfigError(f"{name} is not there, or is private: check its name, or set HF_TOKEN.") from None

@@ -58,7 +58,11 @@ def byte_characters() -> dict[int, str]:
 
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
-_LONGEST_TOKEN = 4096
+CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FILES = ("tokenizer.json", CONFIG, SPECIAL, ADDED, "chat_template.jinja")
+_DECODER, _LONGEST_TOKEN = "added_tokens_decoder", 4096
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Tokenizer(Protocol):
@@ -70,6 +74,8 @@ class Tokenizer(Protocol):
     """Hexadecimal digits. Two tokenizers have the same digits if they give every text the same ids."""
     vocab_size: int
     """The largest id + 1, including added tokens."""
+    text_size: int
+    """The largest id of a document + 1: no document has special tokens that neither begin nor end one."""
     bos_id: int | None
     """The BOS token. The tokenizer's own rule decides whether documents get it."""
     eos_id: int | None
@@ -83,8 +89,12 @@ class Tokenizer(Protocol):
         """Encodes complete documents with their BOS and EOS tokens: unsigned integers of one type, [tokens] each."""
         ...
 
-    def encode(self, text: str, add_special: bool = True) -> np.ndarray:
-        """Encodes a text that may continue: without EOS, and with BOS if `add_special` is set and documents get one."""
+    def encode(self, text: str, parse_special: bool = False) -> np.ndarray:
+        """Encodes a text that may continue: without EOS, and with BOS if documents get one and the text does not spell it.
+
+        Args:
+          parse_special: as in encode_with_starts.
+        """
         ...
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -147,7 +157,7 @@ class ByteTokenizer:
 
     name = BYTES
     sha256 = hashlib.sha256(b"UTF-8 bytes, then a zero byte").hexdigest()
-    vocab_size = 256
+    vocab_size = text_size = 256
     bos_id: int | None = None
     eos_id: int | None = DOCUMENT_END[0]
     special_tokens: tuple[str, ...] = ()
@@ -156,7 +166,7 @@ class ByteTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode() + DOCUMENT_END, np.uint8) for text in texts]
 
-    def encode(self, text: str, add_special: bool = True) -> np.ndarray:
+    def encode(self, text: str, parse_special: bool = False) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -171,7 +181,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json, with the BOS and EOS tokens that the files beside it name."""
+    """A tokenizer.json, with the tokens that the files beside it name."""
 
     def __init__(self, file: Path, name: str, for_documents: bool = True):
         self.name = name
@@ -182,9 +192,10 @@ class JsonTokenizer:
             self._content = read_bytes(file)
         except (OSError, RefusedInput) as error:
             raise ConfigError(f"{file} cannot be read ({reason_of(error)}): fix it or name another tokenizer.") from None
+        self._added: list[Any] = []
         try:
             require_modest_growth(parse_json(self._content))
-            self._tokenizer = _from_json(self._content.decode("utf-8"))
+            self._tokenizer = self._from_json(self._content.decode("utf-8"))
         except BaseException as error:
             # The library raises plain Exception, and panics while it normalizes the added tokens.
             if not isinstance(error, Exception) and not _is_panic(error):
@@ -193,11 +204,13 @@ class JsonTokenizer:
                 f"{file} is not a tokenizer ({shown(line_of(error), 500)}): save it again with the tokenizers library."
             ) from None
 
-        self._config = read_companion(file.parent / "tokenizer_config.json")
+        self._config, self._beside = (read_companion(file.parent / name) for name in (CONFIG, SPECIAL))
+        before = self._found_in_text
+        new = self._add_tokens_beside()
         self.bos_id, bos_name = self._mark("bos")
         self.eos_id, eos_name = self._mark("eos")
         self._adds_bos = self._config.get("add_bos_token") is True
-        if self.eos_id is None and for_documents:
+        if (self.eos_id is None or eos_name in new) and for_documents:
             missing = (
                 f"its eos_token {shown(repr(eos_name))} is not in the vocabulary" if eos_name else "no file beside it names one"
             )
@@ -205,25 +218,40 @@ class JsonTokenizer:
                 f"{file} has no token that ends a document ({missing}): "
                 f'add {{"eos_token": "..."}} with a token of its vocabulary to tokenizer_config.json in the same folder.'
             )
-        if self._adds_bos and self.bos_id is None:
+        if self._adds_bos and (self.bos_id is None or bos_name in new):
             missing = f"bos_token {shown(repr(bos_name))} is not in the vocabulary" if bos_name else "there is no bos_token"
-            raise ConfigError(
-                f"{file.parent / 'tokenizer_config.json'} says add_bos_token but {missing}: name one, or remove add_bos_token."
-            )
+            raise ConfigError(f"{file.parent / CONFIG} says add_bos_token but {missing}: name one, or remove add_bos_token.")
+        found = self._found_in_text
         # Added tokens that are not marked as special would still be found in text.
-        added = self._tokenizer.get_added_tokens_decoder()
-        for mark in {self.bos_id, self.eos_id} & added.keys():
-            if not added[mark].special:
-                self._tokenizer.add_special_tokens([added[mark].content])
+        marks = {mark for mark in (self.bos_id, self.eos_id) if mark is not None}
+        flags = {mark: self.added[mark].__getstate__() if mark in self.added else {} for mark in marks}
+        self._add([_added(self._token(mark), {**flags[mark], "special": True}) for mark in marks])
         self._tokenizer.encode_special_tokens = True
-        special = [token_id for token_id, token in added.items() if token.special]
-        wanted = sorted({*special, self.bos_id, self.eos_id} - {None})
-        self.special_tokens = tuple(map(self._tokenizer.id_to_token, wanted))
+        special = {token_id: token.content for token_id, token in sorted(self.added.items()) if token.special}
+        self.special_tokens = tuple(special.values())
 
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        ids = {*self._tokenizer.get_vocab(with_added_tokens=True).values()}
+        self.vocab_size = max(ids, default=-1) + 1
+        self.text_size = max(ids - special.keys() | marks | {*self._tokenizer.encode("").ids}, default=-1) + 1
         self._dtype = token_dtype(self.vocab_size)
-        marks = json.dumps({"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos})
-        self.sha256 = hashlib.sha256(self._content + marks.encode()).hexdigest()
+        if self.text_size > self.vocab_size:
+            raise ConfigError(
+                f"{file} adds the id {self.text_size - 1} to a text, and its vocabulary has {self.vocab_size:,} ids: fix its "
+                f"post_processor, or choose another tokenizer."
+            )
+        said = {"bos": self.bos_id, "eos": self.eos_id, "add_bos": self._adds_bos}
+        said |= {} if found == before else {"added": found}
+        self.sha256 = hashlib.sha256(self._content + json.dumps(said).encode()).hexdigest()
+
+    @property
+    def added(self) -> dict[int, Any]:
+        """By id, the library's AddedToken of each special token and of others that are found before a text is cut."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    @property
+    def _found_in_text(self) -> list[Any]:
+        """The added tokens that make other ids of a document that spells them."""
+        return [(token_id, token.__getstate__()) for token_id, token in sorted(self.added.items()) if not token.special]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         assert self.eos_id is not None, "loaded with for_documents=False"
@@ -234,31 +262,32 @@ class JsonTokenizer:
             ids = self._with_bos(encoding.ids)
             if not ids or ids[-1] != self.eos_id:
                 ids.append(self.eos_id)
-            documents.append(self._array(ids))
+            documents.append(np.array(ids, self._dtype))
         return documents
 
-    def encode(self, text: str, add_special: bool = True) -> np.ndarray:
+    def encode(self, text: str, parse_special: bool = False) -> np.ndarray:
+        reader = self._without_post_processor(True) if parse_special else self._tokenizer
         with self._library_errors():
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special).ids
-        if add_special:
-            ids = self._with_bos(ids)
-            # Text never becomes EOS, so the post-processor added this one. A lone EOS id is the BOS token too.
-            if len(ids) > 1 and ids[-1] == self.eos_id:
-                ids.pop()
-        return self._array(ids)
+            encoding = reader.encode(text, add_special_tokens=False)
+            found = ids = encoding.ids
+            if not (parse_special and found[:1] == [self.bos_id]):
+                ids = self._with_bos(self._tokenizer.post_process(encoding, None, True).ids)
+        # The post-processor may have added EOS. A lone EOS id is the BOS token too.
+        if len(ids) > 1 and ids[-1] == self.eos_id and ids[-1 - len(found) : -1] == found:
+            ids = ids[:-1]
+        return np.array(ids, self._dtype)
 
     def encode_with_starts(self, texts: Sequence[str], parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         with self._library_errors():
             encodings = self._without_post_processor(parse_special).encode_batch(list(texts), add_special_tokens=False)
-        return [(self._array(e.ids), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
+        return [(np.array(e.ids, self._dtype), np.array([start for start, _ in e.offsets], np.int64)) for e in encodings]
 
     def _without_post_processor(self, parse_special: bool) -> Any:
         """The same vocabulary and rules without a post-processor: it adds no tokens and keeps the true position of each token
         (GPT-2's post-processor removes white space from the offsets it reports).
         """
         if parse_special not in self._bare:
-            bare = _from_json(json.dumps({**parse_json(self._content), "post_processor": None}))
-            bare.add_special_tokens(list(self.special_tokens))
+            bare = self._from_json(json.dumps({**parse_json(self._content), "post_processor": None}))
             bare.encode_special_tokens = not parse_special
             self._bare[parse_special] = bare
         return self._bare[parse_special]
@@ -273,8 +302,8 @@ class JsonTokenizer:
         # This file names BOS and EOS, so that loading needs no other file.
         marks = {"bos_token": self._token(self.bos_id), "eos_token": self._token(self.eos_id)}
         text = json.dumps({**self._config, **marks}, indent=2, ensure_ascii=False)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-        for name in ("special_tokens_map.json", "chat_template.jinja"):
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+        for name in FILES[2:]:
             if (self._file.parent / name).is_file():
                 shutil.copyfile(self._file.parent / name, folder / name)
 
@@ -292,16 +321,6 @@ class JsonTokenizer:
                 f"The tokenizer {self.name} cannot {verb} a text ({reason}): fix its tokenizer.json or choose another."
             ) from None
 
-    def _array(self, ids: list[int]) -> np.ndarray:
-        # All ids of the library have 32 bits.
-        array = np.array(ids, np.uint32)
-        if array.size and array.max() >= self.vocab_size:
-            raise ConfigError(
-                f"{self._file} adds the id {array.max()} to a text, and its vocabulary has {self.vocab_size:,} ids: fix its "
-                f"post_processor, or choose another tokenizer."
-            )
-        return array.astype(self._dtype, copy=False)
-
     def _with_bos(self, ids: list[int]) -> list[int]:
         if self._adds_bos and self.bos_id is not None and (not ids or ids[0] != self.bos_id):
             return [self.bos_id, *ids]
@@ -312,12 +331,9 @@ class JsonTokenizer:
 
     def _mark(self, which: str) -> tuple[int | None, str | None]:
         """Id and name of the BOS or EOS token. The id is None if the vocabulary lacks it; both are None if no file names it."""
-        folder = self._file.parent
-        config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-        for file in (config, special):
-            values = self._config if file == config else read_companion(special)
-            token = values.get(f"{which}_token")
-            if (text := token_text(token, f"{which}_token", file)) is not None:
+        folder, name = self._file.parent, f"{which}_token"
+        for file, values in ((CONFIG, self._config), (SPECIAL, self._beside)):
+            if (text := token_text(values.get(name), name, folder / file)) is not None:
                 return self._tokenizer.token_to_id(text), text
         for file in ("config.json", "generation_config.json"):
             token_id = read_companion(folder / file).get(f"{which}_token_id")
@@ -328,15 +344,75 @@ class JsonTokenizer:
                 return (None, f"id {shown(token_id)}") if token is None else (token_id, token)
         return None, None
 
+    def _from_json(self, content: str) -> Any:
+        """Loads the library's tokenizer without truncation and padding, which would cut or pad documents."""
+        import tokenizers
 
-def _from_json(content: str) -> Any:
-    """Loads the library's tokenizer without truncation and padding, which would cut or pad documents."""
-    import tokenizers
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.add_tokens(self._added)
+        return tokenizer
 
-    tokenizer = tokenizers.Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    def _add(self, tokens: list[Any]) -> None:
+        self._added += tokens
+        self._tokenizer.add_tokens(tokens)
+
+    def _add_tokens_beside(self) -> set[str]:
+        """Adds the tokens that the files beside tokenizer.json name and it lacks, as transformers 5 does: those that have an id
+        there (in added_tokens_decoder, or else in added_tokens.json), in its order, then those that have a name alone. Returns
+        the texts of the latter that are new to the vocabulary.
+
+        Raises:
+          ConfigError: a token has another id here, or a file another form.
+        """
+        known = {token.content: token for token in self.added.values()}
+        has_decoder = _DECODER in self._config
+        file = self._file.with_name(CONFIG if has_decoder else ADDED)
+        special = _special(self._config, {} if has_decoder else self._beside, file)
+        ids = {} if has_decoder else read_companion(file)
+        try:
+            pairs = [
+                (token_id, known.get(text) or _added(text, {"special": text in special})) for text, token_id in ids.items()
+            ]
+            if has_decoder:
+                pairs = [(token_id, _added(said["content"], said)) for token_id, said in self._config[_DECODER].items()]
+            pairs = sorted(((int(token_id), token) for token_id, token in pairs), key=lambda pair: pair[0])
+            others = {text: _added(text, flags) for text, flags in special.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{file} has tokens of another form than transformers writes ({shown(line_of(error))}): save it again."
+            ) from None
+        for _, token in pairs:
+            token.special = token.special or token.content in special
+        for text in (*known, *(token.content for _, token in pairs)):
+            others.pop(text, None)
+        new = {text for text in others if self._tokenizer.token_to_id(text) is None}
+        self._add([*(token for _, token in pairs), *others.values()])
+        for token_id, token in pairs:
+            if (found := self._tokenizer.token_to_id(token.content)) != token_id:
+                raise ConfigError(
+                    f"{file} gives the token {shown(token.content)} the id {token_id}, and with {self._file.name} beside it "
+                    f"the id is {found}: correct the file that is wrong, or save the tokenizer again with transformers."
+                )
+        return new
+
+
+def _special(config: dict[str, Any], beside: dict[str, Any], file: Path) -> dict[str, dict[str, Any]]:
+    """The flags of the special tokens that a tokenizer_config.json and a special_tokens_map.json name, by their texts."""
+    more = [said.get("extra_special_tokens") or said.get("additional_special_tokens") for said in (config, beside)]
+    named = dict.fromkeys(_NAMES) | {key: one for key, one in (config | beside).items() if key.endswith("_token")}
+    for one in more:
+        named |= one if isinstance(one, dict) else {}
+    found = (*named.values(), *next((one for one in more if isinstance(one, list)), []))
+    texts = ((token_text(token, "special token", file), token) for token in found)
+    return {text: {**(token if isinstance(token, dict) else {}), "special": True} for text, token in texts if text}
+
+
+def _added(text: str | None, flags: dict[str, Any]) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(text, **{name: flags[name] for name in _FLAGS if name in flags})
 
 
 def _is_panic(error: BaseException) -> bool:

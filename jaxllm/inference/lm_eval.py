@@ -34,7 +34,6 @@ from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.inference import predict
 from jaxllm.inference.continuations import Scorer
 from jaxllm.inference.generate import Generator, Sampling, complete
-from jaxllm.inference.prompts import require_ids, stop_ids
 from jaxllm.weights.load_model import KEY
 from jaxllm.weights.weights import Adapters, find_weights
 
@@ -92,9 +91,6 @@ class JaxLLM(TemplateLM):
         self._reader = predict.tokenizer_of(home, tokenizer, say)
         self.max_length = max_length or predict.longest_of(home) or USUAL_LENGTH
         self._prompts = int(batch_size) if batch_size and str(batch_size).isdecimal() else PROMPTS_AT_ONCE
-        # The rule of the tokenizer may add BOS to a text; of none it is alone.
-        bos = self._reader.bos_id
-        self._bos = [bos] if bos is not None and self._reader.encode("").tolist()[:1] == [bos] else []
         loaded = predict.open_model_for(model, overrides, predict.divisible(self.max_length, overrides), adapter)
         predict.say_model(say, loaded)
         self._generator = Generator(loaded.model)
@@ -129,12 +125,12 @@ class JaxLLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text. Text that spells a special token is that token, as chat templates write it."""
-        ((ids, _),) = self._reader.encode_with_starts([string], parse_special=True)
-        require_ids(ids, self._reader, self._vocab_size)
-        found = ids.tolist()
-        # A template may have written BOS itself.
-        adds = add_special_tokens or (add_special_tokens is None and found[:1] != self._bos)
-        return [*self._bos, *found] if adds else found
+        if add_special_tokens is False:
+            ((ids, _),) = self._reader.encode_with_starts([string], parse_special=True)
+        else:
+            ids = self._reader.encode(string, parse_special=True)
+        predict.require_ids(ids, self._reader, self._vocab_size)
+        return ids.tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._template.source if chat_template else None
@@ -221,7 +217,7 @@ class JaxLLM(TemplateLM):
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         cut = {key: options[key] for key in ("top_p", "top_k") if options.get(key)} if temperature else {}
         sampling = Sampling(temperature=temperature, seed=seed, **cut)
-        ends = stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, template, until)
+        ends = predict.stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, template, until)
         ids = [np.array(prompt, np.int32) for prompt in self._cut(prompts, self.max_length - new_tokens)]
         how = {"new_tokens": new_tokens, "sampling": sampling, "stop_ids": ends, "stop_texts": until}
         return [one.text for one in complete(self._generator, self._reader, ids, **how)]

@@ -9,12 +9,13 @@ Errors in a text or an option are raised before any device is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError, sequence_unit, with_overrides
@@ -24,8 +25,8 @@ from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
 from jaxllm.inference.evaluate import evaluate as score
 from jaxllm.inference.generate import Completion, Generator, Sampling, complete
-from jaxllm.inference.prompts import encode_chat, encode_prompt, require_ids, stop_ids
 from jaxllm.machine.host import require_host_memory
+from jaxllm.untrusted import shown
 from jaxllm.weights.folder import Folder
 from jaxllm.weights.load_model import KEY, LoadedModel, config_of, open_model
 from jaxllm.weights.weights import Adapters, find_weights
@@ -84,7 +85,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(Sampling):
     """How prompts are continued.
 
     Raises:
@@ -96,27 +97,21 @@ class GenerateOptions:
     system: str | None = None
     """With `chat`, the system message; default: the template's own, if it has one."""
     max_new_tokens: int = 128
-    temperature: float = 0.0
-    """This, top_p, top_k and seed: see Sampling; by default the likeliest token is taken."""
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
     stop: str | Sequence[str] = ()
     """A text, or several, that end a continuation and are not part of it; one that spells a special token is that token."""
 
     def __post_init__(self):
+        super().__post_init__()
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens={self.max_new_tokens} leaves nothing to generate: use 1 or more.")
+        if self.system is not None and not self.chat:
+            raise ConfigError("--system is part of a conversation: add --chat, or leave it out.")
         if "" in self.stops:
             raise ConfigError("--stop is empty, and would end every text at its start: give at least one character.")
 
     @property
     def stops(self) -> Sequence[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
 
 
 def generate(
@@ -142,17 +137,19 @@ def generate(
       ConfigError: a prompt or an option is invalid, or the model does not fit the mesh.
     """
     how = GenerateOptions(**options)
-    sampling = how.sampling
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise ConfigError("No prompt is given: give one with --prompt.")
     home = find_weights(KEY, model, adapters=adapter).outline
     reader, vocab_size = tokenizer_of(home, tokenizer, say), home.model["vocab_size"]
-    template = _template(home, reader, how.chat, how.system)
-    if template is None:
-        ids = [encode_prompt(reader, prompt, vocab_size) for prompt in prompts]
-    else:
-        ids = [encode_chat(reader, template, prompt, vocab_size, how.system) for prompt in prompts]
+    for stop in how.stops:
+        # The text that is searched for it has no special tokens.
+        if stop not in reader.special_tokens and any(token in stop for token in reader.special_tokens):
+            raise ConfigError(f"--stop={shown(stop)} is a special token and more, which no text has: give that token alone.")
+    template = load_chat_template(reader.folder) if how.chat else None
+    if how.chat and template is None:
+        raise ConfigError(f"{home.description} has no chat template: leave out --chat, or add chat_template.jinja to it.")
+    ids = [encode_prompt(reader, prompt, vocab_size, template, how.system) for prompt in prompts]
     # A folder without a generation_config.json has these keys in its config.json.
     ends = stop_ids(reader, {**home.original_config, **home.generation}, template, how.stops)
     if template is not None:
@@ -173,8 +170,68 @@ def generate(
     generator = Generator(loaded.model)
     # The generator has its own copy, perhaps in another dtype.
     del loaded
-    rest = {"sampling": sampling, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text}
+    rest = {"sampling": how, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text}
     return complete(generator, reader, ids, new_tokens=how.max_new_tokens, **rest)
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, vocab_size: int, template: ChatTemplate | None = None, system: str | None = None
+) -> np.ndarray:
+    """Encodes a text to be continued, or with a template a conversation up to its first answer: an optional system message and
+    the user's text. Text that spells a special token is that token, as it is for transformers. BOS comes before a text if the
+    tokenizer's rule adds it, but not twice if the text begins with it; a template writes it.
+
+    Raises:
+      ConfigError: there are no ids, an id is outside the model's vocabulary, a text is not Unicode, or the template refuses it.
+    """
+    for part in (text, system or ""):
+        try:
+            # Python makes lone surrogates of a command line in an encoding other than the terminal's.
+            part.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"A prompt is not Unicode (at character {error.start:,}): give it in UTF-8.") from None
+    if template is None:
+        ids = tokenizer.encode(text, parse_special=True)
+        empty = "A prompt is empty, and this tokenizer adds no BOS token: give at least one character."
+    else:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        rendered = template.render([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
+        ((ids, _),) = tokenizer.encode_with_starts([rendered], parse_special=True)
+        empty = f"The chat template of {template.origin} makes nothing of a message: fix it, or leave out --chat."
+    if not len(ids):
+        raise ConfigError(empty)
+    require_ids(ids, tokenizer, vocab_size)
+    return ids
+
+
+def require_ids(ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ConfigError if an id is outside the model's vocabulary."""
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise ConfigError(
+            f"The tokenizer {tokenizer.name} gives the id {ids.max()}, and the model's vocabulary is {vocab_size}: use the "
+            f"tokenizer that the model was trained with."
+        )
+
+
+def stop_ids(
+    tokenizer: Tokenizer,
+    generation: Mapping[str, Any],
+    template: ChatTemplate | None = None,
+    stop_texts: Sequence[str] = (),
+) -> frozenset[int]:
+    """Ids that end a text: the tokenizer's EOS, those of generation_config.json and, with a template, its end of turn.
+
+    Args:
+      generation: the content of generation_config.json. Its eos_token_id is a number or a list.
+      stop_texts: a stop text that spells a special token adds that token, because decoded text does not show it.
+    """
+    named = generation.get("eos_token_id")
+    found = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
+    spelled = [text for text in stop_texts if text in tokenizer.special_tokens]
+    found |= {int(ids[0]) for ids, _ in tokenizer.encode_with_starts(spelled, parse_special=True)}
+    if template is not None:
+        found.add(template.end_of_turn(tokenizer))
+    return frozenset(token for token in found if isinstance(token, int))
 
 
 def longest_of(home: Folder) -> int | None:
@@ -202,17 +259,6 @@ def tokenizer_of(home: Folder, given: str | None, say: Callable[[str], None]) ->
         f"{home.description} has no tokenizer.json, and its vocabulary of {home.model['vocab_size']} is not bytes: name a "
         f"folder that has one with --tokenizer."
     )
-
-
-def _template(home: Folder, reader: Tokenizer, chat: bool, system: str | None) -> ChatTemplate | None:
-    if not chat:
-        if system is not None:
-            raise ConfigError("--system is part of a conversation: add --chat, or leave it out.")
-        return None
-    template = load_chat_template(reader.folder)
-    if template is None:
-        raise ConfigError(f"{home.description} has no chat template: leave out --chat, or add chat_template.jinja to it.")
-    return template
 
 
 def divisible(length: int, overrides: Sequence[str]) -> int:

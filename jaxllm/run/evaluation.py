@@ -17,7 +17,6 @@ from jaxllm.cluster import distributed, progress
 from jaxllm.config import ConfigError
 from jaxllm.data.loader import PackedDocuments, SampleStream
 from jaxllm.data.manifest import read_npy
-from jaxllm.data.measures import ngram_baseline
 from jaxllm.inference.generate import printable, sample
 from jaxllm.json_lines import read_lines
 from jaxllm.mesh.axes import CONTEXT
@@ -52,7 +51,7 @@ def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) ->
     score = _pairs if trainer.config.train.loss == "dpo" else _text
     sums: dict[str, np.ndarray] = {}
     with jax.set_mesh(trainer.mesh):
-        for number, source in enumerate(trainer.data.held_out()):
+        for number, source in enumerate(trainer.data.held_out):
             # In float64, because a float32 sum over a million tokens would lose its last digits.
             total = np.zeros(3)
             for first in itertools.islice(range(0, source.packing.num_samples, together), max_batches):
@@ -71,7 +70,7 @@ def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) ->
 
 def reference_of(trainer: Any) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
-    parts = trainer.stream.sources, trainer.data.held_out()
+    parts = trainer.stream.sources, trainer.data.held_out
     with jax.set_mesh(trainer.mesh):
         found = [[log_p(trainer, each, np.arange(each.packing.num_samples)) for each in part] for part in parts]
     return Reference(*found)
@@ -174,8 +173,12 @@ def conclude(run: Run) -> str | None:
         console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
     if (length := config.log.sample_tokens) and data.tokenizer is not None:
         begun = config.log.sample_prompt
+        prompt = data.tokenizer.encode(begun, parse_special=True)
+        if prompt.max(initial=0) >= config.model.vocab_size:
+            console.say("no sample: log.sample_prompt has a token for which the model has no row")
+            return None
         try:
-            new = sample(trainer.model, data.tokenizer.encode(begun), length, window=config.train.sequence_length)
+            new = sample(trainer.model, prompt, length, window=config.train.sequence_length)
         except jax.errors.JaxRuntimeError as error:
             # Where zeros pad what ZeRO shards, each device needs all weights (parameters.without_padding).
             if not is_out_of_memory(error):
@@ -184,6 +187,53 @@ def conclude(run: Run) -> str | None:
             return None
         console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
     return None
+
+
+def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float:
+    """Held-out cross entropy of an n-gram model of bytes, in nats per byte.
+
+    Interpolated Witten-Bell smoothing (Witten and Bell, 1991; Chen and Goodman, 1998, section 2.5):
+
+        p(b | h) = (count(h b) + distinct(h) p(b | h')) / (count(h) + distinct(h))
+
+    with distinct(h) the number of different bytes seen after h, and h' the context shortened by one byte. The single-byte
+    model backs off to 1/256. This is a proper distribution without parameters, so no held-out text is needed to tune it.
+
+    Args:
+      train: uint8 [bytes], the text that is counted.
+      held_out: uint8 [bytes], at least one byte. All bytes are scored; the first order - 1 of them have a shorter context.
+      order: length of an n-gram in bytes, such as 3 (trigram). Counts are dense arrays of 256**order 8-byte integers: 128 MiB
+        for trigrams, 32 GiB for order 4.
+
+    Raises:
+      ValueError: `held_out` is empty.
+    """
+    if not len(held_out):
+        raise ValueError("There is no held-out text to score: raise data.held_out_fraction.")
+    probability = np.full(len(held_out), 1 / 256)
+    for n in range(1, order + 1):
+        counts = np.bincount(_ngrams(train, n), minlength=256**n).reshape(-1, 256)
+        total, distinct = counts.sum(axis=1), np.count_nonzero(counts, axis=1)
+        ngram = _ngrams(held_out, n)
+        context = ngram // 256
+        lower = probability[n - 1 :]
+        # For a context that was never seen, keep the probability of the shorter context.
+        np.divide(
+            counts.reshape(-1)[ngram] + distinct[context] * lower,
+            total[context] + distinct[context],
+            out=lower,
+            where=total[context] > 0,
+        )
+    return float(-np.log(probability).mean())
+
+
+def _ngrams(text: np.ndarray, n: int) -> np.ndarray:
+    """Encodes each run of n bytes as one base-256 number: int64 [bytes - n + 1]."""
+    length = max(len(text) - n + 1, 0)
+    codes = np.zeros(length, np.int64)
+    for i in range(n):
+        codes = codes * 256 + text[i : i + length]
+    return codes
 
 
 FILE = "reference.npy"
@@ -264,7 +314,7 @@ def keep_reference(run: Run) -> None:
     if trainer.config.train.loss != "dpo":
         return
     if trainer.reference is None:
-        trainer.reference = Reference.load(run.folder, trainer.stream.sources, trainer.data.held_out())
+        trainer.reference = Reference.load(run.folder, trainer.stream.sources, trainer.data.held_out)
     elif distributed.is_main_process():
         run.require()
         trainer.reference.save(run.folder)

@@ -1,4 +1,4 @@
-"""Hooks: what a run does beside its steps. Each feature registers its own, in its own file (run/features.py), as a user may.
+"""Hooks: what a run does beside its steps. Each feature registers its own (run/loop.py: FEATURES), as a user may.
 
     def sizes(run):
         run.every(100, lambda moment: run.console.say(f"{moment.step}: {norm(run.trainer.state.params)}"))

@@ -1,4 +1,4 @@
-"""`jaxllm train`: the training loop. What a run does beside its steps is in hooks (run/features.py)."""
+"""`jaxllm train`: the training loop, and what a run does beside its steps (run/hooks.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
+import jax
 import optax
 
 from jaxllm.checkpoint.run_lock import hold_run_dir
@@ -14,12 +15,11 @@ from jaxllm.cluster import distributed, exit_codes, progress, watchdog
 from jaxllm.config import Config
 from jaxllm.config.rounds import next_common_step
 from jaxllm.parallel.types import Loss
+from jaxllm.run import batch_growth, evaluation, exports, fewer_hosts, messages, noise_scale, saving, stragglers
 from jaxllm.run.console import Console
-from jaxllm.run.features import FEATURES
 from jaxllm.run.hooks import Run
 from jaxllm.run.memory_check import explain_out_of_memory
 from jaxllm.run.metrics import Record, check_trackers
-from jaxllm.run.saving import make_run_dir, stores_of
 from jaxllm.run.signals import SignalHandler
 from jaxllm.run.step_metrics import RunTimer
 from jaxllm.run.trainer import Trainer
@@ -52,10 +52,10 @@ def fit(
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
         stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
-        folder = make_run_dir(config)
+        folder = saving.make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
-        stores = stack.enter_context(stores_of(adopted(config, Given(batches, loss, optimizer)), folder))
+        stores = stack.enter_context(saving.stores_of(adopted(config, Given(batches, loss, optimizer)), folder))
         given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
         trainer = advice.trainer = Trainer(config, **given, resumes=stores.resumes)
         stack.callback(trainer.close)
@@ -118,3 +118,40 @@ def train(run: Run) -> None:
     run.publish(trainer.finish())
     if trainer.step > run.first:
         console.say(f"trained {trainer.step - run.first} steps in {time.perf_counter() - started:.0f} s")
+
+
+def profile(run: Run) -> None:
+    """log.profile_steps = [first, last]: a trace of these steps in run.dir/profile. A run that resumes among them traces the
+    rest."""
+    span = run.asked.log.profile_steps
+    if not span:
+        return
+    first, last = span
+
+    def start() -> None:
+        step = run.trainer.step + 1
+        if step == max(first, run.first + 1) and step <= last:
+            jax.profiler.start_trace(str(run.folder / "profile"))
+
+    run.on("before", start)
+    run.when(lambda moment: moment.step == last, lambda _: jax.profiler.stop_trace())
+
+
+FEATURES: tuple[Callable[[Run], None], ...] = (
+    messages.print_header,
+    fewer_hosts.say_missing,
+    # Before a save: the trace ends with its step, and hosts are compared while they are idle.
+    profile,
+    stragglers.register,
+    noise_scale.register,
+    # Restores the state, which the others need.
+    saving.register,
+    evaluation.keep_reference,
+    exports.register,
+    messages.register,
+    batch_growth.register,
+    evaluation.register,
+    # After the evaluation, which may be stopped too.
+    fewer_hosts.register,
+)
+"""What a run does beside its steps, in the order in which it registers with the run."""

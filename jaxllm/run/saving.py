@@ -4,6 +4,7 @@ before the first step, saved when they are due, and at the end.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,13 +22,14 @@ from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
 from jaxllm.cluster import distributed, progress
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.batch_schedule import done_by, phases_of
-from jaxllm.config.hf_config import TOKENIZER
+from jaxllm.config.hf_config import CONFIG, TOKENIZER
 from jaxllm.data.chat import TEMPLATE_FILE
+from jaxllm.data.tokenizer import Tokenizer, read_companion
 from jaxllm.run import fewer_hosts
 from jaxllm.run.batch_growth import resumed
 from jaxllm.run.hooks import Moment, Run, is_multiple
 from jaxllm.train.optimizer import make_learning_rate
-from jaxllm.weights.staging import copy_companions
+from jaxllm.weights.staging import GENERATION, copy_companions
 
 PERIODS = ("every_steps", "keep_every_steps", "store_every_steps", "export_every_steps")
 """Keys of the section checkpoint: a multiple of any of them is saved."""
@@ -181,15 +183,30 @@ def keep_companions(folder: Path, trainer: Any) -> None:
     copy_companions(beside, aside, tokenizer=trainer.data.tokenizer is None)
     if trainer.data.tokenizer is not None:
         trainer.data.tokenizer.save(aside)
-        if (template := trainer.data.chat_template) is not None and aside.exists():
+        if (template := trainer.data.chat_template) is not None:
             # Save the template of training, wherever it came from.
+            aside.mkdir(exist_ok=True)
             (aside / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+            stop_at(trainer.data.end_of_turn, aside, trainer.data.tokenizer)
     if home.exists():
         shutil.rmtree(before, ignore_errors=True)
         home.rename(before)
     if aside.exists():
         aside.rename(home)
     shutil.rmtree(before, ignore_errors=True)
+
+
+def stop_at(turn: int | None, folder: Path, tokenizer: Tokenizer) -> None:
+    """Adds the token that ends a trained answer to those by which servers stop, in the files that exports copy."""
+    config, generation = (read_companion(folder / name) for name in (CONFIG, GENERATION))
+    said = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} | config | generation
+    ids = {name: token for name, token in said.items() if name.endswith("_token_id") and token is not None}
+    ends = named if isinstance(named := ids.get("eos_token_id", []), list) else [named]
+    if turn is not None and turn not in ends:
+        ids["eos_token_id"] = [*ends, turn]
+        (folder / GENERATION).write_text(json.dumps(generation | ids, indent=2) + "\n")
+        if config:
+            (folder / CONFIG).write_text(json.dumps(config | {"eos_token_id": [*ends, turn]}, indent=2) + "\n")
 
 
 def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str, place: str = "run.dir") -> None:

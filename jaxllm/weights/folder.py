@@ -146,7 +146,8 @@ class Folder:
     @property
     def tokenizer(self) -> Path | None:
         """The folder with tokenizer.json."""
-        return found.parent if (found := self._companion("tokenizer.json")) else None
+        home = self.companions
+        return home if home is not None and (home / "tokenizer.json").is_file() else None
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -158,12 +159,9 @@ class Folder:
         """The content of the config.json that came with the weights; {} without one."""
         return self._read_companion(CONFIG)
 
-    def _companion(self, name: str) -> Path | None:
-        found = None if self.companions is None else self.companions / name
-        return found if found is not None and found.is_file() else None
-
     def _read_companion(self, name: str) -> dict[str, Any]:
-        return read_object(found) if (found := self._companion(name)) else {}
+        found = None if self.companions is None else self.companions / name
+        return read_object(found) if found is not None and found.is_file() else {}
 
     @property
     def common_dtype(self) -> np.dtype:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -33,8 +34,8 @@ from gguf import (
 from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.config.hf_kinds import KINDS
 from jaxllm.config.model_config import RopeScaling
-from jaxllm.data.chat import ChatTemplate, load_chat_template
-from jaxllm.data.tokenizer import DOCUMENT_END, Tokenizer, byte_characters, load_tokenizer
+from jaxllm.data.chat import load_chat_template
+from jaxllm.data.tokenizer import DOCUMENT_END, JsonTokenizer, byte_characters, load_tokenizer
 from jaxllm.model.layers import rotary_frequencies
 from jaxllm.untrusted import read_json
 from jaxllm.weights.folder import Folder, HuggingFaceFolder
@@ -168,13 +169,6 @@ def describe_network(writer: GGUFWriter, model: ModelConfig, positions: int, dty
         writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
 
 
-def tensor_names(arch: MODEL_ARCH, layers: int, theirs: list[str]) -> dict[str, str]:
-    """GGUF's names, by Hugging Face's."""
-    names = get_tensor_name_map(arch, layers)
-    found = {name: names.get_name(name, (".weight", ".bias")) for name in theirs}
-    return {name: ours for name, ours in found.items() if ours is not None}
-
-
 # -------------------------------------------------------------------------------------------------------------- tokenizer
 # A tokenizer.json as the vocabulary of a GGUF file.
 #
@@ -216,11 +210,10 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
       ConfigError: llama.cpp cannot give a text the same ids.
     """
     content, tokenizer = read_json(folder / "tokenizer.json"), load_tokenizer(folder, for_documents=False)
+    assert isinstance(tokenizer, JsonTokenizer), "a folder's"
     where = f"The tokenizer of {model_name}"
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"{where} has {tokenizer.vocab_size} ids, and the model {vocab_size}: give the model's own tokenizer."
-        )
+    if tokenizer.text_size > vocab_size:
+        raise ConfigError(f"{where} has {tokenizer.text_size} ids, and the model {vocab_size}: give the model's own tokenizer.")
     model = content.get("model") or {}
     if model.get("type") != "BPE" or any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
         raise ConfigError(f"{where} is no BPE that llama.cpp knows: use --to hf and another server.")
@@ -241,7 +234,11 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
         special.merges = special.merges or [" ".join(2 * [byte_characters()[0]])]
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    template, turn = _chat_template(folder, tokenizer)
+    template = turn = None
+    # That of training (gguf has another rule where two files have one). An export does not depend on it.
+    with suppress(ConfigError):
+        found = load_chat_template(folder)
+        template, turn = found, found and found.end_of_turn(tokenizer)
     if template is not None:
         found = special.chat_template
         others = [] if found is None or isinstance(found, str) else [one for one in found if one.get("name") != "default"]
@@ -254,19 +251,8 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
     special.add_to_gguf(writer, quiet=True)
 
 
-def _chat_template(folder: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, int | None]:
-    """That of a folder, by the rule of training (gguf has another where two files have one), and the token that ends its
-    turns. None if there is none, or none that can be used."""
-    try:
-        template = load_chat_template(folder)
-        return template, None if template is None else template.end_of_turn(tokenizer)
-    except ConfigError:
-        # An export does not depend on it.
-        return None, None
-
-
-def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[TokenType]]:
-    """Text and type of each id. Ids that the tokenizer does not have are unused."""
+def _vocabulary(content: Mapping[str, Any], tokenizer: JsonTokenizer, vocab_size: int) -> tuple[list[str], list[TokenType]]:
+    """Text and type of each id of the model. Those that the tokenizer does not have are unused."""
     tokens, types = [f"[PAD{number}]" for number in range(vocab_size)], [TokenType.UNUSED] * vocab_size
     model = content["model"]
     vocabulary: dict[str, int] = model["vocab"]
@@ -276,14 +262,13 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: in
             types[number] = TokenType.BYTE
         elif model.get("byte_fallback") and text == model.get("unk_token"):
             types[number] = TokenType.UNKNOWN
-    for added in content.get("added_tokens") or ():
-        text: str = added["content"]
-        number: int = added["id"]
-        is_special = added.get("special") or number in (tokenizer.bos_id, tokenizer.eos_id)
+    # No text has those that the model does not have.
+    for number, added in ((number, added) for number, added in tokenizer.added.items() if number < vocab_size):
+        text = added.content
         if types[number] != TokenType.UNKNOWN:
-            types[number] = TokenType.CONTROL if is_special else TokenType.USER_DEFINED
+            types[number] = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
         # llama.cpp looks for such tokens in the text as it was given.
-        tokens[number] = text if is_special or not model.get("byte_fallback") else text.replace(SPACE, " ")
+        tokens[number] = text if added.special or not model.get("byte_fallback") else text.replace(SPACE, " ")
         if text == DOCUMENT_END.decode():
             tokens[number] = END
     return tokens, types
@@ -422,7 +407,8 @@ def to_gguf(
 
 def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Described]:
     theirs = [name for entry in folder.entries.values() for name in entry.tensors]
-    ours = tensor_names(arch, model.num_layers, theirs)
+    names = get_tensor_name_map(arch, model.num_layers)
+    ours = {name: found for name in theirs if (found := names.get_name(name, (".weight", ".bias"))) is not None}
     moves, tensors = [], {}
     # Slabs of a Hugging Face folder are in its order already.
     is_theirs = isinstance(folder, HuggingFaceFolder)

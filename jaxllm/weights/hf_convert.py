@@ -9,16 +9,15 @@ compared. The destination gets its final name last. A round trip is exact: names
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
@@ -30,8 +29,6 @@ from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFol
 from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream, total_bytes
-
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,14 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     require_new(destination, force)
     if verify:
         require_transformers()
-    folder = _opened(source)
+    if is_address(source):
+        # This imports JAX.
+        from jaxllm.weights.stored_models import copied
+
+        folder = open_folder("SRC", str(copied("SRC", source)[0]))
+        folder.description = source
+    else:
+        folder = open_folder("SRC", source)
     if not isinstance(folder, HuggingFaceFolder):
         raise ConfigError(f"SRC={source} is already in jaxllm's own format: use it directly, or run `jaxllm convert to-hf`.")
     try:
@@ -110,7 +114,11 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     with new_folder(destination, total_bytes(layout), force) as aside:
         with progress(moves, "from Hugging Face") as advance:
             stream(moves, layout, aside, advance)
-        more = {"hugging_face": _remembered(folder)}
+        # What jaxllm's parameters do not contain, for the conversion back.
+        ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
+        differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
+        vocabulary = [name for name in (EMBEDDING, HEAD) if name in folder.tensors]
+        more = {"hugging_face": {"vocabulary": vocabulary, "dtypes": differ}}
         (aside / MODEL).write_text(describe_model(folder.model, folder.description, folder.common_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
         agreement = require_agreement(folder.path, aside) if verify else None
@@ -217,10 +225,10 @@ def parse_size(text: str) -> int:
     Raises:
       ConfigError: the text is not a size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS or not (size := int(float(found[1]) * UNITS[found[2].upper()])):
-        raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
-    return size
+    with suppress(ValidationError):
+        if size := TypeAdapter(ByteSize).validate_python(text):
+            return int(size)
+    raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
 
 
 def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:
@@ -231,18 +239,6 @@ def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:
 # ------------------------------------------------------------------------------------------------------------- in and out
 
 
-def _opened(source: str) -> Folder:
-    """The model at a path, or at an address of a store."""
-    if not is_address(source):
-        return open_folder("SRC", source)
-    # This imports JAX.
-    from jaxllm.weights.stored_models import copied
-
-    folder = open_folder("SRC", str(copied("SRC", source)[0]))
-    folder.description = source
-    return folder
-
-
 def _moves_in(folder: HuggingFaceFolder) -> list[Move]:
     moves = []
     for entry in folder.entries.values():
@@ -251,14 +247,6 @@ def _moves_in(folder: HuggingFaceFolder) -> list[Move]:
             elements = folder.slab(entry, layer)
             moves.append(Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size))
     return moves
-
-
-def _remembered(folder: HuggingFaceFolder) -> dict[str, object]:
-    """Properties of the source folder that jaxllm's parameters do not contain, for the conversion back."""
-    ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
-    differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
-    vocabulary = [name for name in (EMBEDDING, HEAD) if name in folder.tensors]
-    return {"vocabulary": vocabulary, "dtypes": differ}
 
 
 def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Described]:
@@ -306,8 +294,8 @@ def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | Non
             f"{folder.description} does not say how many positions the model was trained for: add --max-position=N."
         )
     dtype = (wanted or folder.common_dtype).name
-    tokens = token_ids(folder)
-    return hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original, tokens=tokens)
+    config = hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original)
+    return config if original else config | token_ids(folder)
 
 
 # -------------------------------------------------------------------------------------------------------- beside the weights
@@ -323,11 +311,11 @@ def write_companions(folder: Folder, target: Path) -> None:
     tokens = {name: token for name, token in token_ids(folder).items() if token is not None}
     # Where there is a config.json, its end tokens hold.
     if tokens and (reads_bytes(folder) or not (folder.generation or folder.original_config)):
-        (target / GENERATION).write_text(json.dumps(tokens | folder.generation, indent=2) + "\n")
+        (target / GENERATION).write_text(json.dumps(folder.generation | tokens, indent=2) + "\n")
 
 
-def token_ids(folder: Folder) -> dict[str, int | None]:
-    """bos_token_id and eos_token_id of the folder's tokenizer."""
+def token_ids(folder: Folder) -> dict[str, Any]:
+    """bos_token_id and eos_token_id of the folder's tokenizer, or as its generation_config.json says."""
     if folder.tokenizer is None and not reads_bytes(folder):
         return {}
     try:
@@ -335,7 +323,8 @@ def token_ids(folder: Folder) -> dict[str, int | None]:
     except ConfigError:
         # A tokenizer that is unusable for training is not a reason to refuse the export.
         return {}
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {name: folder.generation.get(name, token_id) for name, token_id in found.items()}
 
 
 def reads_bytes(folder: Folder) -> bool:
@@ -367,15 +356,7 @@ def require_agreement(hugging_face: Path, ours: str | Path, step: int | None = N
     return found
 
 
-def verify(
-    hugging_face: Path,
-    ours: str | Path,
-    step: int | None = None,
-    adapters: Sequence[str] = (),
-    *,
-    sequences: int = 2,
-    length: int = 32,
-) -> Agreement:
+def verify(hugging_face: Path, ours: str | Path, step: int | None = None, adapters: Sequence[str] = ()) -> Agreement:
     """Compares the logits of random tokens, by transformers from one folder and by jaxllm from the other, in float32. It needs
     memory for two copies of the model in float32.
 
@@ -391,7 +372,7 @@ def verify(
 
     logging.disable_progress_bar()
     network = AutoModelForCausalLM.from_pretrained(hugging_face, dtype=torch.float32, attn_implementation="eager")
-    ids_BS = np.random.default_rng(0).integers(0, network.config.vocab_size, (sequences, length)).astype(np.int32)
+    ids_BS = np.random.default_rng(0).integers(0, network.config.vocab_size, (2, 32)).astype(np.int32)
     with torch.no_grad():
         theirs_BSV = network(torch.tensor(ids_BS).long()).logits
     with jax.default_matmul_precision("float32"):

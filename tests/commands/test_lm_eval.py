@@ -12,7 +12,7 @@ from hf_folders import HUB, random_weights, write_folder
 import jaxllm
 from jaxllm.cli import app as cli
 from jaxllm.config import ConfigError
-from jaxllm.data.tokenizer import byte_characters, save_byte_tokenizer
+from jaxllm.data.tokenizer import byte_characters, load_tokenizer, save_byte_tokenizer
 
 pytest.importorskip("lm_eval")
 huggingface = pytest.importorskip("lm_eval.models.huggingface")
@@ -24,6 +24,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from jaxllm.inference import lm_eval as module  # noqa: E402
 from jaxllm.inference.lm_eval import JaxLLM, run_tasks  # noqa: E402
+from jaxllm.inference.predict import encode_prompt  # noqa: E402
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 48}
 CONFIG = {**HUB, **SIZES, "bos_token_id": None, "eos_token_id": 0}
@@ -211,6 +212,10 @@ def test_a_tokenizer_with_bos_is_read_as_transformers_does(folder, tmp_path):
     ours = JaxLLM(with_bos, ["parallel.data=1"])
     assert ours.prefix_token_id == theirs.prefix_token_id == 1
     assert ours.tok_encode("One") == theirs.tok_encode("One") == [1, *b"One"]
+    # A prompt of `jaxllm generate` is read alike. HFLM too leaves out the second BOS of a text that spells one.
+    for text in ("One", begin + "One", f"One{begin}", end := "One\0"):
+        assert encode_prompt(load_tokenizer(with_bos), text, 256).tolist() == ours.tok_encode(text) == theirs.tok_encode(text)
+    assert ours.tok_encode(end)[-1] == 0
     for kind, arguments in (("loglikelihood", PAIRS[:3]), ("loglikelihood_rolling", [(text,) for text in TEXTS[1:4]])):
         asked = requests(kind, arguments)
         expected, found = (getattr(model, kind)(asked, disable_tqdm=True) for model in (theirs, ours))

@@ -22,7 +22,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.chat import load_chat_template
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.generate import InTurn
-from jaxllm.inference.prompts import encode_chat, stop_ids
+from jaxllm.inference.predict import encode_prompt, stop_ids
 from jaxllm.weights.hf_convert import from_hf
 
 TEXT = "the law of the mesh: gather, shard, tick — and gather.\n" * 4
@@ -126,7 +126,7 @@ def test_a_run_of_bytes_is_scored_with_the_length_it_was_trained_with(run_dir, r
 
 def test_a_hub_folder_is_scored_as_its_own_tokenizer_cuts_the_text(hub_folder, text):
     tokenizer = load_tokenizer(hub_folder)
-    ids = tokenizer.encode(TEXT, add_special=False)
+    ids = tokenizer.encode(TEXT)
     expected = reference_losses(hub_folder, ids, 16, 16)
     # Three ranks do not divide 16 positions, so rows are padded to 18. Of eight devices six are used.
     said = []
@@ -180,7 +180,7 @@ def test_a_run_of_bytes_goes_on_with_bytes(run_dir, continued):
 
 def test_a_conversation_is_written_by_the_template_and_ends_as_it_does(hub_folder):
     tokenizer, template = load_tokenizer(hub_folder), load_chat_template(hub_folder)
-    ids = encode_chat(tokenizer, template, "tick?", 300, system="law")
+    ids = encode_prompt(tokenizer, "tick?", 300, template, system="law")
     spelled = "<|im_start|>system\nlaw<|im_end|>\n<|im_start|>user\ntick?<|im_end|>\n<|im_start|>assistant\n"
     raw = tokenizers.Tokenizer.from_file(str(hub_folder / "tokenizer.json"))
     assert ids.tolist() == raw.encode(spelled).ids
@@ -208,8 +208,7 @@ def test_an_answer_differs_from_a_continuation(hub_folder):
     (answer,) = jaxllm.generate(hub_folder, "tick", chat=True, **options)
     spelled = "<|im_start|>user\ntick<|im_end|>\n<|im_start|>assistant\n"
     plain, as_text = jaxllm.generate(hub_folder, ["tick", spelled], **options)
-    # Text in a user message never becomes a special token, so all three differ.
-    assert len({tuple(found.ids) for found in (answer, plain, as_text)}) == 3
+    assert answer.ids == as_text.ids != plain.ids
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals
@@ -273,6 +272,12 @@ def test_generating_refuses_in_one_sentence(run_dir, no_device, options, sentenc
         jaxllm.generate(**{"model": run_dir, "prompts": ["a"], **options})
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_stop_text_that_no_text_can_have_is_refused(hub_folder, no_device):
+    """The text that is searched for it has no special tokens."""
+    with pytest.raises(ConfigError, match=r"--stop=<\|im_end\|>\\n is a special token and more, which no text has: give that"):
+        jaxllm.generate(hub_folder, "a", stop=["law", "<|im_end|>", "<|im_end|>\n"])
 
 
 def test_a_large_vocabulary_without_a_tokenizer_is_not_read_as_bytes(hub_folder, text, tmp_path, no_device):

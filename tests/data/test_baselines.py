@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from jaxllm.data.measures import ngram_baseline
+from jaxllm.run.evaluation import ngram_baseline
 
 
 def brute_force(train, held_out, order):

@@ -81,7 +81,7 @@ def test_the_post_processor_decides_about_marks_and_none_comes_twice(folder, sin
     bos, eos = raw.token_to_id(BOS), raw.token_to_id(EOS)
     assert tokenizer.encode_documents(["the law"])[0].tolist() == [bos, *plain(raw, "the law"), eos]
     assert tokenizer.encode("the law").tolist() == [bos, *plain(raw, "the law")]
-    assert tokenizer.encode("the law", add_special=False).tolist() == plain(raw, "the law")
+    assert tokenizer.encode("the law").tolist()[1:] == plain(raw, "the law")
 
 
 def test_one_token_may_mark_both_ends(folder):
@@ -309,11 +309,10 @@ def test_growth_is_no_less_than_the_library_makes_of_a_text(normalizer, text):
 def test_ids_beyond_the_vocabulary_are_refused_by_file(folder):
     raw = trained(EOS)
     raw.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 300)])
-    tokenizer = load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS}))
     with pytest.raises(
         ConfigError, match=r"tokenizer\.json adds the id 300 to a text, and its vocabulary has \d+ ids: fix its"
     ):
-        tokenizer.encode("the law")
+        load_tokenizer(folder(raw, tokenizer_config={"eos_token": EOS}))
 
 
 def test_a_tokenizer_without_a_vocabulary_is_no_error_of_ours(folder):

@@ -15,7 +15,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import bucket
 from jaxllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxllm.inference.generate import Generator, Sampling, TextStream, complete, next_ids, sample
-from jaxllm.inference.prompts import encode_prompt
+from jaxllm.inference.predict import encode_prompt
 from jaxllm.mesh.axes import make_mesh
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize

@@ -4,6 +4,7 @@ import shlex
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError, load_config
@@ -150,7 +151,7 @@ def test_what_every_mesh_is_searched_for_is_not_said_to_be_impossible():
 
 def test_a_sample_that_does_not_fit_is_left_out(tiny_config, monkeypatch):
     """The run has ended by then. Any other error is raised."""
-    said, text = [], SimpleNamespace(encode=list)
+    said, text = [], SimpleNamespace(encode=lambda text, parse_special: np.array([*text.encode()]))
     data = SimpleNamespace(unit="byte", held_out_tokens=0, tokenizer=text)
     trainer = SimpleNamespace(data=data, config=tiny_config("log.sample_tokens=5"), model=None)
 
@@ -163,6 +164,10 @@ def test_a_sample_that_does_not_fit_is_left_out(tiny_config, monkeypatch):
 
     assert fails_with(EXHAUSTED) is None
     assert said == ["no sample: the whole network does not fit on a device beside the training state"]
+    text.encode = lambda text, parse_special: np.array([256])
+    assert fails_with("INTERNAL: a bug") is None
+    assert said[1:] == ["no sample: log.sample_prompt has a token for which the model has no row"]
+    text.encode = lambda text, parse_special: np.array([255])
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         fails_with("INTERNAL: a bug")
 
