@@ -149,7 +149,10 @@ def register(run: Run) -> None:
             run.on("line", sink.write)
         trainer.metrics.watch.recall(run.folder / "metrics.jsonl")
 
+    said = False
+
     def publish(record: Record) -> None:
+        nonlocal said
         config = trainer.config
         record |= run.timer.record_keys(trainer, peak_flops)
         run.write(record)
@@ -158,6 +161,12 @@ def register(run: Run) -> None:
             skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
             loss, norm = record["loss"], record["grad_norm"]
             console.say(f"step {record['step']} is {what}: loss {loss:.4g}, gradient norm {norm:.4g}{skipped}")
+        if record.get("no_targets") and not said:
+            said = True
+            console.say(
+                f"step {record['step']} has no target: no token of it is learnt, so no weight changes, as in all such steps; "
+                f"longer sequences or a larger batch make them rarer"
+            )
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))
         rate = float(record["tokens_per_s_per_device"])
