@@ -204,7 +204,9 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
         if template is not None and for_texts is not None and for_texts.name != BYTES:
             _warn_without_end(template, for_texts)
-    documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
+    documents = [
+        prepared.get(part.name) or open_documents(part, for_texts, template, data.max_broken_share) for part in data.sources
+    ]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
     sources = tuple(
@@ -235,7 +237,9 @@ def _warn_without_end(template: ChatTemplate, tokenizer: Tokenizer) -> None:
         )
 
 
-def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:
+def open_documents(
+    source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_broken_share: float
+) -> Documents:
     """Opens the documents of a source that is not prepared. Several files are concatenated. The default tokenizer of texts is
     bytes.
 
@@ -251,7 +255,8 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
         return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
     if source.source in CONVERSATIONS:
         assert tokenizer is not None, "refused by the config"
-        return read_conversations(source.paths, tokenizer, template, pairs=source.source == "preferences")
+        pairs = source.source == "preferences"
+        return read_conversations(source.paths, tokenizer, template, pairs=pairs, max_broken_share=max_broken_share)
     if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)
