@@ -5,13 +5,18 @@
 # runs every test but those for GPUs, and runs them without the compilation cache of earlier runs (tests/program_cache.py). A
 # line every half minute says how long it still takes; a failed test is named at once (tests/progress.py). GPU tests are in
 # launch/gpu_check.sh. All checks run even if one fails; the exit code is that of the first failure. On Python 3.11 packages have
-# the versions of constraints/ci.txt.
+# the versions of constraints/ci.txt, with JAXLLM_LOWEST=1 the lowest ones that pyproject.toml allows (in an environment of its own:
+# JAXLLM_VENV).
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 constraints=constraints/ci.txt
+if [[ -n "${JAXLLM_LOWEST:-}" ]]; then
+  constraints="$(mktemp)"
+  "$(find_python)" launch/lowest_versions.py >"$constraints"
+fi
 markers="not slow and not gpu and not launcher and not notebook and not nightly"
 all=false
 limit=80m

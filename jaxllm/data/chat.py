@@ -10,6 +10,7 @@ up to the token that ends the turn, is what the model has to write.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.template_process import FAILED, NOT_JINJA, RENDERED, TemplateProcess, TemplateStopped, Wish
+from jaxllm.data.template_process import (
+    FAILED,
+    FIXED_DATE,
+    NOT_JINJA,
+    RENDERED,
+    TemplateProcess,
+    TemplateStopped,
+    Wish,
+    needs_date,
+)
 from jaxllm.data.tokenizer import Tokenizer, read_companion, token_text
 from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, reason_of, shown
+
+log = logging.getLogger(__name__)
 
 ASSISTANT = "assistant"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -28,9 +40,11 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
-# Two code points that Unicode reserves for internal use of a program; no text may contain them.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+# Code points that Unicode reserves for internal use of a program; no text may contain them.
+_BEGIN, _END, _CONTENT = "\ufdd0", "\ufdd1", "\ufdd2"
 _NO_MARKS = ("", "")
+_LINE_ENDS = re.compile("\n+")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _LONGEST_REASON = 500
 _SPECIAL_TOKENS = 1000
 """Names of special tokens in the files of a tokenizer. Real ones have ten."""
@@ -54,7 +68,7 @@ class ChatTemplate:
     """Special tokens by the names that templates use: bos_token, eos_token and so on."""
     knows_date: bool = True
     """Whether the template may ask for today's date. False for training, where the text must be the same tomorrow: templates
-    then use a fixed date, or refuse."""
+    then use a date of their own, or get FIXED_DATE."""
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, marks: tuple[str, str] = _NO_MARKS
@@ -71,17 +85,20 @@ class ChatTemplate:
           ChatTemplateLimit: it needs too much time or memory.
         """
         (text,) = self._texts(messages, [(len(messages), add_generation_prompt, marks)])
+        if isinstance(text, ChatTemplateError):
+            raise text
         return text
 
     def render_answers(
         self, messages: Sequence[Message], wanted: Collection[int], special_tokens: Sequence[str]
     ) -> tuple[str, list[Span]]:
         """Renders a complete conversation and finds the wanted assistant messages in it, in order. Each span excludes the
-        generation prompt and includes the token that ends the turn. Each wanted message costs two renderings.
+        generation prompt and includes the token that ends the turn.
 
-        If a template has no generation prompt and writes the head of a turn together with the answer, the answer begins with
-        its content. If a template changes earlier turns once an answer follows (some drop earlier reasoning), its
-        {% generation %} marks give the answers.
+        {% generation %} marks give the answers where a template has them. Elsewhere each wanted message costs two renderings,
+        of the conversations that end before and after it. If the complete text does not continue these, or the template refuses
+        one (Qwen 3 drops what it writes before the last answer, others read the first message), the answer is the part of the
+        complete text that depends on that message.
 
         Args:
           wanted: numbers of assistant messages, from 0.
@@ -89,85 +106,103 @@ class ChatTemplate:
 
         Raises as `render` does, and ChatTemplateError if the position of an answer is unclear.
         """
-        numbers = sorted(wanted)
         # The longest come first because one token may be a prefix of another.
         spelled = sorted(filter(None, special_tokens), key=len, reverse=True)
         special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
-        wishes: list[Wish] = [(len(messages), False, _NO_MARKS)]
+        if re.search(r"{%-?\+?\s*generation\b", self.source):
+            text = self.render(messages)
+            if marked := self._marked(messages, wanted, text, special):
+                return text, marked
+        numbers = sorted(wanted)
+        wishes: list[Wish] = [(len(messages), False, _NO_MARKS), (len(messages), True, _NO_MARKS)]
         for number in numbers:
             wishes.append((number, True, _NO_MARKS))
             if number + 1 < len(messages):
                 wishes.append((number + 1, False, _NO_MARKS))
         # One after the other as they are needed: together they may not fit into memory.
         texts = self._texts(messages, wishes)
-        text = next(texts)
-        try:
-            return text, [self._answer(messages, number, text, texts, special) for number in numbers]
-        except ChatTemplateError:
-            if not re.search(r"{%-?\+?\s*generation\b", self.source):
-                raise
-        return text, self._marked(messages, wanted, text, special)
+        text, asked = next(texts), next(texts)
+        if isinstance(text, ChatTemplateError):
+            raise text
+        head = asked.removeprefix(text) if isinstance(asked, str) and asked.startswith(text) else ""
+        spans: list[Span] = []
+        for number in numbers:
+            prompt = next(texts)
+            whole = next(texts) if number + 1 < len(messages) else text
+            span = _continued(str(messages[number].get("content") or "").strip(), text, prompt, whole, head, special)
+            spans.append(span or self._behind_head(messages, number, text, head, special))
+        return text, spans
 
     def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
         """Special token that ends an answer. None if the template has none, or if it cannot be determined. Raises
         ChatTemplateLimit if the template needs too much time or memory.
         """
-        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _CONTENT}]
         try:
             text, [(start, stop)] = self.render_answers(messages, {1}, tokenizer.special_tokens)
         except ChatTemplateError:
             return None
-        ((ids, _),) = tokenizer.encode_with_starts([text[start:stop]], parse_special=True)
+        # Some write another token behind it at the end of the conversation.
+        ended = text[start:stop].rpartition(_CONTENT)[2].split()
+        ((ids, _),) = tokenizer.encode_with_starts(ended[:1] or [""], parse_special=True)
         # A special token decodes to nothing.
-        return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None
+        return int(ids[0]) if len(ids) and not tokenizer.decode(ids[:1]) else None
 
     def close(self) -> None:
         """Ends the process that renders. A later rendering starts it again."""
         if "_process" in self.__dict__:
             self._process.close()
 
-    def _texts(self, messages: Sequence[Message], wishes: Sequence[Wish]) -> Iterator[str]:
-        """Texts of beginnings of a conversation. Raises as `render` does, where the text would be."""
+    def _texts(self, messages: Sequence[Message], wishes: Sequence[Wish]) -> Iterator[str | ChatTemplateError]:
+        """Texts of beginnings of a conversation, or why one has none. Raises ChatTemplateLimit where the text would be."""
         try:
-            for kind, text in self._process.render(messages, wishes):
-                if kind == RENDERED:
-                    yield text
-                    continue
+            for kind, text in self._process.render([_with_reasoning(message) for message in messages], wishes):
                 verb = "fails on" if kind == FAILED else "refuses"
-                raise self._refusal(f"{verb} the conversation ({shown(text, _LONGEST_REASON)})")
+                why = f"{verb} the conversation ({shown(text, _LONGEST_REASON)})"
+                yield text if kind == RENDERED else self._refusal(why)
         except TemplateStopped as stop:
             raise self._limit(stop) from None
         except RecursionError:
             raise self._refusal("is not tried on a conversation that nests too deeply") from None
 
-    def _answer(
-        self, messages: Sequence[Message], number: int, text: str, texts: Iterator[str], special: re.Pattern[str]
-    ) -> Span:
-        before, prompt = messages[:number], next(texts)
-        whole = text if number + 1 == len(messages) else next(texts)
-        if not whole.startswith(prompt):
-            raise self._refusal(
-                f"writes the text before message {number + 1} differently once that answer follows, and has no "
-                f"{{% generation %}} marks to show the answer"
-            )
-        start, stop = len(prompt), _end_of_turn(special, whole, len(prompt))
-        if not text.startswith(whole[:stop]):
-            raise self._refusal(
-                f"writes message {number + 1} differently once other messages follow, and has no {{% generation %}} marks to "
-                f"show the answer"
-            )
-        content = str(messages[number].get("content") or "").strip()
-        if not whole[start:].lstrip().startswith(content) and self.render(before) == prompt:
-            # Without a generation prompt the head of the turn came with the answer.
-            start = whole.find(content, start, stop)
-            if start < 0:
-                raise self._refusal(f"has no generation prompt and does not write message {number + 1} unchanged")
-        return start, stop
-
-    def _marked(self, messages: Sequence[Message], wanted: Collection[int], text: str, special: re.Pattern[str]) -> list[Span]:
-        """Finds the wanted answers by the template's {% generation %} marks."""
-        if _BEGIN in text or _END in text:
+    def _changed(self, messages: Sequence[Message], number: int, text: str, special: re.Pattern[str]) -> Span:
+        """The part of the complete text that changes if a message has another content and no other field, with the token that
+        ends its turn."""
+        if _BEGIN in text:
             raise self._refusal("finds a character in the conversation that no text may contain")
+        changed = self.render([*messages[:number], {"role": ASSISTANT, "content": _BEGIN}, *messages[number + 1 :]])
+        if changed.count(_BEGIN) != 1:
+            raise self._refusal(f"does not write message {number + 1} exactly once, and has no {{% generation %}} marks")
+        start = _same(text, changed)
+        return start, _closing_token(special, text, start, len(text) - _same(text[start:][::-1], changed[start:][::-1]))
+
+    def _behind_head(self, messages: Sequence[Message], number: int, text: str, head: str, special: re.Pattern[str]) -> Span:
+        """The answer as what changes with its message, after the generation prompt.
+
+        Args:
+          head: what the template adds to the complete text for the next answer.
+        """
+        start, stop = self._changed(messages, number, text, special)
+        # A thinking model's head goes further than what its earlier answers begin with. The nearest beginning of it counts.
+        places = {len(head), *(found.end() for mark in (special, _LINE_ENDS) for found in mark.finditer(head))}
+        ends = sorted(place for place in places if head[:place].strip())
+        if not ends:
+            # A space belongs to the first token of the answer.
+            return start - text[:start].endswith(" "), stop
+        if head[: ends[0]] in text[start:stop]:
+            raise self._refusal(f"writes message {number + 1} in two places, and has no {{% generation %}} marks")
+        # Some write two answers in a row as one turn.
+        follows = number > 0 and messages[number - 1].get("role") == ASSISTANT
+        after = self._changed(messages, number - 1, text, special)[1] if follows else 0
+        at, end = max((text.rfind(head[:end], after, start), end) for end in ends)
+        return at + end if at >= 0 else start, stop
+
+    def _marked(
+        self, messages: Sequence[Message], wanted: Collection[int], text: str, special: re.Pattern[str]
+    ) -> list[Span] | None:
+        """Finds the wanted answers by the template's {% generation %} marks; None if these are not one for each answer."""
+        if _BEGIN in text or _END in text:
+            return None
         marked = self.render(messages, marks=(_BEGIN, _END))
         spans, parts, at = [], re.split(f"([{_BEGIN}{_END}])", marked), 0
         for part in parts:
@@ -179,7 +214,7 @@ class ChatTemplate:
                 at += len(part)
         answers = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
         if at != len(text) or len(spans) != len(answers):
-            raise self._refusal(f"marks {len(spans)} answers in a conversation that has {len(answers)}")
+            return None
         return [span for number, span in zip(answers, spans, strict=True) if number in wanted]
 
     def _refusal(self, what: str) -> ChatTemplateError:
@@ -226,6 +261,8 @@ def load_chat_template(
         return None
     source, origin = found
     template = ChatTemplate(source, str(origin), {} if folder is None else _special_tokens(Path(folder)), knows_date)
+    if not knows_date and needs_date(source):
+        log.warning("The chat template of %s writes today's date. To stay the same it gets %s.", origin, FIXED_DATE.date())
     # Refuses a broken template here, not at the first conversation.
     _ = template._process
     return template
@@ -272,6 +309,36 @@ def _special_tokens(folder: Path) -> dict[str, str]:
         if len(tokens) > _SPECIAL_TOKENS:
             raise ConfigError(f"{file} names more than {_SPECIAL_TOKENS} special tokens: name those that the template uses.")
     return tokens
+
+
+def _with_reasoning(message: Message) -> Message:
+    """A message with its reasoning under both names that templates read, as transformers gives it to them."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _same(one: str, other: str) -> int:
+    """Number of characters with which both begin."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _continued(
+    content: str,
+    text: str,
+    prompt: str | ChatTemplateError,
+    whole: str | ChatTemplateError,
+    head: str,
+    special: re.Pattern[str],
+) -> Span | None:
+    """The answer as what `whole`, the text of the conversation up to it, adds to its prompt; None if the complete text does not
+    begin so, or if the head of the turn comes with the answer because the template has no generation prompt.
+    """
+    if not isinstance(prompt, str) or not isinstance(whole, str) or not whole.startswith(prompt) or not prompt.endswith(head):
+        return None
+    start, stop = len(prompt), _end_of_turn(special, whole, len(prompt))
+    if not text.startswith(whole[:stop]) or not (head or whole[start:].lstrip().startswith(content)):
+        return None
+    return start, _closing_token(special, text, start, stop)
 
 
 def _end_of_turn(special: re.Pattern[str], text: str, start: int) -> int:

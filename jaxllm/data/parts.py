@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,11 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from jaxllm.config.errors import line_of
 from jaxllm.untrusted import MIB
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 LINES_ENDINGS = (".jsonl", ".json", ".ndjson")
 Kind = Literal["text", "lines", "array", "csv", "parquet", "arrow"]
@@ -97,10 +103,9 @@ _MOST_EXPANDED, _EXPANDS_FREELY = 100, 260 * MIB
 """Times that a compressed file may expand, and bytes from which on: 256 MiB and what is read ahead. Text shrinks to a tenth,
 logs to a fortieth; gzip can reach 1,000 and Zstandard 30,000."""
 
-
-_WINDOW_BYTES = 2**31
-"""Zstandard's largest window (zstd --long=31), as dumps of forums have it. The library allocates as much, and touches what the
-content fills."""
+_WINDOW_LOG = 31
+"""Zstandard's largest window is 2**31 bytes (zstd --long=31), as dumps of forums have it. The library allocates as much, and
+touches what the content fills."""
 
 
 class DamagedFile(Exception):
@@ -110,68 +115,29 @@ class DamagedFile(Exception):
 def decompressed(path: str, raw: BinaryIO) -> BinaryIO:
     """The content of an open file, decompressed if its name ends in .gz or .zst. Reading it may raise DamagedFile."""
     if path.lower().endswith(".gz"):
-        return io.BufferedReader(_Expanding(raw, _Gzip(raw)), _CHUNK)
+        return io.BufferedReader(_Expanding(raw, gzip.GzipFile(fileobj=raw), (zlib.error, gzip.BadGzipFile), "gzip"), _CHUNK)
     if path.lower().endswith(".zst"):
-        return io.BufferedReader(_Expanding(raw, _Zstandard(raw)), _CHUNK)
+        file = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG})
+        return io.BufferedReader(_Expanding(raw, file, (zstd.ZstdError,), "Zstandard"), _CHUNK)
     return raw
 
 
 class _Expanding(io.RawIOBase):
     """What compressed bytes expand to, which may not be too much."""
 
-    def __init__(self, raw: BinaryIO, inner: _Gzip | _Zstandard):
-        self._raw, self._inner, self._position = raw, inner, 0
+    def __init__(self, raw: BinaryIO, file: io.BufferedIOBase, errors: tuple[type[Exception], ...], name: str):
+        self._raw, self._file, self._errors, self._name = raw, file, (EOFError, *errors), name
+        self._position = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = self._inner.readinto(buffer)
+        try:
+            count = self._file.readinto(buffer)
+        except self._errors as error:
+            raise DamagedFile(f"damaged {self._name} ({line_of(error)})") from None
         self._position += count
         if self._position > _EXPANDS_FREELY and self._position > _MOST_EXPANDED * self._raw.tell():
             raise DamagedFile(f"it expands to more than {_MOST_EXPANDED} times its size")
-        return count
-
-
-class _Gzip:
-    def __init__(self, raw: BinaryIO):
-        self._file = gzip.GzipFile(fileobj=raw)
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            return self._file.readinto(buffer)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DamagedFile(f"damaged gzip ({line_of(error)})") from None
-
-
-class _Zstandard:
-    """Behaves like zstandard's own reader, but does not accept a truncated file as complete."""
-
-    def __init__(self, raw: BinaryIO):
-        import zstandard
-
-        self._error = zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj
-        self._raw, self._frame, self._waiting = raw, None, b""
-        self._output = memoryview(b"")
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            # A byte may expand to 32 KiB, and what a read expands to is in memory at once.
-            data = self._waiting or self._raw.read(_CHUNK // 1024)
-            self._waiting = b""
-            if not data:
-                if self._frame is not None:
-                    raise DamagedFile("damaged Zstandard (it ends too early)")
-                return 0
-            self._frame = self._frame or self._new_frame()
-            try:
-                self._output = memoryview(self._frame.decompress(data))
-            except self._error as error:
-                raise DamagedFile(f"damaged Zstandard ({line_of(error)})") from None
-            if self._frame.eof:
-                self._waiting, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
         return count

@@ -18,19 +18,24 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-RENDERED, NOT_JINJA, REFUSED, FAILED, TOO_LARGE = b"rnfeo"
-"""What a rendering gives: a text, the reason why it has none, or nothing because memory does not suffice."""
+RENDERED, NOT_JINJA, REFUSED, FAILED, TOO_LARGE, TOO_SLOW = b"rnfeos"
+"""What a rendering gives: a text, the reason why it has none, or nothing because memory or time does not suffice."""
 HEADER = struct.Struct("<BQ")
 LENGTH = struct.Struct("<Q")
 SECONDS, BYTES_PER_SECOND = 2, 100_000
 """Processor time of a rendering, and the bytes of a conversation that give a second more. A usual one takes a millisecond."""
+SECONDS_TOGETHER, SECONDS_EACH = 20, 0.02
+"""Processor time of all renderings of a process together, and what each adds: a file of 100,000 conversations takes no day."""
 MEMORY_BYTES, BYTES_PER_BYTE = 512 * 2**20, 32
 """Memory of the process, and what each byte of a conversation adds."""
+FIXED_DATE = datetime.datetime(2024, 7, 26)
+"""Today for a template that has no date of its own to write and may not ask. Llama 3.2's template has this one."""
 Wish = tuple[int, bool, tuple[str, str]]
 """A rendering: of how many messages, whether with the generation prompt, and the marks around each {% generation %} block."""
 Answer = tuple[int, str]
@@ -40,6 +45,11 @@ _TOGETHER, _LONG_BYTES = 16, 2**20
 """Renderings of a conversation that are in memory together, and the size from which on only one is."""
 _OUTPUT_BYTES, _OUTPUT_PER_BYTE = 2**20, 16
 """What renderings may take together, and what each byte of the conversation adds: sixteen beginnings of it take eight."""
+
+
+def needs_date(source: str) -> bool:
+    """Whether a template asks for today's date without an alternative."""
+    return "strftime_now" in source and "strftime_now is defined" not in source
 
 
 class TemplateStopped(Exception):
@@ -52,7 +62,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], knows_date: bool):
-        self._template = pickle.dumps((source, dict(special_tokens), knows_date))
+        self._template = pickle.dumps((source, dict(special_tokens), knows_date, SECONDS_TOGETHER))
         self._lock = threading.RLock()
         self._running: subprocess.Popen[bytes] | None = None
         self._end = None
@@ -136,6 +146,10 @@ def _received(written: IO[bytes], at_most: int) -> Answer:
         raise TemplateStopped(f"needs more than {MEMORY_BYTES // 2**20} MiB of memory to render")
     if length > at_most:
         raise TemplateStopped(f"writes a text of {length:,} bytes, and {at_most:,} are the most")
+    if kind == TOO_SLOW:
+        raise TemplateStopped(
+            f"takes more than {SECONDS_EACH:g} s of processor time for each rendering and {SECONDS_TOGETHER} s more"
+        )
     content = written.read(length)
     if len(content) < length:
         raise EOFError
@@ -168,16 +182,21 @@ def main() -> None:
         _limit_memory(largest)
         request = pickle.loads(received.read(size))
         if template is None:
-            source, special_tokens, knows_date = request
+            source, special_tokens, knows_date, left = request
             if knows_date:
                 environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+            elif needs_date(source):
+                environment.globals["strftime_now"] = FIXED_DATE.strftime
             kind, template = _within_limits(size, environment.from_string, source)
             _answer(answers, kind, b"" if kind == RENDERED else template)
         else:
             messages, wishes = request
             del request
             for wish in wishes:
-                _answer(answers, *_within_limits(size, _render, template, special_tokens, messages, *wish))
+                began = time.process_time()
+                kind, content = _within_limits(size, _render, template, special_tokens, messages, *wish)
+                left += SECONDS_EACH + size / BYTES_PER_SECOND - (time.process_time() - began)
+                _answer(answers, *((kind, content) if left > 0 else (TOO_SLOW, b"")))
 
 
 def _render(

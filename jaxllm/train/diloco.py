@@ -226,7 +226,7 @@ def outer_step(
             # The change of a replica that is left out is of no use.
             keep = lambda t, old, new: where_replica(used, t[None] + (new - old), t[None])  # noqa: E731
             synced = jax.tree.map(keep, params, own, after.params)
-        norm, square = optax.global_norm(change), sums["square"] / number
+        norm, square = optax.tree.norm(change), sums["square"] / number
         left_out = counts.size - sums["number"].astype(jnp.int32)
         metrics = {"outer_grad_norm": norm, "island_drift": jnp.sqrt(square), "islands_left_out": left_out}
         if counts.size > 1:

@@ -88,7 +88,7 @@ def streamed_clipping(functions: Parallelized, mesh: Mesh) -> Clipping:
 
     def norm(gradients: Tree) -> jax.Array:
         rest = {name: tree for name, tree in gradients.items() if name != "layers"}
-        return jnp.sqrt(jnp.square(optax.global_norm(rest)) + squares(gradients["layers"]))
+        return jnp.sqrt(jnp.square(optax.tree.norm(rest)) + squares(gradients["layers"]))
 
     def clip(gradients: Tree, norm: jax.Array, limit: float | None) -> Scaled:
         return Scaled(gradients, None if limit is None else clip_scale(norm, limit))

@@ -144,7 +144,7 @@ Observe = Callable[[Any], Metrics]
 class Clipping(NamedTuple):
     """How the norm of all gradients is found and limited."""
 
-    norm: Callable[[Any], jax.Array] = optax.global_norm
+    norm: Callable[[Any], jax.Array] = optax.tree.norm
     """gradients -> their global norm"""
     clip: Callable[[Any, jax.Array, float | None], Any] = clip_by_norm
     """(gradients, norm, limit) -> what the update takes as gradients"""

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-import zstandard
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data.chat import ChatTemplate, ChatTemplateError, ChatTemplateLimit, load_chat_template
 from jaxllm.data.conversations import LEARNT, SYSTEM, _key, read_conversations
+from jaxllm.data.parts import zstd
 from jaxllm.data.sources import load_data
 from jaxllm.data.tokenizer import load_tokenizer
 
@@ -55,6 +55,13 @@ FORGETS_WITH_MARKS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"""
 PUTS_THOUGHTS_IN = CHATML.replace("'\n' + m.content", "'\n' + ('<think></think>' if m.role == 'assistant' else '') + m.content")
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+# As Qwen 3: an empty thought in front of the last answer alone. Some of its kin begin it in the prompt.
+THINKS_LAST = CHATML.replace(
+    "'\n' + m.content", "'\n' + (NO_THOUGHT if m.role == 'assistant' and loop.last else '') + m.content"
+).replace("NO_THOUGHT", repr(NO_THOUGHT))
+THINKS_IN_PROMPT = THINKS_LAST.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+READS_THE_FIRST = "{% if messages[0].role == 'system' %}{{ '' }}{% endif %}" + CHATML
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -154,6 +161,12 @@ def text(documents, folder, number=0):
         pytest.param(LLAMA_2, CONVERSATION, [" It is  four. </s>", " Paris, été comme hiver. </s>"], id="llama 2"),
         pytest.param(LLAMA_3, CONVERSATION, ["It is  four.<|eot_id|>", "Paris, été comme hiver.<|eot_id|>"], id="llama 3"),
         pytest.param(FORGETS, CONVERSATION, ["It is  four.\n<|im_end|>", "Paris, été comme hiver.<|im_end|>"], id="keeps"),
+        pytest.param(FORGETS, THOUGHTFUL, ["Four.<|im_end|>", "<think>Hm.</think>Yes.<|im_end|>"], id="forgets"),
+        pytest.param(THINKS_LAST, CONVERSATION, ["It is  four.\n<|im_end|>", NO_THOUGHT + "Paris, été comme hiver.<|im_end|>"]),
+        pytest.param(
+            THINKS_IN_PROMPT, CONVERSATION, ["It is  four.\n<|im_end|>", "\n</think>\n\nParis, été comme hiver.<|im_end|>"]
+        ),
+        pytest.param(READS_THE_FIRST, CONVERSATION[2:], ["It is  four.\n<|im_end|>", "Paris, été comme hiver.<|im_end|>"]),
         pytest.param(FORGETS_WITH_MARKS, THOUGHTFUL, ["Four.<|im_end|>", "<think>Hm.</think>Yes.<|im_end|>"], id="marks"),
         pytest.param(
             PUTS_THOUGHTS_IN,
@@ -365,25 +378,38 @@ def test_a_file_without_a_usable_line_is_refused_with_the_first_reason(read, tmp
     )
 
 
-def test_a_template_that_forgets_and_has_no_marks_is_refused(read):
-    with pytest.raises(ConfigError) as refused:
-        read([{"messages": THOUGHTFUL}], FORGETS)
-    assert (
-        "The chat template of a test writes message 2 differently once other messages follow, and has no {% generation %} "
-        "marks to show the answer" in str(refused.value)
-    )
+@pytest.mark.parametrize("template", [CHATML, FORGETS, THINKS_LAST, THINKS_IN_PROMPT, READS_THE_FIRST, WITHOUT_PROMPT])
+@pytest.mark.parametrize("messages", [CONVERSATION, THOUGHTFUL, CONVERSATION[2:], [*CONVERSATION[:3], *THOUGHTFUL[1:]]])
+def test_only_answers_depend_on_answers(template, messages):
+    """What is not learnt stays if all answers are others, whichever of them are learnt; what is learnt ends its turn."""
+
+    def rest(messages):
+        text, spans = rendered.render_answers(messages, numbers, SPECIAL)
+        cuts = [0, *(place for span in spans for place in span), len(text)]
+        assert all(text[start:stop].endswith("<|im_end|>") for start, stop in spans)
+        return [text[start:stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+
+    rendered = template_of(template)
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    text, spans = rendered.render_answers(messages, numbers, SPECIAL)
+    for number, span in zip(numbers, spans, strict=True):
+        assert rendered.render_answers(messages, [number], SPECIAL) == (text, [span])
+    others = [{**message, "content": "law"} if message["role"] == "assistant" else message for message in messages]
+    assert rest(others) == rest(messages)
+    rendered.close()
 
 
-def test_characters_that_unicode_reserves_do_not_confuse_the_marks():
+def test_an_answer_whose_place_is_unclear_is_refused():
+    twice = THINKS_LAST.replace("m.content +", "m.content + m.content +")
+    with pytest.raises(ChatTemplateError, match=r"does not write message 3 exactly once, and has no {% generation %} marks"):
+        template_of(twice).render_answers(CONVERSATION, [2], SPECIAL)
+
+
+@pytest.mark.parametrize("template", [FORGETS, FORGETS_WITH_MARKS])
+def test_characters_that_unicode_reserves_are_not_taken_for_marks(template):
     messages = [*THOUGHTFUL[:3], {"role": "assistant", "content": "\ufdd1 \ufdd0"}]
     with pytest.raises(ChatTemplateError, match="finds a character in the conversation that no text may contain"):
-        template_of(FORGETS_WITH_MARKS).render_answers(messages, [1, 3], SPECIAL)
-
-
-def test_a_template_whose_prompt_is_no_beginning_of_the_answer_is_refused():
-    template = template_of(CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"))
-    with pytest.raises(ChatTemplateError, match="writes the text before message 3 differently once that answer follows"):
-        template.render_answers(CONVERSATION, [2], SPECIAL)
+        template_of(template).render_answers(messages, [1, 3], SPECIAL)
 
 
 def test_messages_without_a_template_are_refused_by_key(read, tokenizer):
@@ -400,7 +426,7 @@ def test_files_are_read_compressed_and_in_the_order_of_their_names(read, folder)
 
     read([record("third")], name="c.jsonl")
     read([record("second")], name="b.jsonl.gz", open_file=gzip.open)
-    documents = read([record("first")], name="a.jsonl.zst", open_file=zstandard.open)
+    documents = read([record("first")], name="a.jsonl.zst", open_file=zstd.open)
     assert [answers(documents, folder, n) for n in range(3)] == [["first<|im_end|>"], ["second<|im_end|>"], ["third<|im_end|>"]]
 
 
@@ -469,6 +495,7 @@ def test_what_a_template_may_do():
     assert render("{% for m in messages %}{% break %}{% endfor %}x{% generation %}y{% endgeneration %}") == "xy"
     assert render("{{ strftime_now('%Y') | int > 2000 }}") == "True"
     assert render("{{ strftime_now is defined }}", knows_date=False) == "False"
+    assert render("{{ strftime_now('%d %b %Y') }}", knows_date=False) == "26 Jul 2024"
     with pytest.raises(ChatTemplateError, match=r"The chat template of a test refuses the conversation \(no such role\): "):
         render("{{ raise_exception('no such role') }}")
     with pytest.raises(ChatTemplateError, match="'__class__' of 'str' object is unsafe"):
@@ -489,6 +516,14 @@ def test_a_template_that_needs_too_much_is_stopped_and_can_be_used_again():
             template.render([{"role": "user", "content": "much"}])
         assert template.render([{"role": "user", "content": "little"}]) == "little"
     template.close()
+
+
+def test_a_file_of_slow_renderings_has_a_limit_as_a_whole(read, monkeypatch):
+    """Each takes less than its own limit."""
+    monkeypatch.setattr("jaxllm.data.template_process.SECONDS_TOGETHER", 1)
+    slow = "{% for i in range(9000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}" + CHATML
+    with pytest.raises(ConfigError, match=r"takes more than 0\.02 s of processor time for each rendering and 1 s more: fix it"):
+        read([{"messages": CONVERSATION}] * 100, slow)
 
 
 def test_limits_grow_with_the_conversation():

@@ -5,7 +5,6 @@ import json
 
 import pyarrow as pa
 import pytest
-import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc
@@ -13,7 +12,7 @@ from test_prepare import contents, encoded, here, made_up
 
 from jaxllm.config import ConfigError
 from jaxllm.data import records
-from jaxllm.data.parts import DamagedFile
+from jaxllm.data.parts import DamagedFile, zstd
 from jaxllm.data.rows import CsvRows, elements
 
 TEXTS = made_up(60)
@@ -43,7 +42,7 @@ FORMS = {
     "a.json.gz": gzip.compress(array(TEXTS)),
     "a.csv": rows(TEXTS),
     "b.csv": b"\xef\xbb\xbf" + rows(TEXTS).replace(b"\r\n", b"\n\n"),
-    "a.csv.zst": zstandard.compress(rows(TEXTS)),
+    "a.csv.zst": zstd.compress(rows(TEXTS)),
     "a.arrow": arrow(TEXTS),
     "b.arrow": arrow(TEXTS, ipc.new_stream),
 }

@@ -5,10 +5,10 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import zstandard
 from hostile import Case, train
 from megatron_files import write
 
+from jaxllm.data.parts import zstd
 from jaxllm.data.prepare import prepare
 
 GB = 10**9
@@ -48,7 +48,7 @@ def begins(path: str, *parts: bytes):
 
 
 def zstandard_bomb(path: str):
-    return lambda: Path(path).write_bytes(zstandard.ZstdCompressor(19).compress(b"a" * (800 * 10**6)))
+    return lambda: Path(path).write_bytes(zstd.compress(b"a" * (800 * 10**6), 19))
 
 
 def prepared(change=lambda: None, index_sha256: bool = True):
