@@ -207,10 +207,7 @@ def data_prepare(
         typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
     ] = None,
     max_broken_share: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", help="Refuse inputs of which more is broken; ten records of a small one may be, up to half."
-        ),
+        float, typer.Option(metavar="SHARE", help="Refuse more broken records than this share.")
     ] = 0.01,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record: --max-broken-share 0.")] = False,
     as_json: opt.AsJson = False,

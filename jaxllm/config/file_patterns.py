@@ -9,7 +9,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 from jaxllm import stderr
 from jaxllm.untrusted import RefusedInput, shown
@@ -20,18 +19,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Listing:
-    """Lists the files of patterns, and counts what it looks at.
-
-    Attributes:
-      entries: number of files and folders that were looked at.
-    """
+    """Lists the files of patterns below which are at most `most_entries` files and folders; None: any number."""
 
     def __init__(self, most_entries: int | None = None):
-        """
-        Args:
-          most_entries: refuse patterns below which there is more. Default: any number.
-        """
-        self.entries, self._most = 0, most_entries
+        self._entries, self._most = 0, most_entries
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def files(self, pattern: str) -> Iterator[str]:
@@ -65,7 +56,9 @@ class Listing:
             except OSError:
                 continue
             self._count(pattern, len(entries))
-            names, folders = [entry.name for entry in entries], [entry.name for entry in entries if _is_folder(entry)]
+            names = [entry.name for entry in entries]
+            # Not what an entry says of itself: of links that lead to each other it raises.
+            folders = [e.name for e in entries if (os.path.isdir(e) if e.is_symlink() else e.is_dir())]
             deeper = []
             if parts[at] == "**":
                 deeper = [(name, at) for name in folders if not name.startswith(".")]
@@ -83,19 +76,12 @@ class Listing:
             stderr.print_sentence(f"{shown(pattern)}: left out {again:,} times what is listed already and links lead to again")
 
     def _count(self, pattern: str, more: int) -> None:
-        self.entries += more
-        if self._most is not None and self.entries > self._most:
+        self._entries += more
+        if self._most is not None and self._entries > self._most:
             raise RefusedInput(f"below {shown(pattern)} are more than {self._most:,} files and folders")
         if time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            stderr.print_sentence(f"listing {shown(pattern)}: {self.entries:,} files and folders so far")
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # Links that lead to each other lead to nothing.
-    with suppress(OSError):
-        return entry.is_dir()
-    return False
+            stderr.print_sentence(f"listing {shown(pattern)}: {self._entries:,} files and folders so far")
 
 
 def _matching(names: list[str], pattern: str) -> list[str]:

@@ -27,7 +27,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
@@ -69,17 +69,15 @@ class _BrokenLine(Exception):
     """The reason why a line cannot be used."""
 
 
-@dataclass
-class _Broken:
-    """Lines that cannot be used: their number, and the first ones with the reasons."""
+class _Broken(list[str]):
+    """The first lines that cannot be used, with the reasons, and the number of all."""
 
-    count: int = 0
-    first: list[str] = field(default_factory=list)
+    total = 0
 
     def add(self, line: str) -> None:
-        self.count += 1
-        if len(self.first) < BROKEN_SHOWN:
-            self.first.append(line)
+        self.total += 1
+        if len(self) < BROKEN_SHOWN:
+            self.append(line)
 
 
 @dataclass(frozen=True)
@@ -136,20 +134,19 @@ def read_conversations(
         if template is not None:
             template.close()
     if not ids:
-        reason = broken.first[0] if broken.count else "they are empty"
+        reason = broken[0] if broken else "they are empty"
         raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
-    total = broken.count + len(ids)
-    if broken.count:
-        where = ", ".join(patterns)
-        require_few_broken(where, broken.count, total, broken.first[0], max_broken_share, "data.max_broken_share")
-    for line in broken.first:
+    total = broken.total + len(ids)
+    if broken:
+        require_few_broken(", ".join(patterns), broken.total, total, broken[0], max_broken_share, "data.max_broken_share")
+    for line in broken:
         log.warning("Skipped %s", line)
     if unread:
         counted = (f"{name} ({count:,} of them, such as {shown(example, 40)})" for name, (count, example) in unread.items())
         log.warning("Fields beside the conversations of %s are not read: %s", ", ".join(patterns), ", ".join(counted))
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
-    skipped = f"; {broken.count:,} of {total:,} lines skipped, the first {broken.first[0]}" if broken.count else ""
+    skipped = f"; {broken.total:,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
     description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
     return DocumentsInMemory(
         ids, np.array(keys, np.uint64), tokenizer, description, scored, np.array(firsts, np.int64) if pairs else None
@@ -200,7 +197,7 @@ def _conversations(
                 broken.add(f"{path}:{line}: it nests too deeply")
             except ChatTemplateLimit as error:
                 raise ConfigError(f"{path}:{line}: {error}") from None
-            if not usable and broken.count > MOST_UNUSABLE:
+            if not usable and broken.total > MOST_UNUSABLE:
                 return
 
 

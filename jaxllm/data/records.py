@@ -315,18 +315,15 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
 
 
 def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
-    number, texts = 0, _texts_of_array if part.file.kind == "array" else _texts_of_csv
+    number, texts = 0, _texts_of_csv
+    if part.file.kind == "array":
+        texts = lambda content, text_key: (_field(one, text_key) for one in elements(content.read, LINE_BYTES))  # noqa: E731
     with open_input(part.file) as raw:
         try:
             for number, (text, reason) in enumerate(texts(decompressed(part.file.path, raw), text_key), 1):
                 yield Record(text, number, reason, raw.tell())
         except DamagedFile as error:
             yield Record(None, number + 1, str(error), part.size)
-
-
-def _texts_of_array(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:
-    for element in elements(content.read, LINE_BYTES):
-        yield _field(element, text_key)
 
 
 def _texts_of_csv(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:

@@ -150,14 +150,11 @@ class Data:
     def most_documents(self, stream: SampleStream) -> int:
         """Documents of a sequence at most, in the stream and in the held-out text; free space at its end counts as one. 0 if
         nothing is read here."""
-        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out())), default=0)
-
-    def held_out(self) -> list[PackedDocuments]:
-        """Held-out documents of each source that has any, in the source's own order."""
-        return list(self._held_out)
+        return max((packed.packing.most_pieces for packed in (*stream.sources, *self.held_out)), default=0)
 
     @cached_property
-    def _held_out(self) -> tuple[PackedDocuments, ...]:
+    def held_out(self) -> tuple[PackedDocuments, ...]:
+        """Held-out documents of each source that has any, in the source's own order."""
         # Pack once, because every evaluation needs the result.
         some = [s for s in self.sources if s.held_out_tokens > 1 and len(self.whole(s, s.held_out))]
         return tuple(self._packed(source, source.held_out) for source in some)
@@ -350,7 +347,11 @@ def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
     # Some distributions have dangling links here.
     texts = {name: (root / name).read_bytes() for name in sorted(names) if (root / name).is_file()}
-    readable = {name: text for name, text in texts.items() if _first_bad_byte(text) is None}
+    readable = {}
+    for name, text in texts.items():
+        with suppress(UnicodeDecodeError):
+            text.decode()
+            readable[name] = text
     return readable, len(texts) - len(readable)
 
 
@@ -385,17 +386,10 @@ def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
     for name in sorted(_matching_files(patterns)):
         try:
             texts[name] = read_bytes(Path(name), MOST_BYTES)
+            texts[name].decode()
+        except UnicodeDecodeError as error:
+            where = f"{name} is not UTF-8 text (byte {error.start})"
+            raise ConfigError(f"{where}: convert it or leave it out of data.paths.") from None
         except (OSError, RefusedInput) as error:
             raise ConfigError(f"{name} cannot be read ({reason_of(error)}): fix it or leave it out of data.paths.") from None
-        bad = _first_bad_byte(texts[name])
-        if bad is not None:
-            raise ConfigError(f"{name} is not UTF-8 text (byte {bad}): convert it or leave it out of data.paths.")
     return texts
-
-
-def _first_bad_byte(text: bytes) -> int | None:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start
-    return None

@@ -327,7 +327,7 @@ def _from_web(address: str, start: int, stop: int) -> tuple[bytes, dict[str, Any
                 raise refused("sends other bytes than it is asked for")
             return bytes(content), {**there, "size": size}
 
-    return sync(fs.loop, ask)
+    return sync(fs.loop, ask)  # type: ignore[return-value]
 
 
 def _asked(address: str, question: Callable[[], T]) -> T:

@@ -52,7 +52,7 @@ def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) ->
     score = _pairs if trainer.config.train.loss == "dpo" else _text
     sums: dict[str, np.ndarray] = {}
     with jax.set_mesh(trainer.mesh):
-        for number, source in enumerate(trainer.data.held_out()):
+        for number, source in enumerate(trainer.data.held_out):
             # In float64, because a float32 sum over a million tokens would lose its last digits.
             total = np.zeros(3)
             for first in itertools.islice(range(0, source.packing.num_samples, together), max_batches):
@@ -71,7 +71,7 @@ def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) ->
 
 def reference_of(trainer: Any) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
-    parts = trainer.stream.sources, trainer.data.held_out()
+    parts = trainer.stream.sources, trainer.data.held_out
     with jax.set_mesh(trainer.mesh):
         found = [[log_p(trainer, each, np.arange(each.packing.num_samples)) for each in part] for part in parts]
     return Reference(*found)
@@ -264,7 +264,7 @@ def keep_reference(run: Run) -> None:
     if trainer.config.train.loss != "dpo":
         return
     if trainer.reference is None:
-        trainer.reference = Reference.load(run.folder, trainer.stream.sources, trainer.data.held_out())
+        trainer.reference = Reference.load(run.folder, trainer.stream.sources, trainer.data.held_out)
     elif distributed.is_main_process():
         run.require()
         trainer.reference.save(run.folder)

@@ -91,12 +91,13 @@ class Watch:
             if (values := numbers(record, "loss", "grad_norm")) is not None:
                 self._recent = self._recent.after(np.array(values), np)
 
-    def see(self, step: int, values: Mapping[str, float]) -> dict[str, int]:
+    def see(self, step: int, values: Mapping[str, float]) -> Record:
         """Returns the keys for a step's line: skipped and loss_spike (0 or 1), skipped_steps so far, and no_targets of a step
         without any target, whose update is skipped too though nothing is wrong."""
         new_2 = np.array([values["loss"], values["grad_norm"]])
-        if np.isnan(values["loss"]) and values["grad_norm"] == 0:
-            return {"skipped": 0, "skipped_steps": self.skipped_steps, "loss_spike": 0, "no_targets": 1}
+        if values["grad_norm"] == 0:
+            loss = values["loss"] or np.nan
+            return {"loss": loss, "skipped": 0, "skipped_steps": self.skipped_steps, "loss_spike": 0, "no_targets": 1}
         skipped = int(values["skipped"])
         spike = values.get("loss_spike")
         if spike is None:

@@ -397,7 +397,7 @@ def combine_replicas(metrics: Metrics) -> dict[str, np.ndarray]:
     own = metrics.get(ISLANDS, {})
     values = jax.device_get({name: x for name, x in metrics.items() if name not in (ISLANDS, OUTER)})
     values |= combine_fragments(jax.device_get(metrics.get(OUTER, [])))
-    # A replica whose batch has no target has no loss (train/step.py).
+    # A replica whose batch has no target has no loss (train/instability.py).
     had = _addressable_rows(own["grad_norm"]) != 0 if own else np.ones(1, bool)
     for name, x in own.items():
         rows = _addressable_rows(x)

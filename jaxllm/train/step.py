@@ -188,8 +188,6 @@ def make_train_step(
     ) -> tuple[TrainState, Metrics]:
         with jax.named_scope("optimizer"):
             grad_norm = clipping.norm(gradients)
-            # The sums of a batch without any target are 0, and their mean is not a number, so the update is skipped.
-            loss = jnp.where((loss == 0) & (grad_norm == 0), jnp.nan, loss)
             apply_update, recent, verdict = should_apply(state.recent, loss, grad_norm)
             observed = observe(gradients) | ({} if parts is None else estimates(parts, grad_norm))
             gradients = clipping.clip(gradients, grad_norm, clip_norm)

@@ -58,4 +58,4 @@ def test_only_the_first_reasons_are_kept():
     broken = conversations._Broken()
     for number in range(1000):
         broken.add(f"a.jsonl:{number}: not JSON")
-    assert (broken.count, len(broken.first)) == (1000, conversations.BROKEN_SHOWN)
+    assert (broken.total, len(broken)) == (1000, conversations.BROKEN_SHOWN)

@@ -346,9 +346,8 @@ def test_a_fingerprint_knows_text_and_fraction(shelf, tmp_path):
 
 def test_held_out_text_is_packed_once(books):
     data = from_files("books/**").data
-    first, second = data.held_out(), data.held_out()
-    assert first[0] is second[0]
-    assert first is not second
+    first, second = data.held_out, data.held_out
+    assert first is second
 
 
 @pytest.mark.parametrize("small", ["one.txt", "few/*"])
@@ -363,7 +362,7 @@ def test_a_source_too_small_to_hold_anything_out_is_trained_on_whole(books, smal
     assert [len(source.held_out) for source in data.sources] == [0, 1]
     assert [len(source.train) for source in data.sources] == [1 if small == "one.txt" else 3, 19]
     assert data.sources[0].train_tokens == 3 * len(data.sources[0].train)
-    assert [packed.name for packed in data.held_out()] == ["large"]
+    assert [packed.name for packed in data.held_out] == ["large"]
 
 
 @pytest.mark.parametrize(

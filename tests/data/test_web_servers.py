@@ -118,7 +118,7 @@ OTHER_BYTES = "sends other bytes than it is asked for: download it, and give the
 NO_PARTS = "sends no parts of a file: download it, and give the copy."
 A_PAGE = "is a web page, not that file"
 STALLS = "cannot be read (it sends less than 1 KiB in 0.2 seconds): run the command again to resume."
-LIES = {
+FALSE_ANSWERS = {
     "endless": (after_the_listing(endless), OTHER_BYTES),
     "endless from the first": (endless, OTHER_BYTES),
     "shorter": (after_the_listing(shorter), OTHER_BYTES),
@@ -156,9 +156,9 @@ def documents(server, tmp_path):
     return prepare([server.url], tmp_path / "out", tokenizer="bytes", workers=1, progress=False).documents
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_server_that_lies_is_refused_in_one_sentence(server, tmp_path, lie):
-    server.rule, says = LIES[lie]
+@pytest.mark.parametrize("what", FALSE_ANSWERS)
+def test_a_false_answer_is_refused_in_one_sentence(server, tmp_path, what):
+    server.rule, says = FALSE_ANSWERS[what]
     with pytest.raises(ConfigError) as refused:
         documents(server, tmp_path)
     assert server.url in str(refused.value)

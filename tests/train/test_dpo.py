@@ -153,7 +153,7 @@ def test_the_reference_is_what_the_first_model_says(whole, config_of, first):
     config = run_of(config_of, first, whole, "parallel.pipe=2", "parallel.context=2")
     trainer = Trainer(config)
     source, model = trainer.stream.sources[0], trainer.model
-    stored = Reference.load(whole, trainer.stream.sources, trainer.data.held_out())
+    stored = Reference.load(whole, trainer.stream.sources, trainer.data.held_out)
     for found, kept in ((trainer.reference.train, stored.train), (trainer.reference.held_out, stored.held_out)):
         np.testing.assert_allclose(found[0], kept[0], rtol=1e-5)
     expected = stored.train[0]

@@ -102,7 +102,7 @@ def test_a_step_that_is_not_finite_changes_nothing_anywhere(tiny_config, mesh):
 
 
 def test_a_step_is_sound_if_loss_and_norm_are_finite():
-    for loss, norm, skipped in ((2.0, 1.0, 0), (np.nan, 1.0, 1), (2.0, np.inf, 1), (-np.inf, 1.0, 1)):
+    for loss, norm, skipped in ((2.0, 1.0, 0), (np.nan, 1.0, 1), (2.0, np.inf, 1), (-np.inf, 1.0, 1), (2.0, 0.0, 1)):
         sound, recent, metrics = skip_not_finite(None, jnp.float32(loss), jnp.float32(norm))
         assert (bool(sound), recent, int(metrics["skipped"])) == (not skipped, None, skipped)
 
@@ -125,7 +125,7 @@ def test_a_step_without_targets_moves_nothing_and_has_no_loss(policy):
         (state.params, state.opt_state, state.recent),
         (start.params, start.opt_state, start.recent),
     )
-    assert np.isnan(metrics["loss"])
+    assert metrics["skipped"]
     assert (float(metrics["grad_norm"]), int(state.step)) == (0.0, 2)
     _, metrics = step(state, jnp.float32(2.0))
     assert np.isfinite(metrics["loss"])
@@ -134,9 +134,11 @@ def test_a_step_without_targets_moves_nothing_and_has_no_loss(policy):
 
 def test_steps_without_targets_are_neither_skipped_steps_nor_usual_ones(tiny_config):
     watch = Watch(tiny_config("train.max_skips_in_a_row=2"))
-    empty = {"loss": np.nan, "grad_norm": 0.0, "skipped": 1.0}
+    empty = {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0}
     for step in range(1, 5):
-        assert watch.see(step, empty) == {"skipped": 0, "skipped_steps": 0, "loss_spike": 0, "no_targets": 1}
+        found = watch.see(step, empty)
+        assert np.isnan(found.pop("loss"))
+        assert found == {"skipped": 0, "skipped_steps": 0, "loss_spike": 0, "no_targets": 1}
         watch.require_progress()
     assert watch._recent.count == 0
     # They are no progress either: what is not finite before and after them is in a row.
