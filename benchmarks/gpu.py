@@ -17,14 +17,13 @@ have their own. So memory in use is known where a case needs more than those bef
 out-of-memory error or a crash costs one row: the rest continue, after a crash in a new process. Rows are JSON lines in --out,
 by default gpu.jsonl in $OUT or runs/gpu. Rows in --known, of the same kind of GPU, are read too. A line with the case's
 prediction is written before the case begins. Standard error of the cases goes to gpu.log beside it,
-and power and clocks by nvidia-smi to gpu.power.csv. A case that does not fit into the remaining time, or is interrupted by its
+and power and clocks by NVML to gpu.power.csv. A case that does not fit into the remaining time, or is interrupted by its
 end, is left for the next run. A failed case is not repeated without --again.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -32,7 +31,6 @@ import platform
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -386,7 +384,7 @@ class Runner:
                     case = waiting.next_(shares=first.kind)
             return "" if case is None else begin()
 
-        command, variables = [sys.executable, str(CASES)], {"CUDA_VISIBLE_DEVICES": first_gpu(), **VARIABLES}
+        command, variables = [sys.executable, str(CASES)], {"CUDA_VISIBLE_DEVICES": gpu_power.first_gpu(), **VARIABLES}
         limit_s = self.remaining_s() - KILLED_S
         silent_s = LIMITS_S.get(first.kind, LIMIT_S)
         _, error = subprocess_runner.run(command, limit_s, variables, self.out.with_suffix(".log"), each, silent_s)
@@ -436,18 +434,6 @@ class Runner:
             say(f"  {row['tokens_per_s']:,.0f} tokens/s, {row['tflops_full_square']:.1f} TFLOP/s full-square")
 
 
-def kind_of_gpu() -> str | None:
-    """As JAX names it; None without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", f"--id={first_gpu()}"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
-    return None
-
-
-def first_gpu() -> str:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-
-
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -458,7 +444,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     until = time.monotonic() + 60 * options.minutes
     try:
-        runner = Runner(options.out, options.known, until, options.again, device=None if options.dry_run else kind_of_gpu())
+        device = None if options.dry_run else gpu_power.kind_of_gpu()
+        runner = Runner(options.out, options.known, until, options.again, device)
         if not options.table:
             measure(runner, options.dry_run, re.compile(options.only), options.block)
     except ConfigError as error:
@@ -481,7 +468,7 @@ def measure(runner: Runner, dry: bool, only: re.Pattern[str], block: int | None)
         with ThreadPoolExecutor() as pool:
             list(pool.map(runner.run, [of_jax, of_torch]))
         return
-    with gpu_power.sampling(runner.power_file, first_gpu()):
+    with gpu_power.sampling(runner.power_file):
         runner.run(plan(runner, only, block))
 
 

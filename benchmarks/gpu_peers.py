@@ -19,7 +19,6 @@ import importlib.machinery
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from unittest import mock
 
 import step
 from gpu_cases import Figures, Tell, config_of, speed, time_steps, token_rows
+from gpu_power import kind_of_gpu
 
 EMPTY = (
     *("datasets", "fastapi", "ml_collections", "requests", "tensorflow", "tensorflow_datasets", "torchdata", "tyro"),
@@ -145,10 +145,10 @@ def titan_network(config: Any, device: str) -> tuple[Any, Any]:
 
 
 def maxtext(tell: Tell, overrides: Sequence[str], steps: int) -> Figures:
-    config, b, on_gpu = config_of(overrides), MICROBATCH["maxtext"], shutil.which("nvidia-smi") is not None
+    config, b, kind = config_of(overrides), MICROBATCH["maxtext"], kind_of_gpu()
     variables = {"DECOUPLE_GCLOUD": "TRUE", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        keys = maxtext_keys(config, b, folder, steps + 3, on_gpu)
+        keys = maxtext_keys(config, b, folder, steps + 3, kind is not None)
         command, log = [sys.executable, __file__, "--maxtext", *keys], Path(folder, "log")
         with log.open("w") as file:
             began = time.monotonic()
@@ -161,9 +161,7 @@ def maxtext(tell: Tell, overrides: Sequence[str], steps: int) -> Figures:
     tell(microbatch=b, process_s=time.monotonic() - began, first_loss=found[0][2])
     # Seconds are from one launch to the next, so the first ones are too short or have the compilation.
     times_s = [s for _, s, _ in found[-steps:]]
-    smi = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    kind = subprocess.run(smi, capture_output=True, text=True, check=True).stdout.splitlines()[0] if on_gpu else "cpu"
-    return speed(config, [sum(times_s) / len(times_s)] * 3, kind)
+    return speed(config, [sum(times_s) / len(times_s)] * 3, kind or "cpu")
 
 
 def maxtext_keys(config: Any, b: int, folder: str, steps: int, on_gpu: bool) -> Iterator[str]:

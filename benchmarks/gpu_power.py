@@ -1,59 +1,77 @@
-"""Power and clocks of a GPU while a benchmark runs, by nvidia-smi.
+"""The GPU that a benchmark runs on, and its power and clocks meanwhile, by NVML.
 
-    with sampling(file, gpu): ...                  one nvidia-smi process appends a line each 250 ms to a CSV file
-    means(file, begin, end)                        {"power_w": ..., "sm_mhz": ..., "power_capped": ...} between two Unix times
+    kind_of_gpu()                        as JAX names it
+    with sampling(file): ...             a thread appends a line each 250 ms to a CSV file
+    means(file, begin, end)              {"power_w": ..., "sm_mhz": ..., "power_capped": ...} between two Unix times
 
-Without nvidia-smi there is no file, and no figure.
+Without NVIDIA's driver there is no file, and no figure.
 """
 
 from __future__ import annotations
 
 import csv
-import shutil
+import os
 import statistics
-import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-FIELDS = ("timestamp", "power.draw", "clocks.sm", "clocks_event_reasons.active")
-PERIOD_MS = 250
-_POWER_CAP = 0x4
-"""Bit of the event reasons: the clocks are lowered to stay below the power limit."""
+from jaxllm.machine.gpus import SM_CLOCK, nvml
+
+PERIOD_S = 0.25
+POWER_CAP = 0x4
+"""nvmlClocksEventReasonSwPowerCap: the clocks are lowered to stay below the power limit."""
+
+
+def first_gpu() -> str:
+    """Its index or UUID."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def kind_of_gpu() -> str | None:
+    return None if (gpu := _handle()) is None else nvml("DeviceGetName", gpu)
+
+
+def _handle() -> Any:
+    nvml("Init")
+    gpu = first_gpu()
+    return nvml("DeviceGetHandleByIndex", int(gpu)) if gpu.isdecimal() else nvml("DeviceGetHandleByUUID", gpu)
 
 
 @contextmanager
-def sampling(file: Path, gpu: str) -> Iterator[None]:
-    """Samples the GPU, an index or UUID, until the end of the block."""
-    if shutil.which("nvidia-smi") is None:
+def sampling(file: Path) -> Iterator[None]:
+    """Samples the GPU until the end of the block."""
+    if (gpu := _handle()) is None:
         yield
         return
-    query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}", f"--id={gpu}"]
-    with file.open("a") as out:
-        process = subprocess.Popen(["nvidia-smi", *query], stdout=out, stderr=subprocess.DEVNULL)
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait()
+    ended = threading.Event()
+
+    def sample() -> None:
+        with file.open("a") as out:
+            while not ended.wait(PERIOD_S):
+                power, clock = nvml("DeviceGetPowerUsage", gpu), nvml("DeviceGetClockInfo", gpu, SM_CLOCK)
+                reasons = nvml("DeviceGetCurrentClocksEventReasons", gpu)
+                if None not in (power, clock, reasons):
+                    print(time.time(), power / 1000, clock, int(bool(reasons & POWER_CAP)), sep=",", file=out, flush=True)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def means(file: Path, begin: float, end: float) -> dict[str, float]:
     """Means over the samples of the interval; `power_capped` is the share of samples below the power limit by lower clocks."""
     if not file.exists():
         return {}
-    samples = [sample for line in csv.reader(file.read_text().splitlines()) if (sample := _sample(line))]
-    within = [sample[1:] for sample in samples if begin <= sample[0] <= end]
     names = ("power_w", "sm_mhz", "power_capped")
+    # A benchmark that was killed may have left half a line.
+    samples = [tuple(map(float, line)) for line in csv.reader(file.read_text().splitlines()) if len(line) == 1 + len(names)]
+    within = [values for at, *values in samples if begin <= at <= end]
     return dict(zip(names, map(statistics.fmean, zip(*within, strict=True)), strict=True)) if within else {}
-
-
-def _sample(line: list[str]) -> tuple[float, ...] | None:
-    """(Unix time, watts, MHz, whether power lowered the clocks). None for an incomplete line or a value that is not known."""
-    try:
-        at, power_w, sm_mhz, reasons = map(str.strip, line)
-        seconds = datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp()
-        return seconds, float(power_w), float(sm_mhz), float(bool(int(reasons, 16) & _POWER_CAP))
-    except ValueError:
-        return None

@@ -300,7 +300,8 @@ def raise_together(error: ConfigError | None, kind: type[ConfigError] = ConfigEr
 
 def gathered(value: Any) -> list[Any]:
     """The values of all processes, by rank, on all; every process must call it. JSON carries them: a tuple becomes a list."""
-    return [parse_json(text) for text in parse_json(exchange(json.dumps(value), json.dumps))]
+    # A measured speed may be infinite.
+    return [parse_json(text, finite=False) for text in parse_json(exchange(json.dumps(value), json.dumps))]
 
 
 def exchange(here: str, combine: Callable[[list[str]], str]) -> str:

@@ -240,10 +240,9 @@ def code_hash() -> str:
 
 
 def _boot_id() -> str:
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _device_choice(environ: MutableMapping[str, str]) -> list[int] | None:

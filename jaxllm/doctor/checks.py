@@ -56,7 +56,7 @@ def versions(processes: Sequence[Facts]) -> Iterator[Row]:
     others = _different(processes, lambda one: (one.versions, one.python))
     plugins = [name for name in mine if name.startswith("jax-cuda") and mine[name] != mine.get("jaxlib")]
     if others:
-        differ = sorted({name for one in others for name in _differing(one.versions, mine)} or {"Python"})
+        differ = sorted({name for one in others for name, _ in one.versions.items() ^ mine.items()} or {"Python"})
         found = f"not those of process 0 on {_processes(others)}: {', '.join(differ)}"
         yield Row("versions", FAIL, found, "install the same on all hosts")
     elif plugins:
@@ -72,8 +72,8 @@ def driver(processes: Sequence[Facts], forced: bool) -> Iterator[Row]:
     first = next((one for one in processes if one.driver is not None), None)
     if first is None or first.driver is None:
         if any(one.platform == "gpu" for one in processes):
-            todo = "put it into PATH: without it other users of the GPUs are not known"
-            yield Row("driver", WARN, "nvidia-smi does not answer", todo)
+            todo = "install nvidia-ml-py, as jaxllm[cuda13] does: without it other users of the GPUs are not known"
+            yield Row("driver", WARN, "NVIDIA's management library does not answer", todo)
         else:
             yield Row("driver", OK, "none: no NVIDIA GPUs here")
         return
@@ -104,7 +104,7 @@ def variables(processes: Sequence[Facts]) -> Iterator[Row]:
     # Variables that identify a process or choose its GPUs differ for a reason.
     own = re.compile("XLA_FLAGS|CUDA_VISIBLE_DEVICES|JAXLLM_.*")
     ours = [{name: value for name, value in one.environment.items() if not own.fullmatch(name)} for one in processes]
-    uneven = sorted({name for one in ours for name in _differing(one, ours[0])})
+    uneven = sorted({name for one in ours for name, _ in one.items() ^ ours[0].items()})
     shown = ", ".join(f"{name}={value}" for name, value in ours[0].items()) or "none"
     if uneven:
         found = f"{', '.join(uneven)} {'is' if len(uneven) == 1 else 'are'} not the same on all processes"
@@ -297,10 +297,6 @@ def _different(processes: Sequence[Facts], key: Callable[[Facts], Any], first: F
     """Processes that differ from the first in `key`."""
     wanted = key(first or processes[0])
     return [one for one in processes if key(one) != wanted]
-
-
-def _differing(ours: dict[str, str], theirs: dict[str, str]) -> set[str]:
-    return {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
 
 
 def _processes(some: Sequence[Facts]) -> str:

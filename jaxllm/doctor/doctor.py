@@ -137,7 +137,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
         *checks.devices(processes, forced=run.cpu_devices is not None),
         *checks.memory(processes),
         *checks.cpus(processes),
-        *checks.clocks(processes, probes.gather_json(probes.clock_ahead())),
+        *checks.clocks(processes, distributed.gathered(probes.clock_ahead())),
     ]
     first_of_host = here.rank == min(rank for rank in hosts if hosts[rank] == hosts[here.rank])
     folders = probes.folder(Path(run.dir), measures=first_of_host)

@@ -1,7 +1,7 @@
 """What collectives need of a host: adapters for RDMA and their library, locked memory, direct access between GPUs, and
 sound GPUs. Measured and judged.
 
-    found = gather(asks=True)           every process calls it; those that ask run nvidia-smi and dcgmi for their host
+    found = gather(asks=True)           every process calls it; those that ask do so for their host's GPUs
     rows(processes, found)
 
 Most faults here end no run: NCCL takes the slower way, and says so only with NCCL_DEBUG=INFO (docs/nccl.md). They are warnings.
@@ -11,20 +11,23 @@ A GPU that must be replaced fails.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import resource
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxllm.cluster import distributed
 from jaxllm.display import readable
 from jaxllm.doctor import probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row
-from jaxllm.doctor.probes import Facts, answer
+from jaxllm.doctor.probes import Facts
+from jaxllm.machine.gpus import nvml
 
 ADAPTERS, DEVICE_FILES, STATUS = Path("/sys/class/infiniband"), Path("/dev/infiniband"), Path("/proc/self/status")
 VERBS = "libibverbs.so.1"
@@ -46,19 +49,20 @@ SLOWDOWNS = {
     0x40: "too hot (hardware slowdown)",
     0x80: "power brake",
 }
-ECC = "ecc.errors.uncorrected.volatile.total"
-REMAPPED = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
-CLOCK_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The field and its name before driver 535: nvidia-smi refuses a query with a field that it does not know."""
-HEALTHY = "Healthy"
+UNCORRECTED_ECC, P2P_READ = (1, 0), 0
+"""NVML_MEMORY_ERROR_TYPE_UNCORRECTED with NVML_VOLATILE_ECC, since the driver was loaded; NVML_P2P_CAPS_INDEX_READ, which
+pynvml 13 has as a tuple by mistake."""
 P2P_REASONS = {
-    # The legend of `nvidia-smi topo -p2p r`.
-    "CNS": "the chipset does not support it",
-    "GNS": "the GPU does not support it",
-    "TNS": "the topology does not support it",
-    "NS": "not supported",
-    "DR": "disabled by a registry key of the driver",
+    # NVML, NVML_P2P_STATUS_...; 0 is OK.
+    1: "the chipset does not support it",
+    2: "the GPU does not support it",
+    3: "the topology does not support it",
+    4: "disabled by a registry key of the driver",
+    5: "not supported",
 }
+HIDDEN = "Insufficient Permissions"
+"""NVML's error for a GPU of another job."""
+HEALTHY, DCGM, DCGM_LIMIT_S = "Healthy", ("dcgmi", "health", "--group", "0", "--check"), 60
 
 
 @dataclass(frozen=True)
@@ -91,18 +95,7 @@ _Views: TypeAlias = Sequence[tuple[Facts, Fabric]]
 
 def gather(asks: bool) -> list[Fabric]:
     """The views of all processes, by rank; every process must call it. `asks`: whether this one asks for its host's GPUs."""
-    here = replace(adapters(), locked_bytes=locked_limit())
-    if asks:
-        rows_of_memory = answer("nvidia-smi", f"--query-remapped-rows={','.join(REMAPPED)}", "--format=csv,noheader")
-        here = replace(
-            here,
-            gpu_errors=(*ecc_errors(_query(ECC)), *pending_rows(rows_of_memory)),
-            gpu_damage=lost_rows(rows_of_memory),
-            slowed=slowed(_query(CLOCK_REASONS[0]) or _query(CLOCK_REASONS[1])),
-            unreached=unreached(answer("nvidia-smi", "topo", "-p2p", "r")),
-            dcgm=health(answer("dcgmi", "health", "--group", "0", "--check")),
-        )
-    return probes.gather(here)
+    return probes.gather(replace(adapters(), locked_bytes=locked_limit(), **(of_host() if asks else {})))
 
 
 # ------------------------------------------------------------------------------------------------------------------ measured
@@ -110,10 +103,10 @@ def gather(asks: bool) -> list[Fabric]:
 
 def adapters() -> Fabric:
     """The adapters, and what keeps NCCL from using them."""
-    names = tuple(sorted(path.name for path in _entries(ADAPTERS)))
+    names = tuple(sorted(path.name for path in ADAPTERS.glob("*")))
     if not names:
         return Fabric()
-    opens = any(os.access(path, os.R_OK | os.W_OK) for path in _entries(DEVICE_FILES) if path.name.startswith("uverbs"))
+    opens = any(os.access(path, os.R_OK | os.W_OK) for path in DEVICE_FILES.glob("uverbs*"))
     drivers = {(ADAPTERS / name / "device" / "driver").resolve().name for name in names}
     wanted = PLUGIN if drivers == {EFA} else VERBS
     # The user named another plugin of NCCL.
@@ -131,73 +124,37 @@ def locked_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def ecc_errors(text: str) -> tuple[str, ...]:
-    """GPUs with uncorrectable errors since their driver was loaded, from lines such as `3, 2`."""
-    return tuple(f"GPU {gpu} has {count} uncorrectable ECC errors" for gpu, count in _lines(text, 2) if _is_set(count))
+def of_host() -> dict[str, Any]:
+    """What the driver and DCGM say of the host's GPUs: attributes of a Fabric."""
+    gpus, damage, slowed, apart = probes.host_gpus(), [], [], []
+    opened = {number: nvml("DeviceGetHandleByIndex", number, tells=True) for number in range(nvml("DeviceGetCount") or 0)}
+    errors = [f"GPU {number}: {text}" for number, text in opened.items() if isinstance(text, str) and text != HIDDEN]
+    for number, gpu in gpus.items():
+        if count := nvml("DeviceGetTotalEccErrors", gpu, *UNCORRECTED_ECC):
+            errors.append(f"GPU {number} has {count} uncorrectable ECC errors")
+        _, _, waits, failed = nvml("DeviceGetRemappedRows", gpu) or (0, 0, 0, 0)
+        if waits:
+            errors.append(f"GPU {number} has a damaged row of memory")
+        if failed:
+            damage.append(f"GPU {number} cannot replace a damaged row of memory")
+        reasons = nvml("DeviceGetCurrentClocksEventReasons", gpu) or 0
+        if causes := [cause for bit, cause in SLOWDOWNS.items() if reasons & bit]:
+            slowed.append(f"GPU {number}: {', '.join(causes)}")
+    for (one, gpu), (other, peer) in itertools.combinations(gpus.items(), 2):
+        if status := nvml("DeviceGetP2PStatus", gpu, peer, P2P_READ):
+            apart.append(f"GPU{one} and GPU{other} ({P2P_REASONS.get(status, 'unknown')})")
+    found = {"gpu_errors": errors, "gpu_damage": damage, "slowed": slowed, "unreached": apart}
+    return {"dcgm": health(), **{name: tuple(texts) for name, texts in found.items()}}
 
 
-def pending_rows(text: str) -> tuple[str, ...]:
-    """GPUs with a row of memory that waits for its replacement, from lines such as `00000000:19:00.0, 1, 0`."""
-    return tuple(f"GPU {gpu} has a damaged row of memory" for gpu, pending, _ in _lines(text, 3) if _is_set(pending))
-
-
-def lost_rows(text: str) -> tuple[str, ...]:
-    """GPUs with a row of memory that could not be replaced, from the same lines."""
-    return tuple(f"GPU {gpu} cannot replace a damaged row of memory" for gpu, _, failure in _lines(text, 3) if _is_set(failure))
-
-
-def slowed(text: str) -> tuple[str, ...]:
-    """GPUs with clocks held down, from lines such as `3, 0x0000000000000048`."""
-    found = []
-    for gpu, mask in _lines(text, 2):
-        bits = int(mask, 16) if re.fullmatch("0x[0-9a-fA-F]{1,16}", mask) else 0
-        if causes := [cause for bit, cause in SLOWDOWNS.items() if bits & bit]:
-            found.append(f"GPU {gpu}: {', '.join(causes)}")
-    return tuple(found)
-
-
-def unreached(text: str) -> tuple[str, ...]:
-    """Pairs of GPUs that cannot read each other's memory, from the matrix of `nvidia-smi topo -p2p r`."""
-    # The header is underlined, on a pipe too.
-    lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", text).splitlines()]
-    header = next((words for words in lines if words and all(word.startswith("GPU") for word in words)), [])
-    found = []
-    for gpu, *cells in (words for words in lines if len(words) == len(header) + 1 and words[0] in header):
-        for other, cell in zip(header, cells, strict=True):
-            if cell not in ("X", "OK") and header.index(other) > header.index(gpu):
-                found.append(f"{gpu} and {other} ({P2P_REASONS.get(cell, cell)})")
-    return tuple(found)
-
-
-def health(text: str) -> str:
-    """The overall verdict in the table of `dcgmi health --check`, such as Healthy, Warning or Failure; '' without one."""
-    verdict = re.search(r"Overall Health:?\s*\|\s*(\w{1,32})", text)
-    return verdict[1] if verdict else ""
-
-
-def _query(field: str) -> str:
-    """Lines of a GPU's number and one of its fields; '' if nvidia-smi has no such field."""
-    return answer("nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits")
-
-
-def _lines(text: str, fields: int) -> Iterator[list[str]]:
-    """The fields of each line that has so many."""
-    for line in text.splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) == fields:
-            yield values
-
-
-def _is_set(value: str) -> bool:
-    """Whether a count is not 0, or an answer is yes. Neither is an answer that the GPU does not have ([N/A])."""
-    return value.lower() == "yes" or (value.isdecimal() and int(value) > 0)
-
-
-def _entries(folder: Path) -> list[Path]:
+def health() -> str:
+    """DCGM's overall verdict, such as Healthy, Warning or Failure; '' where it is missing, fails or takes too long."""
     try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
+        ended = subprocess.run(DCGM, capture_output=True, text=True, errors="replace", timeout=DCGM_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    verdict = re.search(r"Overall Health:?\s*\|\s*(\w{1,32})", ended.stdout)
+    return verdict[1] if verdict else ""
 
 
 def _loads(library: str) -> bool:
@@ -265,7 +222,7 @@ def _peers(views: _Views) -> Row:
     if found := _first((one, view.unreached) for one, view in views):
         todo = "turn off ACS, as NCCL's troubleshooting page says; GPUs that are made without direct access have no cure"
         return Row("access between GPUs", WARN, f"not direct: {found}; NCCL copies through the host", todo)
-    return Row("access between GPUs", OK, "nvidia-smi names no two GPUs of a host without it")
+    return Row("access between GPUs", OK, "the driver names no two GPUs of a host without it")
 
 
 def _health(views: _Views) -> Row:
@@ -274,13 +231,13 @@ def _health(views: _Views) -> Row:
     if found := _first((one, view.gpu_errors) for one, view in views):
         todo = "reset these GPUs (nvidia-smi --gpu-reset) while nothing uses them; have one replaced if it comes again"
         return Row("gpu health", WARN, found, todo)
-    return Row("gpu health", OK, "nvidia-smi names no uncorrectable ECC errors and no damaged rows of memory")
+    return Row("gpu health", OK, "the driver names no uncorrectable ECC errors and no damaged rows of memory")
 
 
 def _clocks(views: _Views) -> Row:
     if found := _first((one, view.slowed) for one, view in views):
         return Row("gpu clocks", WARN, f"held down: {found}", "check cooling and power: one slow GPU slows every step")
-    return Row("gpu clocks", OK, "nvidia-smi names none that heat or power holds down")
+    return Row("gpu clocks", OK, "the driver names none that heat or power holds down")
 
 
 def _dcgm(views: _Views) -> Iterator[Row]:

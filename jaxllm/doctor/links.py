@@ -24,11 +24,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxllm.cluster.distributed import gathered
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, permute_s
 from jaxllm.display import readable
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, count_text, rate_text
-from jaxllm.doctor.probes import gather_json
 from jaxllm.mesh.axes import HOST, axis_index
 
 GOOD_SHARE, POOR_SHARE, POOR_SHARE_ACROSS = 0.7, 0.35, 0.1
@@ -90,7 +90,7 @@ def collectives(
         length = max(size_bytes // 4 // parts, 1)
         with limited(what):
             seconds, right = _time(mesh, function, length, values)
-            slowest, all_right = max(gather_json(seconds)), all(gather_json(right))
+            slowest, all_right = max(gathered(seconds)), all(gathered(right))
         yield Collective(what, axis, ranks, 4 * length * parts, slowest, all_right)
 
 
@@ -174,7 +174,7 @@ def host_copies(hosts: Mapping[int, Any], size_bytes: int, gpu: Gpu | None) -> I
       hosts: the host of each rank.
       size_bytes: of one copy; each device takes about twice that, and its host's memory as much.
     """
-    on_host = Counter(hosts[rank] for rank, count in enumerate(gather_json(jax.local_device_count())) for _ in range(count))
+    on_host = Counter(hosts[rank] for rank, count in enumerate(gathered(jax.local_device_count())) for _ in range(count))
     here = [SingleDeviceSharding(device) for device in jax.local_devices()]
     there = [sharding.with_memory_kind(HOST) for sharding in here]
     inside = jax.device_put([jnp.ones(size_bytes // 4)] * len(here), here)
@@ -184,8 +184,8 @@ def host_copies(hosts: Mapping[int, Any], size_bytes: int, gpu: Gpu | None) -> I
         copy = partial(jax.device_put, arrays, shardings)
         # Allocates; and all processes of a host begin together.
         jax.block_until_ready(copy())
-        gather_json("ready")
-        most, slowest_s = max(on_host.values()), max(gather_json(_median_s(copy)))
+        gathered("ready")
+        most, slowest_s = max(on_host.values()), max(gathered(_median_s(copy)))
         expected = gpu and host_copy_bytes_per_s(gpu, most, both_ways=way == BOTH_WAYS)
         yield HostCopy(way, most, size_bytes, slowest_s, expected)
 

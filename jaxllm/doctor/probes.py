@@ -10,18 +10,15 @@ Every process calls all but the first, in the same order; they do not raise wher
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +26,9 @@ import jax
 from pydantic import TypeAdapter
 
 from jaxllm.cluster import distributed
-from jaxllm.machine.host import allowed_cpus, host_memory, visible_gpus
-from jaxllm.untrusted import MIB, RefusedInput, parse_json, read_text, whole_number
+from jaxllm.machine.gpus import MEMORY_V2, gpus_of, nvml
+from jaxllm.machine.host import allowed_cpus, host_memory, installed_version
+from jaxllm.untrusted import RefusedInput, read_text, reason_of, whole_number
 
 T = TypeVar("T")
 
@@ -41,8 +39,6 @@ PACKAGES = (
 )
 """Packages whose versions change the results of a step; nvidia-*: if CUDA came from pip."""
 
-SYSFS = Path("/sys")
-ANSWER_LIMIT_S = 60
 DISK_BYTES, DISK_LIMIT_S = 256 * 2**20, 3.0
 """Size and time limit of the file that measures a disk's speed."""
 BLOCK_BYTES = 4 * 2**20
@@ -64,6 +60,8 @@ class Card:
     pci: str = ""
     """PCI address."""
     uuid: str = ""
+    number: int = 0
+    """NVML's."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Binding:
     """NUMA nodes of these CPUs; empty if the kernel does not tell."""
     host_nodes: int
     gpu_nodes: dict[str, int]
-    """NUMA node of each GPU that the process drives, by nvidia-smi's number; without those whose node is unknown."""
+    """NUMA node of each GPU that the process drives, by NVML's number; without those whose node is unknown."""
 
     @property
     def far_gpus(self) -> list[str]:
@@ -116,12 +114,15 @@ def facts(driver: str | None, cards: list[Card]) -> Facts:
     device = jax.local_devices()[0]
     stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
     total, available = host_memory()
+    # A part of a GPU (MIG) is on its GPU's node.
+    whole = (nvml("DeviceGetDeviceHandleFromMigDeviceHandle", gpu) or gpu for gpu in gpus_of(jax.local_devices()))
+    driven = {nvml("DeviceGetUUID", gpu) for gpu in whole}
     return Facts(
         rank=jax.process_index(),
         host=socket.gethostname(),
         pid=os.getpid(),
         python=platform.python_version(),
-        versions=versions(),
+        versions={name: version for name in PACKAGES if (version := installed_version(name))},
         driver=driver,
         cards=cards,
         platform=device.platform,
@@ -131,68 +132,33 @@ def facts(driver: str | None, cards: list[Card]) -> Facts:
         host_bytes=total,
         host_available_bytes=available,
         shared_memory_bytes=_free_bytes(Path("/dev/shm")),
-        binding=binding({card.uuid: card.pci for card in cards}, _driven_gpus()),
+        binding=binding({str(card.number): card.pci for card in cards if card.uuid in driven}),
         environment=distributed.environment(),
     )
-
-
-def _driven_gpus() -> set[str]:
-    """UUIDs of the GPUs that this process drives."""
-    devices = jax.local_devices()
-    # A device's own number counts the GPUs that the driver shows to this process.
-    numbers = {device.local_hardware_id for device in devices if device.platform != "cpu"}
-    return {uuid for number, uuid in enumerate((visible_gpus() or []) if numbers else []) if number in numbers}
 
 
 def gather(here: T) -> list[T]:
     """A dataclass of all processes, by rank; every process must call it, with its own."""
     adapter = TypeAdapter(type(here))
-    return [adapter.validate_python(values) for values in gather_json(adapter.dump_python(here))]
+    return [adapter.validate_python(values) for values in distributed.gathered(adapter.dump_python(here))]
 
 
-def gather_json(here: Any) -> list[Any]:
-    """Values of all processes, by rank, as far as JSON can express them; every process must call it."""
-    texts = parse_json(distributed.exchange(json.dumps(here), json.dumps), jax.process_count() * MIB)
-    # A speed may be infinite.
-    return [parse_json(text, lenient=True) for text in texts]
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed packages of PACKAGES."""
-    found = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+def host_gpus() -> dict[int, Any]:
+    """NVML's handles of the host's GPUs by its numbers; without those that a scheduler or the driver withholds."""
+    nvml("Init")
+    handles = {number: nvml("DeviceGetHandleByIndex", number) for number in range(nvml("DeviceGetCount") or 0)}
+    return {number: gpu for number, gpu in handles.items() if gpu}
 
 
 def gpu_cards() -> tuple[str | None, list[Card]]:
-    """(the driver's version, the GPUs of this machine), by nvidia-smi; (None, []) if it is missing or does not answer."""
-    query = "--query-gpu=driver_version,name,memory.total,memory.used,pci.bus_id,uuid"
-    return parse_cards(answer("nvidia-smi", query, "--format=csv,noheader,nounits"))
-
-
-def answer(*command: str) -> str:
-    """Output of a program; '' if it is missing, fails or takes too long."""
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ANSWER_LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ended.stdout if ended.returncode == 0 else ""
-
-
-def parse_cards(text: str) -> tuple[str | None, list[Card]]:
-    """Parses lines such as `580.95.05, NVIDIA H200, 143771, 4, 00000000:19:00.0, GPU-5c9f...`, sizes in MiB. A missing value
-    ([N/A]) counts as 0.
-    """
-    driver, cards = None, []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 6:
-            driver = fields[0]
-            total, used = (int(field) * 2**20 if field.isdecimal() else 0 for field in fields[2:4])
-            cards.append(Card(fields[1], total, used, *fields[4:]))
-    return driver, cards
+    """(the driver's version, the GPUs of this machine), by NVML; (None, []) without it. A size that is not known is 0."""
+    cards = []
+    for number, gpu in host_gpus().items():
+        memory, pci = nvml("DeviceGetMemoryInfo", gpu, MEMORY_V2), nvml("DeviceGetPciInfo", gpu)
+        sizes = (memory.total, memory.used) if memory else (0, 0)
+        names = nvml("DeviceGetName", gpu) or "", pci.busId if pci else "", nvml("DeviceGetUUID", gpu) or ""
+        cards.append(Card(names[0], *sizes, *names[1:], number))
+    return nvml("SystemGetDriverVersion"), cards
 
 
 def _free_bytes(path: Path) -> int | None:
@@ -247,49 +213,34 @@ def folder(path: Path, measures: bool) -> list[Folder]:
     token = distributed.broadcast(uuid.uuid4().hex)
     mine, error, made = path / f".doctor-{token}-{rank}", "", []
     try:
-        made = _make(path) if main else []
-        error = _write(mine, b"jaxllm doctor") if main else ""
+        if main:
+            made = [one for one in (path, *path.parents) if not one.exists()]
+            path.mkdir(parents=True, exist_ok=True)
+            mine.write_bytes(b"jaxllm doctor")
     except OSError as failure:
-        error = _reason(failure)
+        error = reason_of(failure)
     # Process 0's file is there now, or never will be.
     stopped = distributed.broadcast(error)
     sees = stopped == "" and (main or not _missing(path, [f".doctor-{token}-0"]))
-    if sees and not main:
-        error = _write(mine, b"jaxllm doctor")
-    wrote = gather_json(sees and not error)
+    try:
+        if sees and not main:
+            mine.write_bytes(b"jaxllm doctor")
+    except OSError as failure:
+        error = reason_of(failure)
+    wrote = distributed.gathered(sees and not error)
     names = {f".doctor-{token}-{other}": other for other, there in enumerate(wrote) if there}
     unseen = tuple(sorted(names[name] for name in _missing(path, names))) if main else ()
-    gather_json("looked")
+    distributed.gathered("looked")
     found = {"error": error, "sees_main": sees or stopped != "", "unseen": unseen, "free_bytes": _free_bytes(path) or 0}
     if sees and not error and measures:
         found |= _speed(mine)
     with suppress(OSError):
         mine.unlink(missing_ok=True)
     folders = gather(Folder(**found))
-    for one in reversed(made):
+    for one in made:
         with suppress(OSError):
             one.rmdir()
     return folders
-
-
-def _make(path: Path) -> list[Path]:
-    """Creates a folder and its parents; returns the new ones, outermost first."""
-    missing = [one for one in (path, *path.parents) if not one.exists()][::-1]
-    path.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _write(path: Path, content: bytes) -> str:
-    """The reason why the write failed; '' if it succeeded."""
-    try:
-        path.write_bytes(content)
-    except OSError as failure:
-        return _reason(failure)
-    return ""
-
-
-def _reason(failure: OSError) -> str:
-    return failure.strerror or str(failure)
 
 
 def _missing(path: Path, names: Iterable[str]) -> set[str]:
@@ -323,7 +274,7 @@ def _speed(path: Path) -> dict[str, Any]:
                 read += len(part)
         read_s = time.perf_counter() - begin
     except OSError as failure:
-        return {"error": _reason(failure)}
+        return {"error": reason_of(failure)}
     return {"write_bytes_per_s": written / write_s, "read_bytes_per_s": read / read_s}
 
 
@@ -332,19 +283,10 @@ def _speed(path: Path) -> dict[str, Any]:
 # https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-bus-pci ("numa_node"; -1 where the firmware does not tell).
 
 
-def binding(pci: Mapping[str, str], driven: Collection[str], sysfs: Path = SYSFS) -> Binding:
-    """Binding of this process.
-
-    Args:
-      pci: PCI address by UUID, of all GPUs of the host in nvidia-smi's order.
-      driven: UUIDs of the GPUs that this process drives.
-    """
+def binding(pci: Mapping[str, str], sysfs: Path = Path("/sys")) -> Binding:
+    """Binding of this process. `pci`: the PCI address of each GPU that it drives, by number."""
     mine, cpus_of = allowed_cpus(), _cpus_of_nodes(sysfs)
-    gpu_nodes = {}
-    for number, (name, address) in enumerate(pci.items()):
-        node = _node_of(address, sysfs) if name in driven else None
-        if node is not None:
-            gpu_nodes[str(number)] = node
+    gpu_nodes = {gpu: node for gpu, address in pci.items() if (node := _node_of(address, sysfs)) is not None}
     nodes = sorted(node for node, cpus in cpus_of.items() if cpus & mine)
     return Binding(len(mine), os.cpu_count() or len(mine), nodes, len(cpus_of), gpu_nodes)
 
@@ -372,7 +314,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def _node_of(address: str, sysfs: Path) -> int | None:
-    """NUMA node of a PCI device; nvidia-smi writes the domain with eight digits and in capitals, the kernel with four."""
+    """NUMA node of a PCI device; NVML writes the domain with eight digits and in capitals, the kernel with four."""
     domain, _, rest = address.lower().partition(":")
     try:
         return whole_number(read_text(sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").strip())

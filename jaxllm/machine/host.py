@@ -138,7 +138,7 @@ LIBRARY, NO_DEVICE = "libcuda.so.1", 100
 
 
 def visible_gpus() -> list[str] | None:
-    """UUIDs as nvidia-smi prints them, in CUDA's order, of the GPUs that NVIDIA's driver shows to this process: not of those
+    """UUIDs as NVML writes them, in CUDA's order, of the GPUs that NVIDIA's driver shows to this process: not of those
     that CUDA_VISIBLE_DEVICES or a scheduler hides. Empty without a driver or a GPU; None if the driver fails in another way.
 
     It may be asked before JAX starts, and takes no memory on a GPU: it initializes the driver's library, as JAX will do anyway,
@@ -154,11 +154,9 @@ def visible_gpus() -> list[str] | None:
         return []
     if status or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return None
-    # The newer function distinguishes parts of a GPU (MIG); drivers before CUDA 11.4 do not have it.
-    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     gpus = []
     for ordinal in range(count.value):
-        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or get_uuid(ctypes.byref(found), device):
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid_v2(ctypes.byref(found), device):
             return None
         gpus.append(f"GPU-{uuid.UUID(bytes=bytes(found))}")
     return gpus
@@ -182,7 +180,6 @@ def installed(*packages: str) -> list[str]:
 
 
 def installed_version(package: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None

@@ -154,7 +154,8 @@ def register(run: Run) -> None:
     def publish(record: Record) -> None:
         nonlocal said
         config = trainer.config
-        record |= run.timer.record_keys(trainer, peak_flops)
+        due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
+        record |= run.timer.record_keys(trainer, peak_flops, due)
         run.write(record)
         if record["skipped"] or record["loss_spike"]:
             what = "a spike" if record["loss_spike"] else "not finite"
@@ -172,7 +173,6 @@ def register(run: Run) -> None:
         rate = float(record["tokens_per_s_per_device"])
         length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
         utilisation = mfu(rate, config.model, length, peak_flops, config.frozen) if peak_flops else None
-        due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
         console.step(record, utilisation, due)
 
     run.on("record", publish)

@@ -52,11 +52,8 @@ class StepMetrics:
         """Starts the clock of tokens_per_s_per_device, if it does not run."""
         self._last_finish_s = self._last_finish_s or time.perf_counter()
 
-    def stop_clock(self) -> None:
-        self._last_finish_s = None
-
     def read(self, pending: Pending, config: Config, devices: int) -> Record:
-        """Waits for the step, and returns its metrics as Python numbers."""
+        """Waits for the step, and returns its metrics as Python numbers. If no other step runs by then, the clock stops."""
         step = pending.step
         with progress.waiting():
             values = diloco.combine_replicas(pending.arrays)
@@ -67,7 +64,7 @@ class StepMetrics:
         assert self._last_finish_s is not None, "set when that step was started"
         now, tokens = time.perf_counter(), config.tokens_before(step)
         rate = (tokens - config.tokens_before(step - 1)) / (now - self._last_finish_s) / devices
-        self._last_finish_s = now
+        self._last_finish_s = None if self._pending is None else now
         record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values), "tokens_per_s_per_device": rate}
         return record | self.noise.see(values)
 
@@ -168,12 +165,13 @@ class RunTimer:
         self._first = True
         self._compiled_bytes = 0
 
-    def record_keys(self, trainer: Any, peak_flops: float | None = None) -> Record:
+    def record_keys(self, trainer: Any, peak_flops: float | None = None, shown: bool = False) -> Record:
         """Keys of the next line, on the process that writes it.
 
         Args:
           trainer: a Trainer that has compiled its step.
           peak_flops: of one device in the compute dtype, FLOP/s; None if unknown.
+          shown: whether the step is one of log.every_steps. On GPUs its line has their load (machine/gpus.py).
 
         Every line has unix_s, the current time in seconds since 1970; data_s, the wait for batches; on GPUs memory_peak_bytes,
         the highest use of the fullest device of this process since it started. compile_s, evaluate_s and save_s are present if
@@ -189,6 +187,11 @@ class RunTimer:
         line |= {f"{name}_s": spent_s[name] for name in PAUSES if spent_s[name]}
         if (peak_bytes := memory_in_use()) is not None:
             line["memory_peak_bytes"] = peak_bytes
+        if shown and jax.local_devices()[0].platform != "cpu":
+            # NVIDIA's module takes 60 ms.
+            from jaxllm.machine import gpus
+
+            line |= gpus.load(jax.local_devices())
         if trainer.programs.step_bytes > self._compiled_bytes:
             line["memory_compiled_bytes"] = self._compiled_bytes = trainer.programs.step_bytes
         if self._first:

@@ -236,7 +236,6 @@ class Trainer:
         """Waits for the running step and returns its metrics. The timer of tokens_per_s_per_device stops until the next."""
         with progress.phase("step"):
             record = self._read(self.metrics.replace_pending(None))
-            self.metrics.stop_clock()
         return self._handed_over(record)
 
     def _read(self, pending: Pending | None) -> Record | None:

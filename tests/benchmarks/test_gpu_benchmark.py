@@ -6,11 +6,11 @@ import math
 import subprocess
 import sys
 import time
-from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import nvml
 import outside
 import pytest
 import scripts
@@ -223,20 +223,33 @@ def test_rows_of_earlier_days_count_for_their_kind_of_gpu_alone(play, modules, t
 
 
 def test_power_and_clocks_are_means_over_the_timed_steps(modules, tmp_path):
-    file, begin = tmp_path / "power.csv", datetime(2026, 11, 26, 13, 38, 0).timestamp()
-    lines = [
-        "2026/11/26 13:37:59.900, 130.00, 1980, 0x0000000000000000",
-        "2026/11/26 13:38:00.100, 700.00, 1400, 0x0000000000000004",
-    ]
-    lines += [
-        "2026/11/26 13:38:00.350, 690.00, 1600, 0x0000000000000000",
-        "2026/11/26 13:38:00.600, [N/A], 1600, 0x0",
-        "2026/11/",
-    ]
+    file, begin = tmp_path / "power.csv", 1000.0
+    lines = ["999.9,130.0,1980,0", "1000.1,700.0,1400,1", "1000.35,690.0,1600,0", "1000.6,69"]
     file.write_text("\n".join(lines))
     assert modules.gpu_power.means(file, begin, begin + 1) == {"power_w": 695, "sm_mhz": 1500, "power_capped": 0.5}
     assert modules.gpu_power.means(file, begin + 10, begin + 11) == {}
     assert modules.gpu_power.means(tmp_path / "none.csv", begin, begin + 1) == {}
+
+
+def test_the_gpu_of_a_benchmark_is_sampled(modules, monkeypatch, tmp_path):
+    """The first of CUDA_VISIBLE_DEVICES, by index or UUID. Without a driver there is no file."""
+    load = {"PowerUsage": 650_000, "ClockInfo": 1500, "CurrentClocksEventReasons": 0x5}
+    file, power = tmp_path / "power.csv", modules.gpu_power
+    monkeypatch.setattr(power, "PERIOD_S", 0.01)
+    nvml.install(monkeypatch, nvml.gpu("GPU-a"), nvml.gpu("GPU-b", **load))
+    for visible in ("1,0", "GPU-b"):
+        file.unlink(missing_ok=True)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert power.kind_of_gpu() == "NVIDIA H200"
+        begin = time.time()
+        with power.sampling(file):
+            time.sleep(0.1)
+        assert power.means(file, begin, time.time()) == {"power_w": 650, "sm_mhz": 1500, "power_capped": 1}
+    nvml.install(monkeypatch, driver=None)
+    with power.sampling(tmp_path / "none.csv"):
+        pass
+    assert power.kind_of_gpu() is None
+    assert not (tmp_path / "none.csv").exists()
 
 
 # ------------------------------------------------------------------------------------------------------ nothing is measured

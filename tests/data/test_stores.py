@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from store_servers import Hub, Server, gcs, s3, s3_environment, serving
+from store_servers import Hub, Server, forget_clients, gcs, s3, s3_environment, serving
 
 from jaxllm.config import ConfigError
 from jaxllm.data import stores
@@ -78,6 +78,8 @@ def make_s3(stack):
         "s3", endpoint_url=door.url, aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
     )
     client.create_bucket(Bucket="texts")
+    # The tests of another file may have had a server too.
+    forget_clients("s3")
 
     def write(name, content):
         client.put_object(Bucket="texts", Key=name, Body=content)

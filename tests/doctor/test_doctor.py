@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import nvml
 import pytest
 import yaml
 from rich.console import Console
@@ -21,7 +22,7 @@ from jaxllm.cluster.launchers import LaunchInfo
 from jaxllm.cost_model.hardware import GPUS, host_copy_bytes_per_s
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, links_of, permute_s
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.doctor import checks, doctor, links, probes
+from jaxllm.doctor import checks, doctor, fabric, links, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row
 from jaxllm.doctor.links import BOTH_WAYS, FROM_HOST, TO_HOST, Collective, HostCopy
 from jaxllm.doctor.probes import Binding, Card, Facts, Folder, binding
@@ -234,17 +235,32 @@ def test_copies_are_timed_on_all_devices_at_once(monkeypatch):
     assert {one.memory_kind for one in copied[-1][1]} == {HOST, copied[0][1][0].memory_kind}
 
 
-def test_what_nvidia_smi_prints():
-    text = (
-        "580.95.05, NVIDIA H200, 143771, 4, 00000000:19:00.0, GPU-a\n580.95.05, NVIDIA H200, 143771, [N/A], "
-        "00010000:DA:00.0, GPU-b\n"
-    )
+def test_the_cards_of_a_host(monkeypatch):
+    """A GPU of another job has none, and a size that a GPU does not tell is 0."""
+    integrated = nvml.gpu("GPU-c", "00010000:DA:00.0")
+    del integrated.fields["MemoryInfo"]
+    nvml.install(monkeypatch, nvml.gpu("GPU-a", used=5), fabric.HIDDEN, integrated)
     cards = [
-        Card("NVIDIA H200", 143771 * 2**20, 4 * 2**20, "00000000:19:00.0", "GPU-a"),
-        Card("NVIDIA H200", 143771 * 2**20, 0, "00010000:DA:00.0", "GPU-b"),
+        Card("NVIDIA H200", 2**37, 5, "00000000:19:00.0", "GPU-a", 0),
+        Card("NVIDIA H200", 0, 0, "00010000:DA:00.0", "GPU-c", 2),
     ]
-    assert probes.parse_cards(text) == ("580.95.05", cards)
-    assert probes.parse_cards("No devices were found\n") == (None, [])
+    assert probes.gpu_cards() == ("580.95.05", cards)
+    nvml.install(monkeypatch, driver=None)
+    assert probes.gpu_cards() == (None, [])
+
+
+def test_a_process_is_bound_to_its_own_gpus(monkeypatch):
+    """Also to the GPU of a part (MIG); and a silent library is a row that says what to install."""
+    whole = nvml.gpu("GPU-b", "00000000:DA:00.0")
+    part = nvml.gpu("MIG-5", parent=whole)
+    nvml.install(monkeypatch, nvml.gpu("GPU-a"), whole, parts=(part,))
+    monkeypatch.setattr(probes, "_node_of", lambda address, sysfs: int(address == "00000000:DA:00.0"))
+    for driven, nodes in (([whole], {"1": 1}), ([part], {"1": 1}), ([], {})):
+        monkeypatch.setattr(probes, "gpus_of", lambda devices, driven=driven: driven)
+        here = probes.facts(*probes.gpu_cards())
+        assert (here.driver, here.binding.gpu_nodes) == ("580.95.05", nodes)
+    (row,) = checks.driver(alike(1, driver=None, cards=[]), forced=False)
+    assert (row.status, "nvidia-ml-py" in row.todo) == (WARN, True)
 
 
 # ------------------------------------------------------------------------------------------------------------------ NUMA
@@ -268,7 +284,7 @@ def sysfs(tmp_path):
     return tmp_path
 
 
-PCI = {"GPU-a": "00000000:19:00.0", "GPU-b": "00000000:DA:00.0", "GPU-c": "00000000:3B:00.0", "GPU-d": "[N/A]"}
+PCI = {"0": "00000000:19:00.0", "1": "00000000:DA:00.0", "2": "00000000:3B:00.0", "3": ""}
 
 
 @pytest.fixture
@@ -281,10 +297,10 @@ def one_cpu():
 
 
 def test_a_process_of_one_cpu_is_far_from_the_other_nodes_gpu(sysfs, one_cpu):
-    found = binding(PCI, set(PCI), sysfs)
+    found = binding(PCI, sysfs)
     assert found == Binding(1, os.cpu_count(), [0], 2, {"0": 0, "1": 1})
     assert found.far_gpus == ["1"]
-    assert binding(PCI, {"GPU-a", "GPU-c"}, sysfs).far_gpus == []
+    assert binding({gpu: PCI[gpu] for gpu in "02"}, sysfs).far_gpus == []
     if os.cpu_count() > 1:
         rows = list(checks.cpus([dataclasses.replace(ONE, binding=found)]))
         assert [row.found for row in rows] == [
@@ -297,15 +313,15 @@ def test_a_process_of_one_cpu_is_far_from_the_other_nodes_gpu(sysfs, one_cpu):
 def test_a_process_that_may_use_all_cpus(sysfs, tmp_path):
     cpus = len(os.sched_getaffinity(0))
     nodes = [0, 1][:cpus]
-    assert binding(PCI, {"GPU-b"}, sysfs) == Binding(cpus, os.cpu_count(), nodes, 2, {"1": 1})
+    assert binding({"1": PCI["1"]}, sysfs) == Binding(cpus, os.cpu_count(), nodes, 2, {"1": 1})
     # A container without these files.
-    assert binding(PCI, set(PCI), tmp_path / "none") == Binding(cpus, os.cpu_count(), [], 0, {})
+    assert binding(PCI, tmp_path / "none") == Binding(cpus, os.cpu_count(), [], 0, {})
     (row,) = checks.cpus([ONE])
     assert (row.status, row.found) == (OK, "96 of 96 CPUs, NUMA nodes 0-1 of 2, GPUs 0-3 on node 0, GPUs 4-7 on node 1")
 
 
 def test_the_kernel_tells_of_this_machine():
-    found = binding({}, set())
+    found = binding({})
     assert found.cpus == len(os.sched_getaffinity(0))
     assert len(found.nodes) <= found.host_nodes
     assert bool(found.nodes) == Path("/sys/devices/system/node/node0/cpulist").exists()

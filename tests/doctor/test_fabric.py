@@ -1,11 +1,12 @@
-"""What `jaxllm doctor` says of adapters, locked memory and GPUs. Outputs of nvidia-smi and dcgmi are written after NVIDIA's
-manuals (nvidia-smi(1); NVML API reference; DCGM user guide); none was recorded on a machine with such a fault.
+"""What `jaxllm doctor` says of adapters, locked memory and GPUs. The answers of NVML and dcgmi are written after NVIDIA's
+manuals (NVML API reference; DCGM user guide); none was recorded on a machine with such a fault.
 """
 
 import ctypes
 import dataclasses
 import resource
 
+import nvml
 import pytest
 from test_doctor import ONE, alike
 
@@ -16,21 +17,6 @@ from jaxllm.doctor.fabric import PLUGIN, VERBS, Fabric
 MIB = 2**20
 SOUND = Fabric(adapters=("mlx5_0", "mlx5_1"))
 
-P2P = """\x1b[4m \tGPU0\tGPU1\tGPU2\x1b[0m
- GPU0\tX\tOK\tNS
- GPU1\tOK\tX\tCNS
- GPU2\tNS\tCNS\tX
-
-Legend:
-
-  X    = Self
-  OK   = Status Ok
-  CNS  = Chipset not supported
-  GNS  = GPU not supported
-  TNS  = Topology not supported
-  NS   = Not supported
-  U    = Unknown
-"""
 HEALTH = """+---------------------------+----------------------------------------------------------+
 | Health Monitor Report                                                                |
 +===========================+==========================================================+
@@ -38,46 +24,81 @@ HEALTH = """+---------------------------+---------------------------------------
 +---------------------------+----------------------------------------------------------+
 """
 
-# --------------------------------------------------------------------------------------------------------------- the outputs
+# ----------------------------------------------------------------------------------------------------- the driver, and DCGM
 
 
-def test_ecc_errors():
-    assert fabric.ecc_errors("0, 0\n1, 3\n2, [N/A]\n") == ("GPU 1 has 3 uncorrectable ECC errors",)
-    assert fabric.ecc_errors("No devices were found\n") == ()
+def told(monkeypatch, *gpus: nvml.Gpu | str) -> dict[str, tuple[str, ...]]:
+    nvml.install(monkeypatch, *gpus)
+    monkeypatch.setattr(fabric, "health", str)
+    return {name: texts for name, texts in fabric.of_host().items() if texts}
 
 
-def test_rows_of_memory():
-    """Drivers write 0 and 1 or No and Yes; a failure is not also pending."""
-    text = "00000000:07:00.0, 0, 0\n00000000:0F:00.0, 1, 0\n00000000:47:00.0, Yes, No\n00000000:4E:00.0, 0, 1\n"
-    text += "00000000:87:00.0, [N/A], [N/A]\n"
-    assert fabric.pending_rows(text) == tuple(f"GPU 00000000:{bus}:00.0 has a damaged row of memory" for bus in ("0F", "47"))
-    assert fabric.lost_rows(text) == ("GPU 00000000:4E:00.0 cannot replace a damaged row of memory",)
+def test_ecc_errors(monkeypatch):
+    gpus = nvml.Gpu(TotalEccErrors=0), nvml.Gpu(TotalEccErrors=3), nvml.Gpu()
+    assert told(monkeypatch, *gpus) == {"gpu_errors": ("GPU 1 has 3 uncorrectable ECC errors",)}
 
 
-def test_clocks_held_down():
+def test_rows_of_memory(monkeypatch):
+    """NVML counts those that were replaced first: these are repaired."""
+    rows = (9, 2, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)
+    assert told(monkeypatch, *(nvml.Gpu(RemappedRows=row) for row in rows), nvml.Gpu()) == {
+        "gpu_errors": ("GPU 1 has a damaged row of memory",),
+        "gpu_damage": ("GPU 2 cannot replace a damaged row of memory",),
+    }
+
+
+def test_clocks_held_down(monkeypatch):
     """An idle GPU, one at its power cap and one with set clocks are not held down."""
-    healthy = "0, 0x0000000000000001\n1, 0x0000000000000004\n2, 0x0000000000000002\n3, [N/A]\n"
-    assert fabric.slowed(healthy) == ()
-    assert fabric.slowed(healthy + "4, 0x0000000000000048\n5, 0x00000000000000A4\n") == (
-        "GPU 4: hardware slowdown, too hot (hardware slowdown)",
-        "GPU 5: too hot (software slowdown), power brake",
-    )
+    healthy = [*(nvml.Gpu(CurrentClocksEventReasons=reason) for reason in (1, 4, 2)), nvml.Gpu()]
+    assert told(monkeypatch, *healthy) == {}
+    hot = (nvml.Gpu(CurrentClocksEventReasons=reasons) for reasons in (0x48, 0xA4))
+    assert told(monkeypatch, *healthy, *hot) == {
+        "slowed": (
+            "GPU 4: hardware slowdown, too hot (hardware slowdown)",
+            "GPU 5: too hot (software slowdown), power brake",
+        )
+    }
 
 
-def test_pairs_of_gpus_are_named_once():
-    assert fabric.unreached(P2P) == (
-        "GPU0 and GPU2 (not supported)",
-        "GPU1 and GPU2 (the chipset does not support it)",
-    )
-    assert fabric.unreached(P2P.replace("CNS", "OK").replace("NS", "OK")) == ()
-    assert fabric.unreached("") == fabric.unreached(" \tGPU0\n GPU0\tX\n") == ()
+def test_pairs_of_gpus_are_named_once(monkeypatch):
+    apart = [nvml.gpu("a", peers={"c": 5, "d": 6}), nvml.gpu("b", peers={"c": 1}), nvml.gpu("c", peers={"a": 5, "b": 1})]
+    assert told(monkeypatch, *apart, nvml.gpu("d")) == {
+        "unreached": (
+            "GPU0 and GPU2 (not supported)",
+            "GPU0 and GPU3 (unknown)",
+            "GPU1 and GPU2 (the chipset does not support it)",
+        )
+    }
+    assert told(monkeypatch, nvml.gpu("a"), nvml.gpu("b")) == told(monkeypatch, nvml.gpu("a")) == told(monkeypatch) == {}
+
+
+def test_a_gpu_that_does_not_answer_is_named_and_one_of_another_job_is_not(monkeypatch):
+    """The others keep their numbers."""
+    found = told(monkeypatch, fabric.HIDDEN, "GPU is lost", nvml.Gpu(TotalEccErrors=1))
+    assert found == {"gpu_errors": ("GPU 1: GPU is lost", "GPU 2 has 1 uncorrectable ECC errors")}
+
+
+@pytest.fixture
+def dcgmi(monkeypatch, tmp_path):
+    """A dcgmi that prints this."""
+
+    def make(text: str) -> None:
+        program = tmp_path / "dcgmi"
+        program.write_text(f"#!/bin/sh\n[ \"$*\" = 'health --group 0 --check' ] && cat <<'END'\n{text}\nEND\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return make
 
 
 @pytest.mark.parametrize("verdict", ["Healthy", "Warning", "Failure"])
-def test_the_verdict_of_dcgm(verdict):
-    assert fabric.health(HEALTH.format(verdict)) == verdict
-    assert fabric.health(f"| Overall Health:  | {verdict}   |") == verdict
-    assert fabric.health("Error: unable to establish a connection to the specified host: localhost") == ""
+def test_the_verdict_of_dcgm(dcgmi, verdict):
+    dcgmi(HEALTH.format(verdict))
+    assert fabric.health() == verdict
+    dcgmi(f"| Overall Health:  | {verdict}   |")
+    assert fabric.health() == verdict
+    dcgmi("Error: unable to establish a connection to the specified host: localhost")
+    assert fabric.health() == ""
 
 
 # ------------------------------------------------------------------------------------------------------------- this machine
@@ -157,52 +178,29 @@ def test_the_limit_of_locked_memory(monkeypatch, tmp_path, capabilities, limit, 
     assert fabric.locked_limit() == found
 
 
-@pytest.fixture
-def programs(monkeypatch, tmp_path):
-    """nvidia-smi and dcgmi with these outputs by the words of their command; other words are an error, as in an old driver."""
-
-    def make(outputs: dict[str, str]) -> None:
-        for name in ("nvidia-smi", "dcgmi"):
-            cases = [f"*'{words}'*) cat <<'END'\n{text}\nEND\n;;" for words, text in outputs.items() if words.startswith(name)]
-            body = "\n".join(
-                ["#!/bin/sh", f'case "{name} $*" in', *cases, "*) echo not a valid field to query; exit 2 ;;", "esac"]
-            )
-            (tmp_path / name).write_text(body + "\n")
-            (tmp_path / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    return make
-
-
-@pytest.mark.parametrize("field", fabric.CLOCK_REASONS)
-def test_a_host_is_asked_by_one_process(monkeypatch, programs, field):
-    """Drivers before 535 have the older name of the clocks' field."""
+def test_a_host_is_asked_by_one_process(monkeypatch, dcgmi):
     monkeypatch.setattr(fabric, "adapters", Fabric)
-    programs(
-        {
-            f"nvidia-smi --query-gpu=index,{fabric.ECC} ": "0, 1",
-            f"nvidia-smi --query-gpu=index,{field} ": "0, 0x0000000000000040",
-            f"nvidia-smi --query-remapped-rows={','.join(fabric.REMAPPED)} ": "00000000:07:00.0, 1, 1",
-            "nvidia-smi topo -p2p r": P2P,
-            "dcgmi health --group 0 --check": HEALTH.format("Warning"),
-        }
-    )
     monkeypatch.setattr(fabric, "locked_limit", lambda: None)
-    (found,) = fabric.gather(asks=True)
-    assert found == Fabric(
-        gpu_errors=("GPU 0 has 1 uncorrectable ECC errors", "GPU 00000000:07:00.0 has a damaged row of memory"),
-        gpu_damage=("GPU 00000000:07:00.0 cannot replace a damaged row of memory",),
-        slowed=("GPU 0: too hot (hardware slowdown)",),
-        unreached=fabric.unreached(P2P),
-        dcgm="Warning",
-    )
+    ill = {"TotalEccErrors": 1, "RemappedRows": (0, 0, 1, 1), "CurrentClocksEventReasons": 0x40}
+    nvml.install(monkeypatch, nvml.gpu("a", peers={"b": 5}, **ill), nvml.gpu("b"))
+    dcgmi(HEALTH.format("Warning"))
+    assert fabric.gather(asks=True) == [
+        Fabric(
+            gpu_errors=("GPU 0 has 1 uncorrectable ECC errors", "GPU 0 has a damaged row of memory"),
+            gpu_damage=("GPU 0 cannot replace a damaged row of memory",),
+            slowed=("GPU 0: too hot (hardware slowdown)",),
+            unreached=("GPU0 and GPU1 (not supported)",),
+            dcgm="Warning",
+        )
+    ]
     assert fabric.gather(asks=False) == [Fabric()]
 
 
-def test_a_host_without_these_programs_tells_nothing(monkeypatch, tmp_path):
+def test_a_host_without_a_driver_and_dcgm_tells_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(fabric, "adapters", Fabric)
     monkeypatch.setattr(fabric, "locked_limit", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
+    nvml.install(monkeypatch, driver=None)
     assert fabric.gather(asks=True) == [Fabric()]
 
 

@@ -24,7 +24,7 @@ class Driver:
         device._obj.value = 100 + ordinal
         return 0
 
-    def cuDeviceGetUuid(self, uuid, device):
+    def cuDeviceGetUuid_v2(self, uuid, device):
         uuid._obj[15] = device.value
         return 0
 

@@ -556,6 +556,29 @@ def test_gpus_say_what_was_in_use(monkeypatch):
     assert step_metrics.memory_in_use() is None
 
 
+def test_gpus_are_asked_where_a_line_is_shown(monkeypatch):
+    """CPU devices never."""
+    from jaxllm.machine import gpus
+    from jaxllm.run import messages, step_metrics
+
+    start, programs = SimpleNamespace(memory_fit=None, absent_hosts=0), SimpleNamespace(step_bytes=0)
+    config = load_config(TINY, [*ONE, "log.every_steps=3", "train.steps=5"])
+    trainer = SimpleNamespace(programs=programs, mesh=SimpleNamespace(size=1), start=start, config=config)
+    monkeypatch.setattr(gpus, "load", lambda devices: {"gpu_power_w": 700.0})
+    monkeypatch.setattr(messages.distributed, "is_main_process", lambda: False)
+    monkeypatch.setattr(messages, "peak_flops_of", lambda trainer: None)
+    for platform, asked in (("gpu", [1, 3, 5]), ("cpu", [])):
+        device = SimpleNamespace(platform=platform, memory_stats=lambda: None)
+        monkeypatch.setattr(step_metrics.jax, "local_devices", lambda device=device: [device])
+        hooks, written = {}, []
+        console = SimpleNamespace(step=lambda *_: None)
+        run = SimpleNamespace(trainer=trainer, console=console, timer=step_metrics.RunTimer(), first=0)
+        messages.register(SimpleNamespace(**vars(run), on=hooks.__setitem__, write=written.append))
+        for step in range(1, 6):
+            hooks["record"]({"step": step, "skipped": 0, "loss_spike": 0, "tokens_per_s_per_device": 1.0})
+        assert [line["step"] for line in written if "gpu_power_w" in line] == asked
+
+
 def test_programs_that_take_more_are_told_of():
     from jaxllm.run.step_metrics import RunTimer
 
