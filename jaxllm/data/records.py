@@ -56,11 +56,7 @@ FEW_BROKEN, BROKEN_SHARE = 10, 0.01
 
 
 def require_few_broken(where: str, broken: int, total: int, first: str, share: float, key: str) -> None:
-    """Raises ConfigError if more than a share of the records, and more than FEW_BROKEN or half of them, cannot be used.
-
-    Args:
-      key: what sets the share. With 0 none may be broken.
-    """
+    """Raises ConfigError if more than a share of the records, which `key` sets, and than FEW_BROKEN or half cannot be used."""
     if broken > (max(share * total, min(FEW_BROKEN, total / 2)) if share else 0):
         raise ConfigError(
             f"{broken:,} of {total:,} records of {where} cannot be used, the first {first}: fix them or leave them out, or set "
