@@ -149,10 +149,7 @@ def register(run: Run) -> None:
             run.on("line", sink.write)
         trainer.metrics.watch.recall(run.folder / "metrics.jsonl")
 
-    said = False
-
     def publish(record: Record) -> None:
-        nonlocal said
         config = trainer.config
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
         record |= run.timer.record_keys(trainer, peak_flops, due)
@@ -162,8 +159,7 @@ def register(run: Run) -> None:
             skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
             loss, norm = record["loss"], record["grad_norm"]
             console.say(f"step {record['step']} is {what}: loss {loss:.4g}, gradient norm {norm:.4g}{skipped}")
-        if record.get("no_targets") and not said:
-            said = True
+        if record.get("no_targets") == 1:
             console.say(
                 f"step {record['step']} has no target: no token of it is learnt, so no weight changes, as in all such steps; "
                 f"longer sequences or a larger batch make them rarer"

@@ -78,7 +78,7 @@ class Watch:
 
     def __init__(self, config: Config, skipped_steps: int = 0):
         self._train = config.train
-        self.skipped_steps, self._in_a_row, self._step = skipped_steps, 0, 0
+        self.skipped_steps, self._in_a_row, self._step, self._no_targets = skipped_steps, 0, 0, 0
         self._recent = Recent.empty(np, np.float64)
 
     def recall(self, metrics: Path) -> None:
@@ -89,12 +89,13 @@ class Watch:
                 self._recent = self._recent.after(np.array(values), np)
 
     def see(self, step: int, values: Mapping[str, float]) -> Record:
-        """Returns the keys for a step's line: skipped and loss_spike (0 or 1), skipped_steps so far, and no_targets of a step
-        without any target, whose update is skipped too though nothing is wrong."""
+        """Returns the keys for a step's line: skipped and loss_spike (0 or 1), skipped_steps so far, and of a step without
+        any target, whose update is skipped too though nothing is wrong, no_targets: how many there were in this start."""
         new_2 = np.array([values["loss"], values["grad_norm"]])
         if values["grad_norm"] == 0:
-            loss = values["loss"] or np.nan
-            return {"loss": loss, "skipped": 0, "skipped_steps": self.skipped_steps, "loss_spike": 0, "no_targets": 1}
+            self._no_targets += 1
+            without = {"loss": values["loss"] or np.nan, "no_targets": self._no_targets}
+            return {"skipped": 0, "skipped_steps": self.skipped_steps, "loss_spike": 0, **without}
         skipped = int(values["skipped"])
         spike = values.get("loss_spike")
         if spike is None:
