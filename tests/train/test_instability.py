@@ -138,7 +138,8 @@ def test_steps_without_targets_are_neither_skipped_steps_nor_usual_ones(tiny_con
     for step in range(1, 5):
         found = watch.see(step, empty)
         assert np.isnan(found.pop("loss"))
-        assert found == {"skipped": 0, "skipped_steps": 0, "loss_spike": 0, "no_targets": step}
+        assert found == {"skipped": 0, "skipped_steps": 0, "loss_spike": 0, "no_targets": 1}
+        assert watch.first_without_targets == 1
         watch.require_progress()
     assert watch._recent.count == 0
     # They are no progress either: what is not finite before and after them is in a row.
