@@ -117,6 +117,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "train/test_instability.py": (
         "test_a_step_that_is_not_finite_changes_nothing_anywhere[zero 1]",
         "test_a_step_is_sound_if_loss_and_norm_are_finite",
+        "test_a_step_without_targets_moves_nothing_and_has_no_loss",
+        "test_steps_without_targets_are_neither_skipped_steps_nor_usual_ones",
         "test_a_spike_is_far_above_the_mean_of_the_last_steps",
         "test_too_few_steps_say_nothing_of_what_is_usual",
         "test_what_is_not_finite_is_not_remembered",
@@ -157,6 +159,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "train/test_diloco.py": (
         "test_the_outer_step_is_nesterovs",
         "test_replicas_that_went_the_same_way_have_cosine_one",
+        "test_a_replica_without_targets_is_in_no_mean",
         "test_what_cannot_be_is_refused",
     ),
     "train/test_outer_codes.py": (

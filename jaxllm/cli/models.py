@@ -206,7 +206,10 @@ def data_prepare(
         int | None,
         typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record instead of counting it.")] = False,
+    max_broken_share: Annotated[
+        float, typer.Option(metavar="SHARE", help="Refuse more broken records than this share.")
+    ] = 0.01,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record: --max-broken-share 0.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
@@ -221,7 +224,7 @@ def data_prepare(
             workers=workers,
             shard=parse_shard(shard),
             shard_bytes=None if shard_megabytes is None else shard_megabytes * 2**20,
-            strict=strict,
+            max_broken_share=0 if strict else max_broken_share,
             progress=not as_json,
         )
     except KeyboardInterrupt as stopped:

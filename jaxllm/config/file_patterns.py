@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import heapq
 import os
-import re
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 from jaxllm import stderr
 from jaxllm.untrusted import RefusedInput, shown
@@ -19,93 +19,69 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Listing:
-    """Lists the files of patterns, and counts what it looks at.
-
-    Attributes:
-      entries: number of files and folders that were looked at.
-    """
+    """Lists the files of patterns below which are at most `most_entries` files and folders; None: any number."""
 
     def __init__(self, most_entries: int | None = None):
-        """
-        Args:
-          most_entries: refuse patterns below which there is more. Default: any number.
-        """
-        self.entries, self._most = 0, most_entries
+        self._entries, self._most = 0, most_entries
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def files(self, pattern: str) -> Iterator[str]:
-        """Yields the files that a pattern matches, as glob.iglob(pattern, recursive=True) finds them, but in any order.
+        """Yields the files that a pattern matches, as glob.iglob(pattern, recursive=True) finds them, but in another order, and
+        what links lead to only once, by device and inode, and not where it has a path without a link. A line counts the rest.
 
         Raises:
           RefusedInput: there are more entries than `most_entries`.
         """
         if "\0" in pattern or pattern.endswith("/"):
             return
-        base, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+\*\*)*(?:/+|$)", pattern, maxsplit=1)
-        if not rest:
-            yield from filter(os.path.isfile, self._paths(pattern, pattern))
-            return
-        base = base.rstrip("/") or base[:1]
-        for root in self._paths(base, pattern) if base else [base]:
-            for folder, names, entries in _folders(root or "."):
-                self._count(pattern, entries)
-                if not base:
-                    # glob writes a/b, not ./a/b.
-                    folder = folder[2:]
-                if "/" in rest[0]:
-                    yield from self.files(os.path.join(glob.escape(folder), rest[0]))
-                else:
-                    yield from (os.path.join(folder, name) for name in _matching(names, rest[0]))
-
-    def _paths(self, path: str, pattern: str) -> Iterator[str]:
-        """What matches a part of the pattern without `**`, as glob.iglob(path) finds it."""
-        if not glob.has_magic(path):
-            if os.path.lexists(path):
-                yield path
-            return
-        folder, name = os.path.split(path)
-        # A path of slashes alone is its own folder.
-        for home in self._paths(folder, pattern) if folder and folder != path else [folder]:
-            if not glob.has_magic(name):
-                if os.path.lexists(os.path.join(home, name)):
-                    yield os.path.join(home, name)
-                continue
+        parts = [*filter(None, pattern.split("/"))]
+        parts = [part for number, part in enumerate(parts) if part != "**" or parts[number - 1 : number] != ["**"]]
+        parts += ["*"] if parts[-1:] == ["**"] else []
+        # Each path with the number of the next part. Not by recursion, which nests as deep as folders and patterns.
+        paths, links, seen, again = [("/" if pattern.startswith("/") else "", 0, False)], [], {}, 0
+        while paths or links:
+            path, at, behind_link = paths.pop() if paths else heapq.heappop(links)
             try:
-                names = os.listdir(home or ".")
+                there = os.stat(path or ".")
+                here = (there.st_dev, there.st_ino, at)
+                if here in seen and (behind_link or seen[here] == path):
+                    again += seen[here] != path
+                    continue
+                seen.setdefault(here, path)
+                if at == len(parts):
+                    if stat.S_ISREG(there.st_mode):
+                        yield path
+                    continue
+                entries = sorted(os.scandir(path or "."), key=lambda one: one.name) if glob.has_magic(parts[at]) else []
             except OSError:
                 continue
-            self._count(pattern, len(names))
-            yield from (os.path.join(home, one) for one in _matching(names, name))
+            self._count(pattern, len(entries))
+            names = [entry.name for entry in entries]
+            # Not what an entry says of itself: of links that lead to each other it raises.
+            folders = [e.name for e in entries if (os.path.isdir(e) if e.is_symlink() else e.is_dir())]
+            deeper = []
+            if parts[at] == "**":
+                deeper = [(name, at) for name in folders if not name.startswith(".")]
+                at += 1
+            found = [parts[at]]
+            if glob.has_magic(parts[at]):
+                found = _matching(names if at + 1 == len(parts) else folders, parts[at])
+            for name, following in reversed([*((name, at + 1) for name in found), *deeper]):
+                inner = os.path.join(path, name)
+                if os.path.islink(inner):
+                    heapq.heappush(links, (inner, following, True))
+                else:
+                    paths.append((inner, following, behind_link))
+        if again:
+            stderr.print_sentence(f"{shown(pattern)}: left out {again:,} times what is listed already and links lead to again")
 
     def _count(self, pattern: str, more: int) -> None:
-        self.entries += more
-        if self._most is not None and self.entries > self._most:
+        self._entries += more
+        if self._most is not None and self._entries > self._most:
             raise RefusedInput(f"below {shown(pattern)} are more than {self._most:,} files and folders")
         if time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            stderr.print_sentence(f"listing {shown(pattern)}: {self.entries:,} files and folders so far")
-
-
-def _folders(root: str) -> Iterator[tuple[str, list[str], int]]:
-    """Each folder below a root and itself, with its files and its number of entries. Follows links, and leaves out hidden
-    folders, as glob does.
-    """
-    # Not os.walk: in Python 3.11 it nests as deep as the folders.
-    left = [root]
-    while left:
-        folder, files = left.pop(), []
-        try:
-            entries = list(os.scandir(folder))
-        except OSError:
-            continue
-        for entry in entries:
-            # A circle of links cannot be followed.
-            with suppress(OSError):
-                if entry.is_file():
-                    files.append(entry.name)
-                elif not entry.name.startswith(".") and entry.is_dir():
-                    left.append(entry.path)
-        yield folder, files, len(entries)
+            stderr.print_sentence(f"listing {shown(pattern)}: {self._entries:,} files and folders so far")
 
 
 def _matching(names: list[str], pattern: str) -> list[str]:

@@ -184,6 +184,8 @@ class DataConfig(Section):
     max_documents: PositiveInt | None = None
     """Most documents of a sequence for which attention on GPUs is compiled. null: one for 128 tokens, or what the data has."""
     held_out_fraction: Fraction = 0.05
+    max_broken_share: Fraction = 0.01
+    """chat, preferences: the largest share of unusable lines. Ten of a small file may be, up to half of it; with 0 none."""
     cache_dir: str | None = None
     """Folder of each host for prepared shards of stores. null: ~/.cache/jaxllm/data (with $XDG_CACHE_HOME, there)."""
     cache_gib: PositiveFloat = 100.0

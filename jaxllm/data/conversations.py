@@ -38,7 +38,7 @@ from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.parts import kind_of
-from jaxllm.data.records import read_objects
+from jaxllm.data.records import BROKEN_SHARE, read_objects, require_few_broken
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.untrusted import RefusedInput, shown
 
@@ -69,6 +69,17 @@ class _BrokenLine(Exception):
     """The reason why a line cannot be used."""
 
 
+class _Broken(list[str]):
+    """The first lines that cannot be used, with the reasons, and the number of all."""
+
+    total = 0
+
+    def add(self, line: str) -> None:
+        self.total += 1
+        if len(self) < BROKEN_SHOWN:
+            self.append(line)
+
+
 @dataclass(frozen=True)
 class _Text:
     """The text of a conversation, with the spans of its answers."""
@@ -81,7 +92,12 @@ class _Text:
 
 
 def read_conversations(
-    patterns: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, *, pairs: bool = False
+    patterns: Sequence[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    pairs: bool = False,
+    max_broken_share: float = BROKEN_SHARE,
 ) -> DocumentsInMemory:
     """Reads the conversations of JSON lines files (.jsonl, .ndjson, .json, also .gz and .zst), in order of their sorted paths.
     Unusable lines are skipped. The description counts them, and a warning names the first ones.
@@ -91,12 +107,13 @@ def read_conversations(
     Args:
       template: None if the tokenizer has none. Then only prompts and completions that are texts can be read.
       pairs: each line holds two answers of which one is preferred, and gives a document with both.
+      max_broken_share: data.max_broken_share.
 
     Raises:
-      ConfigError: a file cannot be read or is not JSON lines, messages have no template, or no line is usable.
+      ConfigError: a file cannot be read or is not JSON lines, messages have no template, or too few lines are usable.
     """
     files = _files(patterns)
-    broken: list[str] = []
+    broken = _Broken()
     unread: dict[str, tuple[int, Any]] = {}
     read = _read_pair if pairs else lambda *given: (_read(*given),)
     conversations = _conversations(files, tokenizer, template, broken, unread, read)
@@ -107,7 +124,7 @@ def read_conversations(
             for where, texts in together:
                 tokens, answers = zip(*islice(tokenized, len(texts)), strict=True)
                 if pairs and not all(each[1:].any() for each in answers):
-                    broken.append(f"{where}: an answer has no token of its own")
+                    broken.add(f"{where}: an answer has no token of its own")
                     continue
                 keys.append(texts[0].key if len(texts) == 1 else _key([text.key for text in texts]))
                 ids.append(np.concatenate(tokens))
@@ -119,15 +136,17 @@ def read_conversations(
     if not ids:
         reason = broken[0] if broken else "they are empty"
         raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
-    for line in broken[:BROKEN_SHOWN]:
+    total = broken.total + len(ids)
+    if broken:
+        require_few_broken(", ".join(patterns), broken.total, total, broken[0], max_broken_share, "data.max_broken_share")
+    for line in broken:
         log.warning("Skipped %s", line)
     if unread:
         counted = (f"{name} ({count:,} of them, such as {shown(example, 40)})" for name, (count, example) in unread.items())
         log.warning("Fields beside the conversations of %s are not read: %s", ", ".join(patterns), ", ".join(counted))
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
-    total = len(broken) + len(ids)
-    skipped = f"; {len(broken):,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
+    skipped = f"; {broken.total:,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
     description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
     return DocumentsInMemory(
         ids, np.array(keys, np.uint64), tokenizer, description, scored, np.array(firsts, np.int64) if pairs else None
@@ -154,7 +173,7 @@ def _conversations(
     files: Sequence[str],
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    broken: list[str],
+    broken: _Broken,
     unread: dict[str, tuple[int, Any]],
     read: Callable[..., Texts],
 ) -> Iterator[tuple[str, Texts]]:
@@ -173,12 +192,12 @@ def _conversations(
                         count, example = unread.get(name, (0, record[name]))
                         unread[name] = count + 1, example
             except (_BrokenLine, ChatTemplateError) as error:
-                broken.append(f"{path}:{line}: {str(error).rstrip('.')}")
+                broken.add(f"{path}:{line}: {str(error).rstrip('.')}")
             except RecursionError:
-                broken.append(f"{path}:{line}: it nests too deeply")
+                broken.add(f"{path}:{line}: it nests too deeply")
             except ChatTemplateLimit as error:
                 raise ConfigError(f"{path}:{line}: {error}") from None
-            if not usable and len(broken) > MOST_UNUSABLE:
+            if not usable and broken.total > MOST_UNUSABLE:
                 return
 
 

@@ -21,6 +21,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.manifest import read_manifest
 from jaxllm.data.prepare import Summary, existing
 from jaxllm.data.prepare import prepare as prepare_files
+from jaxllm.data.records import BROKEN_SHARE
 from jaxllm.data.shards import unwritable, writing
 from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.untrusted import shown
@@ -34,6 +35,7 @@ def prepare(
     text_key: str = "text",
     reuse: bool = False,
     workers: int | None = None,
+    max_broken_share: float = BROKEN_SHARE,
     progress: bool = True,
 ) -> Summary:
     """Writes a prepared folder, as `jaxllm data prepare` does from JSON lines of the same texts. It is complete or absent.
@@ -49,6 +51,7 @@ def prepare(
       text_key: the column of rows that holds the text.
       reuse: if the folder is there, return what it holds and leave `texts` unread. It is not compared with them.
       workers: number of processes; default: one per available CPU.
+      max_broken_share: refuse texts of which a larger share is None, as `jaxllm data prepare` does.
       progress: show the progress.
 
     Raises:
@@ -76,6 +79,7 @@ def prepare(
             tokenizer=tokenizer,
             text_key=text_key,
             workers=workers,
+            max_broken_share=max_broken_share,
             progress=progress,
         )
         with writing(partial(unwritable, folder)):

@@ -39,7 +39,7 @@ from jaxllm.data.manifest import (
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.prepare_workers import PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
-from jaxllm.data.records import inspected
+from jaxllm.data.records import BROKEN_SHARE, inspected, require_few_broken
 from jaxllm.data.shards import (
     Task,
     placing,
@@ -216,7 +216,7 @@ def prepare(
     shard: tuple[int, int] = (0, 1),
     shard_bytes: int | None = None,
     record_tokens: int = RECORD_TOKENS,
-    strict: bool = False,
+    max_broken_share: float = BROKEN_SHARE,
     progress: bool = True,
 ) -> Summary:
     """Tokenises files into a folder that PreparedDocuments reads. Resumes a stopped run.
@@ -235,7 +235,8 @@ def prepare(
       shard_bytes: approximate input bytes per shard. Files of JSON lines and Parquet are cut at shard boundaries.
         Default: a 64th of the input, but 4 to 256 MiB.
       record_tokens: ids per stored record.
-      strict: stop at the first broken record.
+      max_broken_share: refuse inputs of which a larger share of the records is broken. Ten of a small input may be, up to half
+        of it. With 0 it stops at the first.
       progress: show the progress.
 
     Raises:
@@ -248,6 +249,8 @@ def prepare(
         n = max(parts, 1)
         raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
     _check_numbers(workers, shard_bytes, record_tokens)
+    if not 0 <= max_broken_share <= 1:
+        raise ConfigError(f"--max-broken-share={max_broken_share:g} is not valid: it should be from 0 to 1.")
     # The workers load it too, at the same commit.
     tokenizer = pin("--tokenizer", tokenizer)
     loaded = load_tokenizer(tokenizer)
@@ -262,6 +265,7 @@ def prepare(
         remove_leftovers(folder)
 
     mine = [task for task in tasks if task.shard % parts == part]
+    strict = max_broken_share == 0
     todo = _not_done(folder, mine, strict)
     if todo:
         write = partial(write_shard, folder, origin, strict)
@@ -280,7 +284,7 @@ def prepare(
     # Another command may have made shards with these names meanwhile.
     check_same_origin(folder, origin)
     if len(shards) == len(tasks):
-        _finish(folder, shards, loaded, origin)
+        _finish(folder, shards, loaded, origin, max_broken_share)
     return _summary(out, shards, len(tasks), len(todo), time.monotonic() - started)
 
 
@@ -344,12 +348,12 @@ def parse_shard(text: str) -> tuple[int, int]:
         ) from None
 
 
-def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin) -> None:
+def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin, max_broken_share: float) -> None:
     """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
     total = _total(shards)
+    first = next((f"{position_of(one)}: {one['reason']}" for shard in shards for one in shard["broken_records"]), "")
     if not total["documents"]:
-        first = next((record for shard in shards for record in shard["broken_records"]), None)
-        hint = f", the first {position_of(first)}: {first['reason']}" if first else ""
+        hint = f", the first {first}" if first else ""
         # Empty shards would make the next run with correct options fail.
         for file in (file for shard in shards for file in (f"{shard['name']}.json", *shard["files"])):
             (folder / file).unlink(missing_ok=True)
@@ -357,6 +361,8 @@ def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, or
             f"The inputs hold no text ({total['broken']:,} broken and {total['empty']:,} empty records{hint}): check them and "
             f"--text-key."
         )
+    records = total["documents"] + total["broken"] + total["empty"]
+    require_few_broken("the inputs", total["broken"], records, first, max_broken_share, "--max-broken-share")
     manifest = {
         "format": FORMAT,
         "version": VERSION,

@@ -10,6 +10,7 @@ record. Only the texts of files that are made into bytes may have any length, be
 from __future__ import annotations
 
 import codecs
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -50,6 +51,17 @@ TEXT_BYTES, BLOCKS_FROM = 256 * MIB, 16 * MIB
 """The longest text of a file that a tokenizer encodes in one piece; from the second on, bytes pass in blocks."""
 LONGEST_DOCUMENT = 2**32 - 2
 """Bytes, which with its end a length of 32 bits counts."""
+FEW_BROKEN, BROKEN_SHARE = 10, 0.01
+"""Records that a small input may lose, up to half of it; and the share that any may lose."""
+
+
+def require_few_broken(where: str, broken: int, total: int, first: str, share: float, key: str) -> None:
+    """Raises ConfigError if more than a share of the records, which `key` sets, and than FEW_BROKEN or half cannot be used."""
+    if broken > (max(share * total, min(FEW_BROKEN, total / 2)) if share else 0):
+        raise ConfigError(
+            f"{broken:,} of {total:,} records of {where} cannot be used, the first {first}: fix them or leave them out, or set "
+            f"{key}={math.ceil(100 * broken / total) / 100:g} to do without them."
+        )
 
 
 def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:

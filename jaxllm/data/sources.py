@@ -202,7 +202,9 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
         if template is not None and for_texts is not None and for_texts.name != BYTES:
             turn = _end_of_turn(template, for_texts)
-    documents = [prepared.get(part.name) or open_documents(part, for_texts, template) for part in data.sources]
+    documents = [
+        prepared.get(part.name) or open_documents(part, for_texts, template, data.max_broken_share) for part in data.sources
+    ]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
     sources = tuple(
@@ -247,7 +249,9 @@ def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     return turn
 
 
-def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None = None) -> Documents:
+def open_documents(
+    source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_broken_share: float
+) -> Documents:
     """Opens the documents of a source that is not prepared. Several files are concatenated. The default tokenizer of texts is
     bytes.
 
@@ -263,7 +267,8 @@ def open_documents(source: SourceConfig, tokenizer: Tokenizer | None, template: 
         return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
     if source.source in CONVERSATIONS:
         assert tokenizer is not None, "refused by the config"
-        return read_conversations(source.paths, tokenizer, template, pairs=source.source == "preferences")
+        pairs = source.source == "preferences"
+        return read_conversations(source.paths, tokenizer, template, pairs=pairs, max_broken_share=max_broken_share)
     if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)
@@ -357,7 +362,11 @@ def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
     # Some distributions have dangling links here.
     texts = {name: (root / name).read_bytes() for name in sorted(names) if (root / name).is_file()}
-    readable = {name: text for name, text in texts.items() if _first_bad_byte(text) is None}
+    readable = {}
+    for name, text in texts.items():
+        with suppress(UnicodeDecodeError):
+            text.decode()
+            readable[name] = text
     return readable, len(texts) - len(readable)
 
 
@@ -392,17 +401,10 @@ def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
     for name in sorted(_matching_files(patterns)):
         try:
             texts[name] = read_bytes(Path(name), MOST_BYTES)
+            texts[name].decode()
+        except UnicodeDecodeError as error:
+            where = f"{name} is not UTF-8 text (byte {error.start})"
+            raise ConfigError(f"{where}: convert it or leave it out of data.paths.") from None
         except (OSError, RefusedInput) as error:
             raise ConfigError(f"{name} cannot be read ({reason_of(error)}): fix it or leave it out of data.paths.") from None
-        bad = _first_bad_byte(texts[name])
-        if bad is not None:
-            raise ConfigError(f"{name} is not UTF-8 text (byte {bad}): convert it or leave it out of data.paths.")
     return texts
-
-
-def _first_bad_byte(text: bytes) -> int | None:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start
-    return None

@@ -12,12 +12,13 @@ the Hub is read at the commit that its revision was when the files were listed.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from http import HTTPStatus
@@ -46,6 +47,8 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-des
 TRIES, FIRST_WAIT_S = 5, 1.0
 """Questions to S3 and to web servers until one is answered; the wait doubles each time. gcsfs and huggingface_hub ask again for
 half a minute by themselves, s3fs for two seconds."""
+STALL_S, STALL_BYTES = 30.0, 64 * 1024
+"""A web server that does not begin to answer in so many seconds, or sends less in as many, is asked again as a busy one."""
 _BUSY = {408, 429, 500, 502, 503, 504}
 LONGEST_VERSION = 512
 
@@ -67,7 +70,7 @@ def find_in_store(pattern: str) -> list[InputFile]:
         return _find_on_hub(pattern)
     if scheme in ("s3", "gs") and any(mark in pattern for mark in "*?["):
         found = _asked(pattern, lambda: filesystem(scheme).glob(pattern, detail=True))
-        infos = [(f"{scheme}://{name}", info) for name, info in found.items() if info["type"] == "file"]
+        infos = [(f"{scheme}://{name}", info) for name, info in found.items() if _is_file(name, info)]
     else:
         info = _info(pattern)
         if info["type"] != "file":
@@ -87,8 +90,13 @@ def files_below(address: str) -> dict[str, InputFile]:
     fs = filesystem(scheme)
     root = str(fs._strip_protocol(address)).rstrip("/") + "/"
     found = _asked(address, lambda: fs.find(root, detail=True))
-    files = {path.removeprefix(root): info for path, info in found.items() if info["type"] == "file"}
+    files = {path.removeprefix(root): info for path, info in found.items() if _is_file(path, info)}
     return {name: _input(f"{scheme}://{root}{name}", info) for name, info in files.items()}
+
+
+def _is_file(name: str, info: dict[str, Any]) -> bool:
+    # Consoles of buckets mark a folder by an empty object.
+    return info["type"] == "file" and not (name.endswith("/") and not info["size"])
 
 
 def _require_no_password(address: str) -> None:
@@ -157,22 +165,18 @@ def _scheme(address: str) -> str:
 
 
 def _info(address: str) -> dict[str, Any]:
+    if address.lower().startswith("http"):
+        return _asked(address, lambda: _from_web(address, 0, 1)[1])
     return _asked(address, lambda: filesystem(_scheme(address)).info(address))
 
 
 def _input(address: str, info: dict[str, Any], path: str | None = None) -> InputFile:
     path = without_passwords(address) if path is None else path
     size, scheme = info.get("size"), _scheme(address)
-    if scheme.startswith("http") and info.get("partial") is False:
-        raise _sends_no_parts(path)
     if not isinstance(size, int) or not 0 <= size <= INT64:
         raise ConfigError(f"The store of {path} does not say how long it is: download it, and give the copy.")
     version = next((str(info[key]) for key in _VERSIONS[scheme] if info.get(key)), "")
     return InputFile(path, size, 0, kind_of(path), address, shown(version, LONGEST_VERSION))
-
-
-def _sends_no_parts(path: str) -> ConfigError:
-    return ConfigError(f"The server of {path} sends no parts of a file: download it, and give the copy.")
 
 
 _VERSIONS = {
@@ -233,9 +237,10 @@ def _read(file: InputFile, start: int, stop: int) -> bytes:
     def ask() -> bytes:
         if scheme in ("s3", "gs"):
             return fs.cat_file(file.address, start=start, end=stop)
-        # Where a server ignores the range, fsspec's file stops reading, and its cat_file does not.
-        size = {"size": file.size} if scheme != "hf" else {}
-        with fs.open(file.address, "rb", block_size=stop - start, cache_type="none", **size) as opened:
+        if scheme != "hf":
+            content, there = _from_web(file.address, start, stop)
+            return content if there["size"] == file.size else b""
+        with fs.open(file.address, "rb", block_size=stop - start, cache_type="none") as opened:
             opened.seek(start)
             return opened.read(stop - start)
 
@@ -243,6 +248,78 @@ def _read(file: InputFile, start: int, stop: int) -> bytes:
     if len(content) != stop - start:
         raise has_changed(file)
     return content
+
+
+class _Stalled(OSError):
+    """A web server does not end its answer. The message says how."""
+
+
+def _from_web(address: str, start: int, stop: int) -> tuple[bytes, dict[str, Any]]:
+    """Bytes [start, stop) of a file of the web, and what _input takes. Nothing that its server says of itself is believed:
+    fsspec reads what follows to its end, decompressed, and takes the length of an answer for that of the file.
+
+    Raises:
+      ConfigError: the server answers something else.
+    """
+    from fsspec.asyn import sync
+
+    fs, name = filesystem(_scheme(address)), shown(address, 300)
+
+    def refused(why: str) -> ConfigError:
+        return ConfigError(f"The server of {name} {why}: download it, and give the copy.")
+
+    async def within(waited_for: Awaitable[T]) -> T:
+        try:
+            return await asyncio.wait_for(waited_for, STALL_S)
+        except TimeoutError:
+            raise _Stalled(f"it sends less than {STALL_BYTES >> 10} KiB in {STALL_S:g} seconds") from None
+
+    async def ask() -> tuple[bytes, dict[str, Any]]:
+        from aiohttp import ClientPayloadError, ClientTimeout
+
+        async def send(request: Any, onward: Callable[[Any], Awaitable[Any]]) -> Any:
+            to = request.url
+            if to.scheme != "https" and (to.scheme, to.host) != (url.scheme, url.host):
+                raise ConfigError(f"{name} leads to {shown(str(to), 300)}: give that address, if it is the right one.")
+            return await onward(request)
+
+        headers = {**fs.kwargs.get("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        session, url = await fs.set_session(), fs.encode_url(address)
+        no_total = ClientTimeout(total=None)
+        options = {**fs.kwargs, "headers": headers, "auto_decompress": False, "timeout": no_total, "middlewares": (send,)}
+        async with await within(session.get(url, **options)) as answer:
+            given = answer.headers
+            there = {"type": "file", **{key: given.get(key) for key in _VERSIONS["https"]}}
+            if given.get("Content-Range") == "bytes */0" or (
+                answer.status == HTTPStatus.OK and given.get("Content-Length") == "0"
+            ):
+                return b"", {**there, "size": 0}
+            answer.raise_for_status()
+            if answer.content_type == "text/html" and kind_of(name) != "text":
+                raise ConfigError(f"{name} is a web page, not that file: look at it in a browser, and give the file's address.")
+            found = re.fullmatch(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19})", given.get("Content-Range", ""))
+            if answer.status != HTTPStatus.PARTIAL_CONTENT or found is None:
+                raise refused("sends no parts of a file")
+            if given.get("Content-Encoding", "identity") != "identity" and not name.endswith(".gz"):
+                raise refused("compresses what it sends")
+
+            async def some(count: int) -> bytes:
+                try:
+                    return await answer.content.readexactly(count)
+                except asyncio.IncompleteReadError as ended:
+                    return ended.partial
+                except ClientPayloadError:
+                    raise _Stalled("its answers break off") from None
+
+            first, size, content = int(found[1]), int(found[2]), bytearray()
+            # One byte more than asked for, which may not be there.
+            while piece := await within(some(min(STALL_BYTES, stop - start + 1 - len(content)))):
+                content += piece
+            if size >= stop and (first, len(content)) != (start, stop - start):
+                raise refused("sends other bytes than it is asked for")
+            return bytes(content), {**there, "size": size}
+
+    return sync(fs.loop, ask)  # type: ignore[return-value]
 
 
 def _asked(address: str, question: Callable[[], T]) -> T:
@@ -265,7 +342,8 @@ def status_of(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    found = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", response)
+    of_error = getattr(error, "status" if hasattr(error, "status") else "code", None)
+    found = of_error or getattr(response, "status_code", response)
     if isinstance(found, int | str) and str(found).isdecimal():
         return int(found)
     if type(error) is OSError and str(error).startswith("Forbidden: "):
@@ -320,19 +398,17 @@ def refusal(address: str, error: BaseException) -> tuple[str, str]:
         return why, _CREDENTIALS[scheme.replace("http", "https")[:5]]
     if _is_busy(error):
         said = f"it answers {status} again and again" if status else f"it does not answer, {kind}"
+        said = str(error) if isinstance(error, _Stalled) else said
         return said, "run the command again to resume"
     said = re.sub(r"[?]\S*", "", without_passwords(shown(line_of(error), 200)))
     return f"answer {status}" if status else f"{kind}: {said}", "check the address, or copy the file here"
 
 
 def _refuse(address: str, error: BaseException) -> NoReturn:
-    name, scheme, error = shown(address, 300), _scheme(address), _cause(error)
+    name, error = shown(address, 300), _cause(error)
     if type(error).__name__ == "RepositoryNotFoundError":
         # To strangers the Hub says no more of what is private.
         raise ConfigError(f"{name} is not there, or is private: check its name, or set HF_TOKEN.") from None
-    if scheme.startswith("http") and isinstance(error, ValueError):
-        # fsspec's word for a server that ignores the range.
-        raise _sends_no_parts(name) from None
     why, fix = refusal(address, error)
     if why == "it is not there":
         raise ConfigError(f"{name} is not there: {fix}.") from None

@@ -97,8 +97,9 @@ class Console:
         """Shows the metrics of one step. With `due` it prints a line of its own."""
         if not self._main:
             return
+        loss = "no target" if record.get("no_targets") else f"loss {record['loss']:.4f}"
         line = (
-            f"step {record['step']}/{self._total}  tokens {short(record['tokens'])}  loss {record['loss']:.4f}  "
+            f"step {record['step']}/{self._total}  tokens {short(record['tokens'])}  {loss}  "
             f"{short(record['tokens_per_s_per_device'])} tokens/s/device"
         )
         if mfu is not None:

@@ -159,6 +159,11 @@ def register(run: Run) -> None:
             skipped = f"; skipped, {record['skipped_steps']} so far" if record["skipped"] else ""
             loss, norm = record["loss"], record["grad_norm"]
             console.say(f"step {record['step']} is {what}: loss {loss:.4g}, gradient norm {norm:.4g}{skipped}")
+        if record.get("no_targets") and record["step"] == trainer.metrics.watch.first_without_targets:
+            console.say(
+                f"step {record['step']} has no target: no token of it is learnt, so no weight changes, as in all such steps; "
+                f"longer sequences or a larger batch make them rarer"
+            )
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))
         rate = float(record["tokens_per_s_per_device"])

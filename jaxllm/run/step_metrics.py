@@ -74,11 +74,12 @@ class Watch:
 
     Attributes:
       skipped_steps: number of skipped steps in the complete run.
+      first_without_targets: the first such step of this start; 0: none so far.
     """
 
     def __init__(self, config: Config, skipped_steps: int = 0):
         self._train = config.train
-        self.skipped_steps, self._in_a_row, self._step = skipped_steps, 0, 0
+        self.skipped_steps, self._in_a_row, self._step, self.first_without_targets = skipped_steps, 0, 0, 0
         self._recent = Recent.empty(np, np.float64)
 
     def recall(self, metrics: Path) -> None:
@@ -88,9 +89,15 @@ class Watch:
             if (values := numbers(record, "loss", "grad_norm")) is not None:
                 self._recent = self._recent.after(np.array(values), np)
 
-    def see(self, step: int, values: Mapping[str, float]) -> dict[str, int]:
-        """Returns the keys for a step's line: skipped and loss_spike (0 or 1), and skipped_steps so far."""
-        skipped, new_2 = int(values["skipped"]), np.array([values["loss"], values["grad_norm"]])
+    def see(self, step: int, values: Mapping[str, float]) -> Record:
+        """Returns the keys for a step's line: skipped and loss_spike (0 or 1), skipped_steps so far, and no_targets of a step
+        without any target, whose update is skipped too though nothing is wrong."""
+        new_2 = np.array([values["loss"], values["grad_norm"]])
+        if values["grad_norm"] == 0:
+            self.first_without_targets = self.first_without_targets or step
+            without = {"loss": values["loss"] or np.nan, "no_targets": 1}
+            return {"skipped": 0, "skipped_steps": self.skipped_steps, "loss_spike": 0, **without}
+        skipped = int(values["skipped"])
         spike = values.get("loss_spike")
         if spike is None:
             most = self._train.spike_deviations

@@ -181,6 +181,8 @@ class RunReport:
         yield from shrunk(history)
         if skipped := skipped_steps(history):
             yield f"{_count(skipped, 'step')} skipped: {'its' if skipped == 1 else 'their'} gradients were not used."
+        if (empty := int(np.nansum(history.column("no_targets")))) > 0:
+            yield f"{_count(empty, 'step')} had no target, and so no loss."
         if (spikes := int(np.nansum(history.column("loss_spike")))) > 0:
             yield f"{_count(spikes, 'spike')} of the loss or the gradient norm."
         if self.noise is not None:

@@ -397,8 +397,11 @@ def combine_replicas(metrics: Metrics) -> dict[str, np.ndarray]:
     own = metrics.get(ISLANDS, {})
     values = jax.device_get({name: x for name, x in metrics.items() if name not in (ISLANDS, OUTER)})
     values |= combine_fragments(jax.device_get(metrics.get(OUTER, [])))
+    # A replica whose batch has no target has no loss (train/instability.py).
+    had = _addressable_rows(own["grad_norm"]) != 0 if own else np.ones(1, bool)
     for name, x in own.items():
         rows = _addressable_rows(x)
+        rows = rows[had] if had.any() else rows
         values[name] = rows.any(0) if rows.dtype == bool else rows.mean(0)
         if name == "loss" and len(rows) > 1:
             values["loss_spread"] = rows.max(0) - rows.min(0)

@@ -1,10 +1,10 @@
 """Instability, in the step: skipped steps, spikes, and the norms of each layer. run/step_metrics.py has the part on the host.
 
-If the loss or the gradient norm of a step is not finite, the step itself skips the update, on all devices alike: weights and
-moments stay the same bit for bit, the step counts, and its samples are not read again. A spike is a loss or gradient norm more
-than train.spike_deviations standard deviations above the mean of the last WINDOW steps (the rule of OLMo-core's
-SkipStepAdamW). The host marks spikes as metrics arrive. With train.skip_spikes the step detects and skips them too; the last
-losses and norms are then part of the state, so that a resumed run skips the same steps.
+If the loss or the gradient norm of a step is not finite, or the norm is 0 because its batch has no target, the step itself
+skips the update, on all devices alike: weights and moments stay the same bit for bit, the step counts, and its samples are not
+read again. A spike is a loss or gradient norm more than train.spike_deviations standard deviations above the mean of the last
+WINDOW steps (the rule of OLMo-core's SkipStepAdamW). The host marks spikes as metrics arrive. With train.skip_spikes the step
+detects and skips them too; the last losses and norms are then part of the state, so that a resumed run skips the same steps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SkipPolicy = Callable[[Recent | None, jax.Array, jax.Array], tuple[jax.Array, Re
 
 def skip_not_finite(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
     """The SkipPolicy of a run that skips no spikes."""
-    apply_update = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    apply_update = jnp.isfinite(loss) & (grad_norm > 0) & (grad_norm < jnp.inf)
     return apply_update, recent, {"skipped": ~apply_update}
 
 
@@ -70,7 +70,7 @@ def skip_spikes(deviations: float) -> SkipPolicy:
 
     def should_apply(recent: Recent | None, loss: jax.Array, grad_norm: jax.Array):
         assert recent is not None, "part of the state with train.skip_spikes"
-        new_2 = jnp.stack([loss, grad_norm]).astype(jnp.float32)
+        new_2 = jnp.where(grad_norm > 0, jnp.stack([loss, grad_norm]).astype(jnp.float32), jnp.nan)
         spike = recent.is_spike(new_2, deviations)
         apply_update = jnp.isfinite(new_2).all() & ~spike
         return apply_update, recent.after(new_2), {"skipped": ~apply_update, "loss_spike": spike}

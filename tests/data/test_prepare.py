@@ -450,7 +450,7 @@ def test_broken_lines_are_named_also_in_split_files(broken, shard_bytes):
 def test_only_the_first_broken_records_are_shown_and_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_bytes(b"x\n" * 1500 + lines(["good"]))
-    summary = here(["a.jsonl"], "out")
+    summary = here(["a.jsonl"], "out", max_broken_share=1)
     assert summary.broken == 1500
     assert summary.broken_records == tuple(f"a.jsonl:{i}: not JSON (Expecting value at column 1)" for i in range(1, 11))
     assert "broken: 1,490 more; the shards' .json files name them" in summary.lines()
@@ -525,7 +525,7 @@ def test_what_is_no_text_is_broken_whatever_its_length(tmp_path, monkeypatch, to
     damage = "damaged gzip (Compressed file ended before the end-of-stream marker was reached)"
     with monkeypatch.context() as patch:
         patch.setattr(parts, "_EXPANDS_FREELY", 50)
-        summary = here(["*.*"], "out")
+        summary = here(["*.*"], "out", max_broken_share=1)
     assert summary.broken_records == (
         "a.txt: not UTF-8 text (byte 15)",
         "b.txt: not UTF-8 text (byte 14)",
@@ -535,7 +535,7 @@ def test_what_is_no_text_is_broken_whatever_its_length(tmp_path, monkeypatch, to
     )
     assert contents("out") == encoded("bytes", ["z" * 51])
     Path("g.txt").write_bytes(b"good")
-    summary = here(["*.*"], "tokens", tokenizer)
+    summary = here(["*.*"], "tokens", tokenizer, max_broken_share=1)
     assert summary.broken_records[2:] == (
         "d.txt.gz: longer than 0 MiB: split it",
         f"e.txt.gz: {damage}",
@@ -561,16 +561,16 @@ def test_a_text_that_changes_between_its_two_readings_is_noticed(tmp_path, monke
 def test_strict_stops_at_the_first_also_when_an_earlier_run_passed_it(broken):
     sentence = r"^a\.jsonl:3: not JSON \(.*\); fix it, or leave out --strict to skip such records\.$"
     with pytest.raises(ConfigError, match=sentence):
-        here(["a.jsonl"], "out", strict=True)
+        here(["a.jsonl"], "out", max_broken_share=0)
     assert list(Path("out").iterdir()) == []
     here(["a.jsonl"], "out")
     with pytest.raises(ConfigError, match=sentence):
-        here(["a.jsonl"], "out", strict=True)
+        here(["a.jsonl"], "out", max_broken_share=0)
 
 
 def test_strict_in_workers_ends_with_the_one_sentence(broken):
     with pytest.raises(ConfigError, match=r"^a\.jsonl:\d+: .*; fix it, or leave out --strict"):
-        here(["a.jsonl"], "out", strict=True, workers=2, shard_bytes=1000)
+        here(["a.jsonl"], "out", max_broken_share=0, workers=2, shard_bytes=1000)
     assert list(Path("out").glob(".*")) == []
 
 
@@ -582,7 +582,7 @@ def test_broken_files_count_as_one_record(tmp_path, monkeypatch):
     Path("d.txt").write_text("good")
     Path("e.txt").write_text("")
     Path("f.jsonl.gz").write_bytes(b"not gzip")
-    summary = here(["*.*"], "out")
+    summary = here(["*.*"], "out", max_broken_share=1)
     assert summary.broken_records == (
         "a.png: not UTF-8 text (byte 0)",
         "b.txt.gz: damaged gzip (Compressed file ended before the end-of-stream marker was reached)",

@@ -186,6 +186,16 @@ def test_workers_and_machines_make_the_same_folder(store, tmp_path):
     assert not any(b"hidden-key" in content for content in one.values())
 
 
+@only("store", ["s3", "gs"], indirect=True)
+def test_markers_of_folders_are_no_files_and_empty_files_are(store, tmp_path):
+    content = {"m/": b"", "m/n/": b"", "m/n/a.jsonl": lines(TEXTS[:3]), "m/n/empty.jsonl": b"", "m/n/empty.txt": b""}
+    for name, here_is in content.items():
+        store.write(name, here_is)
+    summary = here([f"{store.root}/m/**"], tmp_path / "out")
+    assert (summary.documents, summary.empty, summary.broken) == (3, 1, 0)
+    assert sorted(stores.files_below(f"{store.root}/m")) == ["n/a.jsonl", "n/empty.jsonl", "n/empty.txt"]
+
+
 def test_a_change_is_noticed_before_and_while_a_part_is_read(store, monkeypatch):
     monkeypatch.setattr(stores, "BLOCK", 2000)
     monkeypatch.setattr(stores, "BUFFER", 500)

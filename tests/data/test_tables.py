@@ -109,7 +109,7 @@ BROKEN = {
 def test_what_is_broken_is_named_by_its_row(tmp_path, name):
     content, texts, numbers = BROKEN[name]
     (tmp_path / name).write_bytes(content)
-    summary = here([tmp_path / name], tmp_path / "out")
+    summary = here([tmp_path / name], tmp_path / "out", max_broken_share=1)
     assert contents(tmp_path / "out") == encoded("bytes", texts)
     assert [int(line.partition(" row ")[2].partition(":")[0]) for line in summary.broken_records] == numbers
 

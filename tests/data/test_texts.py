@@ -44,13 +44,42 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
+def is_behind_a_link(path):
+    return any(os.path.islink(path[:end]) for end in range(1, len(path) + 1) if path[end : end + 1] in ("/", ""))
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_files_are_those_of_glob(tree, pattern):
-    found = set(Listing().files(pattern))
+def test_the_files_are_those_of_glob_and_each_once(tree, pattern):
+    found = list(Listing().files(pattern))
     if "\0" in pattern:
         assert not found
-    else:
-        assert found == {path for path in glob.iglob(pattern, recursive=True) if os.path.isfile(path)}
+        return
+    expected = {path for path in glob.iglob(pattern, recursive=True) if os.path.isfile(path)}
+    without_links = {path for path in expected if not is_behind_a_link(path)}
+    assert without_links <= set(found) <= expected
+    assert sorted(map(os.path.realpath, found)) == sorted(set(map(os.path.realpath, expected)))
+
+
+@pytest.mark.parametrize(
+    "links", [{"l": "."}, {"l": ".", "m": "."}, {"a/up": "..", "a/m": "../b"}, {"x": "a", "y": "a"}, {"x": "y", "y": "x"}]
+)
+@pytest.mark.parametrize("pattern", ["**/*.txt", "*/**/*.txt", "*/*/*.txt", "*/*", "**/a/*.txt", "*/a/**", "*/b/1.txt"])
+def test_links_multiply_no_file(tmp_path, monkeypatch, links, pattern, capfd):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "a/b"):
+        os.makedirs(folder)
+        (tmp_path / folder / "1.txt").write_text("text")
+    without = set(Listing().files(pattern))
+    for name, target in links.items():
+        os.symlink(target, name)
+    found = list(Listing().files(pattern))
+    assert sorted(found, key=is_behind_a_link) == found
+    assert without <= set(found)
+    real = list(map(os.path.realpath, found))
+    assert len(real) == len(set(real)) <= 3
+    assert list(Listing().files(pattern)) == found
+    if (pattern, links) == ("**/*.txt", {"l": ".", "m": "."}):
+        assert "**/*.txt: left out 2 times what is listed already" in capfd.readouterr().err
 
 
 def test_what_is_too_much_to_read_at_the_start_is_refused(tree, monkeypatch):

@@ -385,6 +385,7 @@ def test_metrics_of_replicas_are_those_of_one_run():
         {
             "islands": {
                 "loss": jnp.asarray([1.0, 4.0]),
+                "grad_norm": jnp.asarray([1.0, 2.0]),
                 "skipped": jnp.asarray([False, True]),
                 "layer_grad_norm": jnp.asarray([[1.0, 2.0], [3.0, 4.0]]),
             },
@@ -394,6 +395,14 @@ def test_metrics_of_replicas_are_those_of_one_run():
     assert (found["loss"], found["loss_spread"], found["skipped"], found["outer_grad_norm"]) == (2.5, 3.0, True, 0.5)
     assert found["layer_grad_norm"].tolist() == [2.0, 3.0]
     assert diloco.combine_replicas({"loss": jnp.asarray(2.0)}) == {"loss": 2.0}
+
+
+def test_a_replica_without_targets_is_in_no_mean():
+    own = {"loss": jnp.asarray([0.0, 4.0]), "grad_norm": jnp.asarray([0.0, 2.0]), "skipped": jnp.asarray([True, False])}
+    found = diloco.combine_replicas({"islands": own})
+    assert (found["loss"], found["grad_norm"], found["skipped"]) == (4.0, 2.0, False)
+    neither = diloco.combine_replicas({"islands": {name: x[:1] for name, x in own.items()}})
+    assert (neither["loss"], neither["grad_norm"]) == (0.0, 0.0)
 
 
 def test_what_cannot_be_is_refused(tiny_config):

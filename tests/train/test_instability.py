@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from meshes import Run
 from run_files import records
@@ -19,6 +20,7 @@ from jaxllm.run.loop import fit
 from jaxllm.run.step_metrics import Watch, by_layer
 from jaxllm.run.trainer import Trainer
 from jaxllm.train.instability import FEWEST, WINDOW, Recent, layer_grad_norms, skip_not_finite, skip_spikes
+from jaxllm.train.step import TrainState, make_train_step, make_update
 
 EIGHT = ("run.cpu_devices=8", "data.held_out_fraction=0", "optimizer.schedule=constant")
 MESHES = {
@@ -100,9 +102,52 @@ def test_a_step_that_is_not_finite_changes_nothing_anywhere(tiny_config, mesh):
 
 
 def test_a_step_is_sound_if_loss_and_norm_are_finite():
-    for loss, norm, skipped in ((2.0, 1.0, 0), (np.nan, 1.0, 1), (2.0, np.inf, 1), (-np.inf, 1.0, 1)):
+    for loss, norm, skipped in ((2.0, 1.0, 0), (np.nan, 1.0, 1), (2.0, np.inf, 1), (-np.inf, 1.0, 1), (2.0, 0.0, 1)):
         sound, recent, metrics = skip_not_finite(None, jnp.float32(loss), jnp.float32(norm))
         assert (bool(sound), recent, int(metrics["skipped"])) == (not skipped, None, skipped)
+
+
+@pytest.mark.parametrize("policy", [skip_not_finite, skip_spikes(6.0)])
+def test_a_step_without_targets_moves_nothing_and_has_no_loss(policy):
+    """The moments of AdamW and its decay would move the weights without any gradient."""
+    optimizer = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1))
+
+    def loss_and_gradients(params, batch):
+        return (batch * params["w"]).sum(), {"w": batch * jnp.ones_like(params["w"])}
+
+    step = make_train_step(loss_and_gradients, make_update(optimizer), lambda step: jnp.float32(0.1), 1.0, should_apply=policy)
+    params = {"w": jnp.arange(1.0, 4.0)}
+    recent = None if policy is skip_not_finite else filled(3, jnp, jnp.float32)
+    start, _ = step(TrainState(jnp.int32(0), params, optimizer.init(params), recent), jnp.float32(2.0))
+    state, metrics = step(start, jnp.float32(0.0))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (state.params, state.opt_state, state.recent),
+        (start.params, start.opt_state, start.recent),
+    )
+    assert metrics["skipped"]
+    assert (float(metrics["grad_norm"]), int(state.step)) == (0.0, 2)
+    _, metrics = step(state, jnp.float32(2.0))
+    assert np.isfinite(metrics["loss"])
+    assert not metrics["skipped"]
+
+
+def test_steps_without_targets_are_neither_skipped_steps_nor_usual_ones(tiny_config):
+    watch = Watch(tiny_config("train.max_skips_in_a_row=2"))
+    empty = {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0}
+    for step in range(1, 5):
+        found = watch.see(step, empty)
+        assert np.isnan(found.pop("loss"))
+        assert found == {"skipped": 0, "skipped_steps": 0, "loss_spike": 0, "no_targets": 1}
+        assert watch.first_without_targets == 1
+        watch.require_progress()
+    assert watch._recent.count == 0
+    # They are no progress either: what is not finite before and after them is in a row.
+    bad = {"loss": np.nan, "grad_norm": np.nan, "skipped": 1.0}
+    for step, values in enumerate((bad, empty, bad), start=5):
+        watch.see(step, values)
+    with pytest.raises(ConfigError, match="skipped, with a loss or gradients that are not finite"):
+        watch.require_progress()
 
 
 # ------------------------------------------------------------------------------------------------------------------- spikes
