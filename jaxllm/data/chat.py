@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,24 +110,20 @@ class ChatTemplate:
         # The longest come first because one token may be a prefix of another.
         spelled = sorted(filter(None, special_tokens), key=len, reverse=True)
         special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
-        if re.search(r"{%-?\+?\s*generation\b", self.source):
-            text = self.render(messages)
-            if marked := self._marked(messages, wanted, text, special):
-                return text, marked
+        text = self.render(messages)
+        if re.search(r"{%-?\+?\s*generation\b", self.source) and (marked := self._marked(messages, wanted, text, special)):
+            return text, marked
         numbers = sorted(wanted)
         asking = max((n + 1 for n, m in enumerate(messages) if m.get("role") != ASSISTANT), default=len(messages))
-        wishes: list[Wish] = [(len(messages), False, _NO_MARKS), (asking, False, _NO_MARKS), (asking, True, _NO_MARKS)]
+        wishes: list[Wish] = [(asking, False, _NO_MARKS), (asking, True, _NO_MARKS)]
         for number in numbers:
             wishes.append((number, True, _NO_MARKS))
             if number + 1 < len(messages):
                 wishes.append((number + 1, False, _NO_MARKS))
         # One after the other as they are needed: together they may not fit into memory.
-        texts = self._texts(messages, wishes)
-        text, before, asked = islice(texts, 3)
-        if isinstance(text, ChatTemplateError):
-            raise text
-        both = isinstance(before, str) and isinstance(asked, str)
-        head = asked.removeprefix(before) if both and asked.startswith(before) else ""
+        texts = (each if isinstance(each, str) else None for each in self._texts(messages, wishes))
+        before, asked = next(texts), next(texts)
+        head = asked.removeprefix(before) if before and asked and asked.startswith(before) else ""
         spans: list[Span] = []
         for number in numbers:
             prompt = next(texts)
@@ -334,17 +329,11 @@ def _same(one: str, other: str) -> int:
     return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[: n + 1] != other[: n + 1])
 
 
-def _continued(
-    text: str,
-    prompt: str | ChatTemplateError,
-    whole: str | ChatTemplateError,
-    head: str,
-    special: re.Pattern[str],
-) -> Span | None:
+def _continued(text: str, prompt: str | None, whole: str | None, head: str, special: re.Pattern[str]) -> Span | None:
     """The answer as what `whole`, the text of the conversation up to it, adds to its prompt; None if the complete text does not
     begin so.
     """
-    if not isinstance(prompt, str) or not isinstance(whole, str) or not whole.startswith(prompt) or not prompt.endswith(head):
+    if prompt is None or whole is None or not whole.startswith(prompt) or not prompt.endswith(head):
         return None
     start, stop = len(prompt), _end_of_turn(special, whole, len(prompt))
     if not text.startswith(whole[:stop]):
