@@ -37,18 +37,19 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line: an object with the number of a step, no value beyond 64 bits, and numbers for ALWAYS_NUMBERS. None
-    for anything else."""
+    """The numbers of a line, None for those that are not finite: of an object with the number of a step, no value beyond 64 bits,
+    and finite numbers for ALWAYS_NUMBERS. None for anything else."""
     try:
-        record = parse_json(line, lenient=True)
+        given = parse_json(line, lenient=True)
     except RefusedInput:
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or record["step"] < 0:
+    if not isinstance(given, dict) or type(given.get("step")) is not int or given["step"] < 0:
         return None
-    if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in record.values()):
+    if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in given.values()):
         return None
-    counts = [record[name] for name in ALWAYS_NUMBERS if name in record]
-    return record if all(isinstance(x, int | float) and math.isfinite(x) for x in counts) else None
+    known = {name: x for name, x in given.items() if x is None or type(x) in (int, float)}
+    record = {name: None if x is None or not math.isfinite(x) else x for name, x in known.items()}
+    return None if any(name in given and record.get(name) is None for name in ALWAYS_NUMBERS) else record
 
 
 def before_step(lines: bytes, step: int) -> int:
@@ -62,6 +63,6 @@ def before_step(lines: bytes, step: int) -> int:
 
 
 def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:
-    """The values of these keys; None if one is not a number, such as null for a loss that is not finite."""
+    """The values of these keys; None if one is missing, or null, as a loss that is not finite."""
     values = [record.get(name) for name in names]
-    return [float(x) for x in values] if all(isinstance(x, (int, float)) for x in values) else None  # type: ignore[arg-type]
+    return None if None in values else values  # type: ignore[return-value]

@@ -246,7 +246,17 @@ def shown(value: Any, at_most: int = 80) -> str:
     text = without_passwords(value if isinstance(value, str) else _bounded_text(value))
     if len(text) > at_most:
         text = f"{text[: at_most * 2 // 3]} ... {text[len(text) - at_most // 4 :]}"
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """The text with everything escaped that could end a line, steer a terminal or turn the direction of what follows."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def in_lines(text: str) -> str:
+    """The text with its lines, each as `one_line` has it."""
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 # ------------------------------------------------------------------------------------------------------------- JSON

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from jaxllm import stderr
+from jaxllm import terminal
 from jaxllm.untrusted import RefusedInput, shown
 
 MOST_ENTRIES = 500_000
@@ -83,7 +83,7 @@ class Listing:
             raise RefusedInput(f"below {shown(pattern)} are more than {self._most:,} files and folders")
         if time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            stderr.print_sentence(f"listing {shown(pattern)}: {self.entries:,} files and folders so far")
+            terminal.print_sentence(f"listing {shown(pattern)}: {self.entries:,} files and folders so far")
 
 
 def _folders(root: str) -> Iterator[tuple[str, list[str], int]]:

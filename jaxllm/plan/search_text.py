@@ -16,12 +16,13 @@ from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.hardware import FIT_SHARE
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_lines
-from jaxllm.display import preformatted, readable, table, terminal_table
+from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_result import Candidate, Plan, beside_lines, certainty_lines
 from jaxllm.plan.quote import Quote
 from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
 from jaxllm.plan.sweep import Sweep, SweepRow
+from jaxllm.terminal import terminal_table
 
 GIB = 2**30
 WIDTH = 120

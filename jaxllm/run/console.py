@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from jaxllm.cost_model.noise_reading import short
 from jaxllm.display import escaped
 from jaxllm.run.metrics import Record
+from jaxllm.terminal import bar, console
+from jaxllm.untrusted import one_line
 
 NOTEBOOK_REFRESH_S = 0.2
 """Minimum time between two updates of a notebook's line. Each is a message, and a tiny model makes hundreds of steps/s."""
@@ -43,7 +43,7 @@ class Console:
     def __init__(self, total_steps: int, main: bool = True):
         self._total, self._main = total_steps, main
         self.is_stopping: Callable[[], bool] = lambda: False
-        self._console = RichConsole(highlight=False, soft_wrap=True, markup=False)
+        self._console = console(soft_wrap=True)
         self._bar: Progress | None = None
         self._line: NotebookLine | None = None
         self._first: tuple[float, int] | None = None
@@ -52,11 +52,7 @@ class Console:
         if self._main and in_notebook():
             self._line = NotebookLine()
         elif self._main and self._console.is_terminal and not self._console.is_dumb_terminal:
-            # A separate column may wrap: on 80 columns a long line takes two rows. Otherwise its end, the bar and the time
-            # left would be cut off.
-            line = TextColumn("{task.description}", table_column=Column())
-            columns = (line, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
-            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar = bar(BarColumn(bar_width=10), TimeRemainingColumn(compact=True), on=self._console)
             self._task = self._bar.add_task("starting", total=self._total)
             self._bar.start()
         return self
@@ -87,6 +83,7 @@ class Console:
     def say(self, line: str) -> None:
         if not self._main:
             return
+        line = one_line(line)
         with self._while_somebody_reads():
             if self._bar is not None:
                 self._bar.console.print(line)

@@ -308,8 +308,7 @@ class Cursor:
             return [], start
         parsed = [record for line in lines if (record := parse(line)) is not None]
         records = [{key: math.nan if x is None else x for key, x in one.items()} for one in parsed]
-        numbers = [{key: x for key, x in one.items() if isinstance(x, int | float)} for one in records]
-        return numbers, start + sum(map(len, lines))
+        return records, start + sum(map(len, lines))
 
     def before(self, step: int) -> int:
         """The byte up to `sent` at which the lines of `step` and later ones begin."""

@@ -106,12 +106,12 @@ class History:
     @property
     def saves(self) -> list[int]:
         """Steps after which training waited for a save. The save at the end is not in any line."""
-        return [int(line["step"]) - 1 for line in self.lines if line.get("save_s")]
+        return [line["step"] - 1 for line in self.lines if line.get("save_s")]
 
     @property
     def restarts(self) -> list[int]:
         """Steps after which a later start resumed."""
-        return [int(line["step"]) - 1 for line in self.lines[1:] if "start_unix_s" in line]
+        return [line["step"] - 1 for line in self.lines[1:] if "start_unix_s" in line]
 
     @cached_property
     def _firsts(self) -> list[int]:
@@ -125,8 +125,8 @@ class History:
         for first, end in itertools.pairwise([*self._firsts, len(self.lines)]):
             line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
             step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
-            devices, absent = line.get("devices", 0), line.get("absent_hosts", 0)
-            found.append(Start(int(line["step"]), int(last["step"]), devices, absent, step_s))
+            devices, absent = (int(line.get(key) or 0) for key in ("devices", "absent_hosts"))
+            found.append(Start(line["step"], last["step"], devices, absent, step_s))
         return tuple(found)
 
     @cached_property
@@ -162,7 +162,7 @@ class History:
 
     def last(self, key: str) -> float | None:
         """The last finite value of a key."""
-        return next((line[key] for line in reversed(self.lines) if math.isfinite(_float(line.get(key)))), None)
+        return next((line[key] for line in reversed(self.lines) if line.get(key) is not None), None)
 
     def most(self, key: str) -> float | None:
         """The largest value since the last start; earlier starts may have used another mesh."""
@@ -186,7 +186,7 @@ class History:
         for line in sorted((line for line in (*self.lines, *self.lost) if "unix_s" in line), key=lambda line: line["unix_s"]):
             began_s = line.get("start_unix_s")
             if began_s is not None:
-                began_s -= line.get("start_import_s", 0.0)
+                began_s -= line.get("start_import_s") or 0.0
             down_s = 0.0 if began_s is None or before_s is None else max(0.0, began_s - before_s)
             # A first line without the start time of its start gives no duration.
             gap_s = max(0.0, line["unix_s"] - next((s for s in (began_s, before_s) if s is not None), line["unix_s"]))
@@ -206,8 +206,8 @@ class History:
                 spent[REDONE] += gap_s
                 continue
             for key, part in _PHASES.items():
-                spent[part] += line.get(key, 0.0)
-                gap_s -= line.get(key, 0.0)
+                spent[part] += line.get(key) or 0.0
+                gap_s -= line.get(key) or 0.0
             spent[STARTING if "start_unix_s" in line else TRAINING] += max(0.0, gap_s)
         return spent if self._timed else {}
 
@@ -224,7 +224,7 @@ class History:
         line = next((line for line in reversed(self.lines) if "start_unix_s" in line), {})
         if "start_other_s" not in line:
             return {}
-        return {part: line[key] for key, part in _START.items() if math.isfinite(_float(line.get(key)))}
+        return {part: line[key] for key, part in _START.items() if line.get(key) is not None}
 
     @property
     def busy_s(self) -> float | None:
@@ -293,7 +293,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         values = read_yaml(path)
     except (OSError, RefusedInput) as error:
         raise ConfigError(f"{path} cannot be read as a config ({reason_of(error)}): get it from a copy of the run.") from None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not all(isinstance(section, dict | None) for section in values.values()):
         raise ConfigError(f"{path} holds no sections: it is not the config of a run.")
     return values
 
@@ -308,14 +308,14 @@ def _config_of(written: Mapping[str, Any], by_step: Mapping[int, Mapping[str, An
     values["train"] = {**(written.get("train") or {}), "batch_grows_to": None}
     config = load_config(values)
     if config.parallel.data == AUTO:
-        logged = [line["devices"] for line in by_step.values() if "devices" in line]
+        logged = [int(line["devices"]) for line in by_step.values() if line.get("devices")]
         others = config.parallel.model_copy(update={"data": 1})
         config = config.resolve(logged[-1] if logged else config.model_copy(update={"parallel": others}).devices)
     return config
 
 
 def _float(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    return math.nan if value is None else float(value)
 
 
 def finite(value: float) -> float | None:

@@ -31,6 +31,7 @@ from jaxllm.run_report.svg import (
     parts_bar,
     spread,
 )
+from jaxllm.untrusted import in_lines
 
 FILE_NAME = "report.html"
 """Default name, inside the run directory."""
@@ -114,7 +115,7 @@ def page(report: RunReport) -> str:
 
 def document(title: str, parts: Sequence[str], style: str = "") -> str:
     """HTML text of a page of these parts, with more CSS; the title is HTML text too."""
-    return _HEAD.replace("STYLE", style).replace("TITLE", title) + "\n".join(parts) + "\n</body>\n</html>\n"
+    return in_lines(_HEAD.replace("STYLE", style).replace("TITLE", title) + "\n".join(parts) + "\n</body>\n</html>\n")
 
 
 # --------------------------------------------------------------------------------------------------------------- pictures
