@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxllm.config import ConfigError
-from jaxllm.untrusted import INT64, RefusedInput, parse_json
+from jaxllm.untrusted import INT64, RefusedInput, parse_json, reason_of
 from jaxllm.untrusted import read_lines as lines_of
 
 ALWAYS_NUMBERS = ("tokens", "unix_s", "start_unix_s")
@@ -24,21 +24,22 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
       last: only so many lines at the end.
 
     Raises:
-      ConfigError: it is no regular file.
+      ConfigError: it cannot be read.
     """
-    lines: Iterable[bytes] = lines_of(path) if path.exists() else ()
-    text = containing.encode()
+    lines, text = lines_of(path), containing.encode()
     try:
         for line in lines if last is None else deque(lines, maxlen=last):
             if text in line and (record := parse(line)) is not None:
                 yield line, record
-    except RefusedInput as error:
-        raise ConfigError(f"{path} cannot be read ({error}): move it away.") from None
+    except FileNotFoundError:
+        return
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"{path} cannot be read ({reason_of(error)}): move it away.") from None
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The numbers of a line, None for those that are not finite: of an object with the number of a step, no value beyond 64 bits,
-    and finite numbers for ALWAYS_NUMBERS. None for anything else."""
+    """The numbers of a line, with None for those that are not finite. None for a line that is no object with the number of a
+    step, or has a value beyond 64 bits, or no finite number for one of ALWAYS_NUMBERS."""
     try:
         given = parse_json(line, lenient=True)
     except RefusedInput:
@@ -60,9 +61,3 @@ def before_step(lines: bytes, step: int) -> int:
             break
         kept -= len(line)
     return kept
-
-
-def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:
-    """The values of these keys; None if one is missing, or null, as a loss that is not finite."""
-    values = [record.get(name) for name in names]
-    return None if None in values else values  # type: ignore[return-value]

@@ -1,8 +1,4 @@
-"""The terminal: one sentence on standard error, tables and bars; and for processes that may exit at once, flushing without
-waiting for a thread.
-
-Names may come from anywhere: what is not printable is escaped on the way out.
-"""
+"""The terminal: sentences, bars and tables. What is not printable is escaped on the way out, as names come from anywhere."""
 
 from __future__ import annotations
 
@@ -11,9 +7,10 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.untrusted import in_lines, one_line
+from jaxllm.untrusted import in_lines, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,10 +23,8 @@ LONGEST_WORD = 300
 
 
 def safe_to_print(sentence: str) -> str:
-    """The sentence on one line, with no word longer than LONGEST_WORD: it may quote what comes from outside."""
-    half = LONGEST_WORD // 2
-    words = [word if len(word) <= LONGEST_WORD else f"{word[:half]}...{word[-half:]}" for word in sentence.split(" ")]
-    return one_line(" ".join(words))
+    """The sentence with each word as `shown` has it: it may quote what comes from outside."""
+    return " ".join(shown(word, LONGEST_WORD) for word in sentence.split(" "))
 
 
 def print_sentence(sentence: str) -> None:
@@ -60,11 +55,7 @@ def flush() -> None:
 
 
 def console(**options: Any) -> Console:
-    """rich's, which takes nothing in a text for markup and lets no control character of it through.
-
-    Args:
-      options: more arguments of rich's Console.
-    """
+    """rich's, with these arguments. It takes nothing in a text for markup, and lets no control character of it through."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -76,8 +67,10 @@ def console(**options: Any) -> Console:
     return Escaping(highlight=False, markup=False, **options)
 
 
-def bar(*columns: Any, on: Console) -> Progress:
-    """A progress bar that begins with the description of its task, and leaves nothing behind."""
+def bar(*columns: Any, on: Console) -> Progress | None:
+    """A progress bar that begins with the description of its task, and leaves nothing behind. None where no cursor moves."""
+    if not on.is_terminal or on.is_dumb_terminal:
+        return None
     from rich.progress import Progress, TextColumn
     from rich.table import Column
 
@@ -89,14 +82,13 @@ def bar(*columns: Any, on: Console) -> Progress:
 @contextmanager
 def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
     """A bar, if standard error is a terminal. Yields what is called with the number of bytes done since the last call."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
-    with bar(BarColumn(), DownloadColumn(), TimeRemainingColumn(), on=console(stderr=True)) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda count: shown.advance(task, count)
+    if (shown := bar(BarColumn(), DownloadColumn(), TimeRemainingColumn(), on=console(stderr=True))) is None:
+        yield lambda count: None
+        return
+    with shown:
+        yield partial(shown.advance, shown.add_task(what, total=total))
 
 
 def terminal_table(
@@ -116,7 +108,6 @@ def terminal_table(
       whole: headings of columns that are not folded.
       bold: first cell of the row that is bold.
       gap: spaces between columns.
-      options: more arguments of rich's Table.
     """
     from rich.table import Table
     from rich.text import Text

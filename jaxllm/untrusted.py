@@ -112,7 +112,8 @@ def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, finite: bool 
       RefusedInput: it is not JSON, not UTF-8, too large, too long or too deep, has a key twice or a number that is not finite.
     """
     text = _decoded(_bounded(content, at_most)) if isinstance(content, bytes) else _bounded(content, at_most)
-    if len(text) > JSON_VALUES and _has_too_many_values(text):
+    may_be_long = len(text) > JSON_VALUES and _num_marks(text) > JSON_VALUES
+    if may_be_long and _num_marks(_STRING.sub("", text)) > JSON_VALUES:
         raise RefusedInput(f"it has more than {JSON_VALUES:,} values")
     try:
         if lenient:
@@ -305,10 +306,6 @@ def _finite(text: str) -> float:
     if math.isinf(value := float(text)):
         raise RefusedInput(f"the number {shown(text, 30)} is too large")
     return value
-
-
-def _has_too_many_values(text: str) -> bool:
-    return _num_marks(text) > JSON_VALUES and _num_marks(_STRING.sub("", text)) > JSON_VALUES
 
 
 def _num_marks(text: str) -> int:

@@ -16,7 +16,6 @@ import typer
 from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
 from jaxllm.terminal import safe_to_print
-from jaxllm.untrusted import one_line, without_passwords
 
 INTERRUPTED = 130
 NAMELESS = {
@@ -43,7 +42,7 @@ def open_standard_streams() -> None:
 
 def in_one_line(record: logging.LogRecord) -> bool:
     """A filter for a handler of logs."""
-    record.msg, record.args = one_line(record.getMessage()), None
+    record.msg, record.args = safe_to_print(record.getMessage()), None
     return True
 
 
@@ -116,14 +115,14 @@ def _end_of_defect(what: str, code: int) -> NoReturn:
     import traceback
 
     # Rules of the console hold here too: the error may quote anything.
-    print("\n".join(map(one_line, traceback.format_exc().splitlines())), file=sys.stderr)
+    print("\n".join(map(safe_to_print, traceback.format_exc().splitlines())), file=sys.stderr)
     _end(f"{what}: please open an issue with the lines above.", code=code)
 
 
 def _end(sentence: str = "", *below: str, code: int = exit_codes.BAD_INPUT, broken_output: bool = False) -> NoReturn:
     """Ends after a sentence, and lines below it."""
     if sentence:
-        lines = (safe_to_print(without_passwords(line)) for line in (f"jaxllm: {sentence}", *below))
+        lines = (safe_to_print(line) for line in (f"jaxllm: {sentence}", *below))
         with suppress(OSError):
             print("\n".join(lines), file=sys.stderr, flush=True)
     if broken_output:

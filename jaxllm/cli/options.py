@@ -145,17 +145,15 @@ def example(*lines: str) -> dict[str, Any]:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Prints lines to standard output. On a terminal, lines that are too long are wrapped between words and indented."""
-    lines = map(one_line, lines)
-    if not sys.stdout.isatty():
-        print("\n".join(lines), flush=True)
-        return
-    width = shutil.get_terminal_size().columns
+    lines, width = map(one_line, lines), shutil.get_terminal_size().columns
 
     def wrapped(line: str) -> str:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
-    print("\n".join(line if len(line) <= width else wrapped(line) for line in lines), flush=True)
+    if sys.stdout.isatty():
+        lines = (line if len(line) <= width else wrapped(line) for line in lines)
+    print("\n".join(lines), flush=True)
 
 
 def print_report(report: Any, as_json: bool, render: Callable[[Any], Any] | None = None) -> None:
@@ -216,12 +214,11 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on standard error, told (description, amount done, total); nothing if that is not a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-    tasks: dict[str, Any] = {}
-    terminal = console(stderr=True)
-    if not terminal.is_terminal or terminal.is_dumb_terminal:
+    if (shown := bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), on=console(stderr=True))) is None:
         yield lambda what, done, total: None
         return
-    with bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), on=terminal) as shown:
+    tasks: dict[str, Any] = {}
+    with shown:
 
         def show(what: str, done: int, total: int) -> None:
             if what not in tasks:

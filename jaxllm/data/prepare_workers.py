@@ -149,11 +149,10 @@ class PrepareProgress:
         if self._visible:
             from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
-            terminal = console()
-            if terminal.is_terminal and not terminal.is_dumb_terminal:
-                self._bar = bar(BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True), on=terminal)
-                self._task = self._bar.add_task("starting", total=self._total)
-                self._bar.start()
+            self._bar = bar(BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True), on=console())
+        if self._bar is not None:
+            self._task = self._bar.add_task("starting", total=self._total)
+            self._bar.start()
         return self
 
     def __exit__(self, *error) -> None:

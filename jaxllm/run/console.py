@@ -43,7 +43,6 @@ class Console:
     def __init__(self, total_steps: int, main: bool = True):
         self._total, self._main = total_steps, main
         self.is_stopping: Callable[[], bool] = lambda: False
-        self._console = console(soft_wrap=True)
         self._bar: Progress | None = None
         self._line: NotebookLine | None = None
         self._first: tuple[float, int] | None = None
@@ -51,8 +50,9 @@ class Console:
     def __enter__(self) -> Console:
         if self._main and in_notebook():
             self._line = NotebookLine()
-        elif self._main and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._bar = bar(BarColumn(bar_width=10), TimeRemainingColumn(compact=True), on=self._console)
+        elif self._main:
+            self._bar = bar(BarColumn(bar_width=10), TimeRemainingColumn(compact=True), on=console(soft_wrap=True))
+        if self._bar is not None:
             self._task = self._bar.add_task("starting", total=self._total)
             self._bar.start()
         return self

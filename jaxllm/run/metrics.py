@@ -331,14 +331,3 @@ class Cursor:
             return self.metrics.stat().st_size
         except FileNotFoundError:
             return 0
-
-
-def check_trackers(config: Config) -> None:
-    """Refuses trackers that cannot work on this host, which may become that of process 0. It uses no device.
-
-    Raises:
-      ConfigError: a package is missing, W&B has no key, the folder of log.prometheus_file cannot be written, or one of
-        log.sinks cannot be imported.
-    """
-    for kind in kinds_of(config):
-        kind.check()

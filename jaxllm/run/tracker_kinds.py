@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import math
 import os
@@ -276,7 +277,7 @@ class Gauges(Kind):
         for name, value in self._newest.items():
             metric, _, part = name.partition("/")
             labels = {"run": str(self.folder)} | ({"part": part} if part else {})
-            shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            shown = ",".join(f"{key}={json.dumps(one_line(text), ensure_ascii=False)}" for key, text in labels.items())
             known = re.sub(r"\W", "_", f"jaxllm_{metric}", flags=re.ASCII)
             # The same help in all files of a host: the collector refuses two texts for one name.
             help_lines = [f"# HELP {known} Newest value in metrics.jsonl.", f"# TYPE {known} gauge"]
@@ -333,10 +334,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + most] for start in range(0, len(items), most))
-
-
-def _escaped(label: str) -> str:
-    return one_line(label).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _number(value: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,7 +69,7 @@ class History:
 
     def column(self, key: str) -> np.ndarray:
         """One float for each line; not-a-number for a line without the key."""
-        return np.array([_float(line.get(key)) for line in self.lines])
+        return np.array([line.get(key) for line in self.lines], float)
 
     @cached_property
     def steps(self) -> np.ndarray:
@@ -171,8 +171,8 @@ class History:
 
     def evaluated(self, over: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, held-out loss) of each evaluation; or with `over`, a value of each line, that value in place of tokens."""
-        points = [(_float(line["step"]), _float(line["eval_loss"])) for line in self.evaluations]
-        steps, losses = np.array(points).reshape(-1, 2).T
+        points = [(line["step"], line["eval_loss"]) for line in self.evaluations]
+        steps, losses = np.array(points, float).reshape(-1, 2).T
         return np.interp(steps, self.steps, self.tokens if over is None else over), losses
 
     # ---------------------------------------------------------------------------------------------------------------- time
@@ -238,7 +238,9 @@ class History:
         """The last measured noise scale at each step; steps before the first measurement use the first. None: there is no value
         above 0."""
         values = positive(self.column("noise_scale_tokens"))
-        return _carry(values) if np.isfinite(values).any() else None
+        there = np.flatnonzero(np.isfinite(values))
+        last = np.searchsorted(there, np.arange(len(values)), side="right") - 1
+        return values[there[np.maximum(last, 0)]] if there.size else None
 
     @property
     def noise_factors(self) -> tuple[float | None, float | None]:
@@ -261,7 +263,7 @@ def read_run(folder: str | Path) -> History:
     for path in (metrics, folder / "config.yaml"):
         if not path.is_file():
             raise ConfigError(f"{folder} is not a run directory, because it has no {path.name}: give the run's run.dir.")
-    kept = list(_read(metrics))
+    kept = list(read_lines(metrics))
     by_step = {line["step"]: line for _, line in kept if "loss" in line}
     if not by_step:
         raise ConfigError(f"{metrics} has no step yet: try again when the first step is done.")
@@ -269,7 +271,7 @@ def read_run(folder: str | Path) -> History:
     lost: dict[bytes, Mapping[str, Any]] = {}
     # Those of older versions have all lines of their time, including those that were kept.
     for path in sorted(folder.glob("metrics-*.jsonl")):
-        lost |= {text: line for text, line in _read(path) if text not in seen and "loss" in line}
+        lost |= {text: line for text, line in read_lines(path) if text not in seen and "loss" in line}
     written = _read_config(folder / "config.yaml")
     return History(
         folder,
@@ -279,13 +281,6 @@ def read_run(folder: str | Path) -> History:
         tuple(lost.values()),
         written,
     )
-
-
-def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    try:
-        yield from read_lines(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): remove the cause.") from None
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -314,10 +309,6 @@ def _config_of(written: Mapping[str, Any], by_step: Mapping[int, Mapping[str, An
     return config
 
 
-def _float(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
 def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
@@ -325,9 +316,3 @@ def finite(value: float) -> float | None:
 def positive(values: np.ndarray) -> np.ndarray:
     """Replaces every value that is not finite and above 0 by not-a-number."""
     return np.where(np.isfinite(values) & (np.nan_to_num(values) > 0), values, np.nan)
-
-
-def _carry(values: np.ndarray) -> np.ndarray:
-    """Replaces each missing value by the last one before it; at the beginning, by the first one."""
-    there = np.flatnonzero(np.isfinite(values))
-    return values[there[np.maximum(np.searchsorted(there, np.arange(len(values)), side="right") - 1, 0)]]

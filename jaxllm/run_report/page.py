@@ -105,7 +105,10 @@ def page(report: RunReport) -> str:
     if times_s:
         colored = [(name, seconds, _PART_COLORS[name]) for name, seconds in times_s.items()]
         bar = parts_bar("From the first start to the last step", colored)
-        parts += ["<h2>Where the time went</h2>", f'<div class="bar">{bar}</div>', _time_table(times_s)]
+        whole = sum(times_s.values()) or 1.0
+        rows = [(name, duration(seconds), f"{seconds / whole:.1%}") for name, seconds in times_s.items() if seconds]
+        table = _table(["", "time", "share"], rows)
+        parts += ["<h2>Where the time went</h2>", f'<div class="bar">{bar}</div>', table]
     parts += ["<h2>Effect of more data ranks</h2>", *paragraphs(report.verdict())]
     if (over := report.over_ranks) is not None:
         parts += [grid(rank_charts(report, over)), f'<div class="wide">{_rank_table(report, over)}</div>']
@@ -205,12 +208,6 @@ def _marks(history: History, steps: Iterable[float], label: str, color: str) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------- tables
-
-
-def _time_table(times_s: dict[str, float]) -> str:
-    whole = sum(times_s.values()) or 1.0
-    rows = [(name, duration(seconds), f"{seconds / whole:.1%}") for name, seconds in times_s.items() if seconds]
-    return _table(["", "time", "share"], rows)
 
 
 def _rank_table(report: RunReport, over: OverRanks) -> str:

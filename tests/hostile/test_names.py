@@ -31,7 +31,7 @@ NAMES = {
     "a line of Unicode": "a\u2028jaxllm: all\x85is well",
     "turns its direction": "a\u202elxet\u2066b",
     "not UTF-8": "a\udcffb",
-    "HTML": "a<script>b</script>\"onload=\"c",
+    "HTML": 'a<script>b</script>"onload="c',
     "rich's markup": "a[/red][bold]b",
     "the end of a block of Markdown": "a\n```\n<b>b</b>",
     "the end of a label": 'a"} 1\njaxllm_loss{run="b',
