@@ -26,13 +26,6 @@ NOTEBOOK_REFRESH_S = 0.2
 """Minimum time between two updates of a notebook's line. Each is a message, and a tiny model makes hundreds of steps/s."""
 
 
-def in_notebook() -> bool:
-    """Whether output goes to a Jupyter kernel's front end."""
-    # In a kernel IPython is already imported and has a shell.
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
 class Console:
     """Prints lines and shows steps, on one process of a run. On the others (main=False) it prints nothing.
 
@@ -48,7 +41,9 @@ class Console:
         self._first: tuple[float, int] | None = None
 
     def __enter__(self) -> Console:
-        if self._main and in_notebook():
+        # In a Jupyter kernel IPython is already imported and has a shell.
+        ipython = sys.modules.get("IPython")
+        if self._main and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
             self._line = NotebookLine()
         elif self._main:
             self._bar = bar(BarColumn(bar_width=10), TimeRemainingColumn(compact=True), on=console(soft_wrap=True))
@@ -83,12 +78,11 @@ class Console:
     def say(self, line: str) -> None:
         if not self._main:
             return
-        line = one_line(line)
         with self._while_somebody_reads():
             if self._bar is not None:
-                self._bar.console.print(line)
+                self._bar.console.print(one_line(line))
             else:
-                print(line, flush=True)
+                print(one_line(line), flush=True)
 
     def step(self, record: Record, mfu: float | None, due: bool) -> None:
         """Shows the metrics of one step. With `due` it prints a line of its own."""

@@ -230,7 +230,8 @@ class Tracker(threading.Thread):
         if not self._connected:
             try:
                 self.cursor.id = self.cursor.id or self.kind.new_id()
-                step = self.cursor.next_step()
+                # That of the first line that it lacks, or of the next one to come.
+                step = next((int(record["step"]) for record in self.cursor.read(1)[0]), self.cursor.last_step + 1)
                 if (again := self.kind.sends_again) is not None:
                     self.cursor.sent = self.cursor.before(step if again == "step" else 0)
                 self.kind.connect(self.cursor.id, step)
@@ -273,7 +274,7 @@ class Cursor:
     """
 
     def __init__(self, folder: Path, stem: str, target: str | None, last_step: int, fence: Callable[[], None]):
-        self.metrics, self._last_step = folder / "metrics.jsonl", last_step
+        self.metrics, self.last_step = folder / "metrics.jsonl", last_step
         self._path, self._fence = folder / "trackers" / f"{stem}.json", fence
         self._target, self.id, self.sent = self._kept() if self._path.exists() else BEGINNING
         if target not in (None, self._target):
@@ -320,11 +321,6 @@ class Cursor:
             part = (content.find(b"\n") + 1 or len(content)) if start else 0
             return start + part + before_step(content[part:], step)
         return self.sent
-
-    def next_step(self) -> int:
-        """That of the first line that it lacks, or of the next one to come."""
-        records, _ = self.read(1)
-        return int(records[0]["step"]) if records else self._last_step + 1
 
     def _size(self) -> int:
         try:

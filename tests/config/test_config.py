@@ -178,7 +178,7 @@ PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
         (PART | {"steps": 3}, "Unknown key data.mixture[0].steps: did you mean train.steps?"),
         (PART | {"zzz": 3}, "Unknown key data.mixture[0].zzz: the keys there are name, source, paths, weight."),
         ({k: v for k, v in PART.items() if k != "weight"}, "data.mixture[0].weight is missing: set it in the config."),
-        (PART | {"weight": -1}, "data.mixture[0].weight=-1 is not valid: it should be greater than or equal to 1e-37."),
+        (PART | {"weight": -1}, "data.mixture[0].weight=-1 is not valid: it should be greater than 0."),
         (PART | {"paths": [3]}, PATH_IS_NO_NUMBER),
     ],
 )
