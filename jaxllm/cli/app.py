@@ -22,7 +22,6 @@ from jaxllm.cli import options as opt
 from jaxllm.cli.errors import ending_in_one_sentence, in_one_line, open_standard_streams
 from jaxllm.cli.models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
 from jaxllm.config import Config, ConfigError, json_schema
-from jaxllm.terminal import print_sentence
 
 app = typer.Typer(
     add_completion=False,
@@ -330,7 +329,7 @@ def plan(
         with nullcontext() if as_json else opt.progress_bar() as progress:
             found = outcome(loaded, gpu, gpus, gpus_per_host, progress=progress, **options)
     except KeyboardInterrupt:
-        print_sentence("interrupted before any config that fits was found.")
+        print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(found.to_json()))
@@ -340,7 +339,7 @@ def plan(
         write_recipe(found.plan, out, f"jaxllm {shlex.join(sys.argv[1:])}")
     if found.interrupted:
         what = "this is the best so far" if found.plan.interrupted else "the plan is complete, the sweep is not"
-        print_sentence(f"interrupted; {what}.")
+        print(f"jaxllm: interrupted; {what}.", file=sys.stderr)
         raise typer.Exit(130)
 
 

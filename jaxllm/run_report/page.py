@@ -185,7 +185,7 @@ def rank_charts(report: RunReport, over: OverRanks) -> list[str]:
     def chart(key: str, words: str, color: str) -> str:
         values = _of_rows(rows, key, ranks)
         ends = np.array([values, *(_of_rows(over.rows, key, ranks) for over in report.by_interval)])
-        curve = Curve(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
+        curve = Curve(words, ranks, values, color, np.fmin.reduce(ends), np.fmax.reduce(ends))
         x_ticks = ranks[:: math.ceil(len(ranks) / MOST_TICKS)]
         axes = {"x_label": "data ranks", "y_label": words, "x_log": True, "y_log": True, "x_ticks": x_ticks, "marks": marks}
         return line_chart(f"{words} to a loss of {report.target_loss:.4f}", [curve], **axes)

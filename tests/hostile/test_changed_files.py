@@ -111,6 +111,8 @@ def changed_hub(draw: random.Random) -> tuple[str, ...]:
     return "convert", "from-hf", "hf", "out"
 
 
+# Of numbers such as 1e300 numpy says that they overflow.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [25, pytest.param(1500, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("change", [changed_run, changed_hub])
 def test_ends_well_or_in_one_sentence(change: Callable[[random.Random], tuple[str, ...]], count, tmp_path, monkeypatch):
