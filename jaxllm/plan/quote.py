@@ -299,7 +299,7 @@ class Quote:
         yield f"  interval    {keys} costs least: {steps:,} step{'s' if steps > 1 else ''}"
         every, minutes = self.config.checkpoint.every_steps, self.config.checkpoint.every_minutes
         if every or minutes:
-            own_s = min([*([every * self.step_s] if every else []), *([60 * minutes] if minutes else [])])
+            own_s = min(every * self.step_s if every else math.inf, 60 * minutes if minutes else math.inf)
             lower = 1 - stops.goodput(max(own_s, stops.write_s)) / stops.goodput(interval_s)
             yield f"              (goodput is {max(0.0, lower):.2%} lower with the config's {_rough(own_s / 60)} minutes)"
         written = f", {stops.write_s:,.1f} s of writing beside training" if stops.write_s else ""

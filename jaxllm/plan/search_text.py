@@ -60,7 +60,7 @@ def render(
     parts = [*heading_lines(plan), *([] if objective is None else [f"  {objective}"]), ""]
     headings, best = NARROW_HEADINGS if narrow else HEADINGS, enumerate(plan.candidates[:rows], 1)
     shown = [narrow_cells(plan, one) if narrow else cells(plan, number, one) for number, one in best]
-    parts.append(terminal_table(shown, headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False))
+    parts += [terminal_table(shown, headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False)]
     parts += verdict_lines(plan, rows, narrow=narrow)
     if quote is not None:
         parts += ["", *quote.lines()]
