@@ -1,4 +1,4 @@
-"""How results reach people: sizes in bytes, small HTML tables for notebooks, tables for a terminal.
+"""How results reach people: sizes in bytes, and small HTML tables for notebooks.
 
 The only style of the HTML tables is alignment, so that a notebook's own theme, light or dark, applies.
 """
@@ -6,16 +6,13 @@ The only style of the HTML tables is alignment, so that a notebook's own theme, 
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
+from jaxllm.untrusted import in_lines
 
 
 def escaped(text: object) -> str:
-    return html.escape(str(text))
+    return html.escape(in_lines(str(text)))
 
 
 def table(rows: Iterable[Sequence[object]], headings: Sequence[str] = (), *, left: int = 1, caption: str = "") -> str:
@@ -52,36 +49,3 @@ def readable(size_bytes: float) -> str:
         if size_bytes >= size:
             return f"{size_bytes / size:.1f} {unit}"
     return f"{size_bytes:.0f} B"
-
-
-def terminal_table(
-    rows: Iterable[Sequence[str | Text]],
-    headings: Sequence[str] = (),
-    *,
-    right: Collection[str | int] = (),
-    whole: Collection[str] = (),
-    bold: str | None = None,
-    gap: int = 2,
-    **options: Any,
-) -> Table:
-    """A table of rich without lines, for a terminal. Cells that are too long are folded; text is shown as it is.
-
-    Args:
-      right: columns that are right-aligned: their headings, or without headings their numbers.
-      whole: headings of columns that are not folded.
-      bold: first cell of the row that is bold.
-      gap: spaces between columns.
-      options: more arguments of rich's Table.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = list(rows)
-    grid = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", show_header=bool(headings), **options)
-    for column in headings or range(len(rows[0])):
-        side = "right" if column in right else "left"
-        grid.add_column(str(column), overflow="fold", justify=side, no_wrap=column in whole)
-    for row in rows:
-        cells = (Text(cell) if isinstance(cell, str) else cell for cell in row)
-        grid.add_row(*cells, style="bold" if row[0] == bold else None)
-    return grid

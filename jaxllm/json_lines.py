@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxllm.config import ConfigError
-from jaxllm.untrusted import INT64, RefusedInput, parse_json
+from jaxllm.untrusted import INT64, RefusedInput, parse_json, reason_of
 from jaxllm.untrusted import read_lines as lines_of
 
 ALWAYS_NUMBERS = ("tokens", "unix_s", "start_unix_s")
@@ -24,31 +24,33 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
       last: only so many lines at the end.
 
     Raises:
-      ConfigError: it is no regular file.
+      ConfigError: it cannot be read.
     """
-    lines: Iterable[bytes] = lines_of(path) if path.exists() else ()
-    text = containing.encode()
+    lines, text = lines_of(path), containing.encode()
     try:
         for line in lines if last is None else deque(lines, maxlen=last):
             if text in line and (record := parse(line)) is not None:
                 yield line, record
-    except RefusedInput as error:
-        raise ConfigError(f"{path} cannot be read ({error}): move it away.") from None
+    except FileNotFoundError:
+        return
+    except (OSError, RefusedInput) as error:
+        raise ConfigError(f"{path} cannot be read ({reason_of(error)}): move it away.") from None
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line: an object with the number of a step, no value beyond 64 bits, and numbers for ALWAYS_NUMBERS. None
-    for anything else."""
+    """The numbers of a line, with None for those that are not finite. None for a line that is no object with the number of a
+    step, or has a value beyond 64 bits, or no finite number for one of ALWAYS_NUMBERS."""
     try:
-        record = parse_json(line, lenient=True)
+        given = parse_json(line, lenient=True)
     except RefusedInput:
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or record["step"] < 0:
+    if not isinstance(given, dict) or type(given.get("step")) is not int or given["step"] < 0:
         return None
-    if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in record.values()):
+    if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in given.values()):
         return None
-    counts = [record[name] for name in ALWAYS_NUMBERS if name in record]
-    return record if all(isinstance(x, int | float) and math.isfinite(x) for x in counts) else None
+    known = {name: x for name, x in given.items() if x is None or type(x) in (int, float)}
+    record = {name: None if x is None or not math.isfinite(x) else x for name, x in known.items()}
+    return None if any(name in given and record.get(name) is None for name in ALWAYS_NUMBERS) else record
 
 
 def before_step(lines: bytes, step: int) -> int:
@@ -59,9 +61,3 @@ def before_step(lines: bytes, step: int) -> int:
             break
         kept -= len(line)
     return kept
-
-
-def numbers(record: Mapping[str, Any], *names: str) -> list[float] | None:
-    """The values of these keys; None if one is not a number, such as null for a loss that is not finite."""
-    values = [record.get(name) for name in names]
-    return [float(x) for x in values] if all(isinstance(x, (int, float)) for x in values) else None  # type: ignore[arg-type]

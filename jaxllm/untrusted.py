@@ -112,7 +112,8 @@ def parse_json(content: bytes | str, at_most: int = JSON_BYTES, *, finite: bool 
       RefusedInput: it is not JSON, not UTF-8, too large, too long or too deep, has a key twice or a number that is not finite.
     """
     text = _decoded(_bounded(content, at_most)) if isinstance(content, bytes) else _bounded(content, at_most)
-    if len(text) > JSON_VALUES and _has_too_many_values(text):
+    may_be_long = len(text) > JSON_VALUES and _num_marks(text) > JSON_VALUES
+    if may_be_long and _num_marks(_STRING.sub("", text)) > JSON_VALUES:
         raise RefusedInput(f"it has more than {JSON_VALUES:,} values")
     try:
         if lenient:
@@ -246,7 +247,17 @@ def shown(value: Any, at_most: int = 80) -> str:
     text = without_passwords(value if isinstance(value, str) else _bounded_text(value))
     if len(text) > at_most:
         text = f"{text[: at_most * 2 // 3]} ... {text[len(text) - at_most // 4 :]}"
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """The text with everything escaped that could end a line, steer a terminal or turn the direction of what follows."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def in_lines(text: str) -> str:
+    """The text with its lines, each as `one_line` has it."""
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 # ------------------------------------------------------------------------------------------------------------- JSON
@@ -295,10 +306,6 @@ def _finite(text: str) -> float:
     if math.isinf(value := float(text)):
         raise RefusedInput(f"the number {shown(text, 30)} is too large")
     return value
-
-
-def _has_too_many_values(text: str) -> bool:
-    return _num_marks(text) > JSON_VALUES and _num_marks(_STRING.sub("", text)) > JSON_VALUES
 
 
 def _num_marks(text: str) -> int:

@@ -14,7 +14,7 @@ import typer
 
 import jaxllm
 from jaxllm.cli.app import app
-from jaxllm.cli.options import fitted, load
+from jaxllm.cli.options import load, print_lines
 from jaxllm.config import config_folder
 
 ROOT = config_folder().parent
@@ -87,12 +87,14 @@ def test_help_fits_80_columns_and_ends_with_an_example_that_parses(command, path
             assert not recipe or load(recipe)
 
 
-def test_long_lines_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch):
+def test_long_lines_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
     lines = ["short", "  " + "many words " * 20]
-    assert fitted(lines) == "\n".join(lines)
+    print_lines(lines)
+    assert capsys.readouterr().out == "\n".join([*lines, ""])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
-    first, *rest = fitted(lines).splitlines()
+    print_lines(lines)
+    first, *rest = capsys.readouterr().out.splitlines()
     assert first == "short"
     assert rest[0].startswith("  many")
     assert all(len(line) <= 40 and line.split()[-1] in ("many", "words") for line in rest)

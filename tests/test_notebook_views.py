@@ -149,7 +149,7 @@ def test_a_run_on_a_terminal_has_no_more_than_it_can_show(monkeypatch, capsys, v
     """A terminal that cannot move its cursor gets complete lines; one without colours gets the bar, on 80 columns too."""
     file = io.StringIO()
     screen = RichConsole(file=file, width=80, force_terminal=True, highlight=False, soft_wrap=True, _environ=variables)
-    monkeypatch.setattr("jaxllm.run.console.RichConsole", lambda **_: screen)
+    monkeypatch.setattr("jaxllm.run.console.console", lambda **_: screen)
     with Console(total_steps=72000) as console:
         for step in (12000, 12050):
             console.step({"step": step, "tokens": 10 * step, "loss": 1.0, "tokens_per_s_per_device": 5e4}, 0.45, due=True)

@@ -43,7 +43,7 @@ from jaxllm.cluster import distributed, exit_codes
 from jaxllm.cluster.distributed import raise_together
 from jaxllm.cluster.socket_messages import Name, Pid
 from jaxllm.config import ConfigError
-from jaxllm.stderr import print_sentence
+from jaxllm.terminal import print_sentence
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json, read_bytes, reason_of
 
 HOLDER = ".holder.json"

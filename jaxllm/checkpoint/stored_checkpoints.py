@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import shutil
 import threading
@@ -384,7 +383,7 @@ class StoredCheckpoints:
         for name in CURVES:
             if (path := self._run_dir / name).exists():
                 lines = path.read_bytes().splitlines(keepends=True)
-                last = (n for n in reversed(range(len(lines))) if _step_of(lines[n]) <= step)
+                last = (n for n in reversed(range(len(lines))) if (record := parse(lines[n])) and record["step"] <= step)
                 self._store.write(f"{step}/{RUN}/{name}", b"".join(lines[: next(last, -1) + 1]))
         others = [self._run_dir / name for name in COMPANIONS]
         for path in (*others, *(self._run_dir / TOKENIZER).rglob("*")):
@@ -423,11 +422,6 @@ class StoredCheckpoints:
     def _remove_step(self, step: int, names: Iterable[str]) -> None:
         """Removes files.json first: what is left after a kill does not exist."""
         self._store.remove(f"{step}/{name}" for name in sorted(names, key=lambda name: name != FILES))
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a line of metrics; infinity for a damaged one."""
-    return math.inf if (record := parse(line)) is None else record["step"]
 
 
 @contextmanager

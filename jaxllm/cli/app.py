@@ -19,7 +19,7 @@ import typer
 
 from jaxllm import BEGAN_S, __version__
 from jaxllm.cli import options as opt
-from jaxllm.cli.errors import ending_in_one_sentence, open_standard_streams
+from jaxllm.cli.errors import ending_in_one_sentence, in_one_line, open_standard_streams
 from jaxllm.cli.models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
 from jaxllm.config import Config, ConfigError, json_schema
 
@@ -149,7 +149,7 @@ def estimate(
         if purpose != "train" and (only_training or any(term is not None for term in terms)):
             raise ConfigError(f"Pictures, --convention and the quote are for training: leave them out with --for={purpose}.")
         found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
-        print(json.dumps(found.to_json()) if as_json else opt.fitted(found.lines()))
+        opt.print_report(found, as_json)
         return
     from jaxllm.plan.estimate import estimate as estimate_config
     from jaxllm.plan.quote import Terms, quote_estimate
@@ -160,7 +160,7 @@ def estimate(
     if as_json:
         print(json.dumps(report.to_json() | ({} if offer is None else {"quote": offer.to_json()})))
     else:
-        print(opt.fitted([*report.lines(), *([] if offer is None else ["", *offer.lines()])]))
+        opt.print_lines([*report.lines(), *([] if offer is None else ["", *offer.lines()])])
 
 
 def draw_estimate(report: Any, picture: str | None, over: str | None) -> None:
@@ -258,8 +258,10 @@ def compile_and_save(config: Config, folder: str, gpu: Any, gpus: int | None, gp
     from jaxllm.compile.save import save_programs, saved_lines
 
     saved = save_programs(config, folder, gpu, gpus, gpus_per_host)
-    if is_main_process():
-        print(json.dumps({"saved": [vars(one) for one in saved]}) if as_json else opt.fitted(saved_lines(saved, folder)))
+    if is_main_process() and as_json:
+        print(json.dumps({"saved": [vars(one) for one in saved]}))
+    elif is_main_process():
+        opt.print_lines(saved_lines(saved, folder))
 
 
 @app.command(**opt.example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
@@ -356,7 +358,7 @@ def schedule(
         from jaxllm.plots.schedule import save, schedule_figure
 
         save(schedule_figure(report.schedule, slot_bytes=report.slot_bytes), out)
-    print(json.dumps(report.to_json()) if as_json else opt.fitted(report.lines()))
+    opt.print_report(report, as_json)
 
 
 @app.command("report", **opt.example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
@@ -399,7 +401,9 @@ def report_(
 
         report = report_on(runs[0], gpu=gpu, gpus_per_host=gpus_per_host, loss=loss)
     path = None if as_json and out is None else write(page(report), Path(runs[0]) / FILE_NAME if out is None else out)
-    print(json.dumps(report.to_json()) if as_json else opt.fitted([*report.lines(), "", f"page {path}"]))
+    opt.print_report(report, as_json)
+    if not as_json:
+        opt.print_lines(["", f"page {path}"])
 
 
 app.command(**opt.example("export runs/quickstart models/quickstart --to hf --dtype bfloat16"))(export)
@@ -469,6 +473,7 @@ def schema() -> None:
 def main() -> None:
     open_standard_streams()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger().handlers[0].addFilter(in_one_line)
     # Orbax logs a page for each error of a save, and raises it too; our one sentence is enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     # Python looks through every object for garbage as it ends, half a second's work after training.

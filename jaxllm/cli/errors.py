@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import sys
@@ -14,8 +15,7 @@ import typer
 
 from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
-from jaxllm.stderr import safe_to_print
-from jaxllm.untrusted import without_passwords
+from jaxllm.terminal import safe_to_print
 
 INTERRUPTED = 130
 NAMELESS = {
@@ -40,6 +40,12 @@ def open_standard_streams() -> None:
     )
 
 
+def in_one_line(record: logging.LogRecord) -> bool:
+    """A filter for a handler of logs."""
+    record.msg, record.args = safe_to_print(record.getMessage()), None
+    return True
+
+
 @contextmanager
 def ending_in_one_sentence() -> Iterator[None]:
     """Turns every error of the body into the end of the process."""
@@ -55,13 +61,13 @@ def ending_in_one_sentence() -> Iterator[None]:
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except ConfigError as error:
-        _end(str(error), error.exit_code)
+        _end(*map(str, error.args), code=error.exit_code)
     except OSError as error:
         _end_of(error)
     except MemoryError as error:
         _end(f"This machine has too little memory for this{f' ({error})' if str(error) else ''}: use a larger one.")
     except (KeyboardInterrupt, typer.Abort):
-        _end("interrupted.", INTERRUPTED)
+        _end("interrupted.", code=INTERRUPTED)
     except Exception as error:
         if hasattr(error, "format_message"):
             _end_of_usage(error)
@@ -86,12 +92,16 @@ def _end_of(error: OSError) -> NoReturn:
         sentence = "Nobody reads what this run prints any more (broken pipe): print into a file. The same command resumes it."
         _end(sentence if sys.argv[1:2] == ["train"] else "", broken_output=True)
     if error.errno in exit_codes.FULL:
-        _end(f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.", code, broken_output=True)
+        _end(
+            f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.",
+            code=code,
+            broken_output=True,
+        )
     if error.filename is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else f"file {error.filename}"
-        _end(f"{name} cannot be used ({error.strerror}): remove the cause, or name another path.", code)
+        _end(f"{name} cannot be used ({error.strerror}): remove the cause, or name another path.", code=code)
     if error.errno in NAMELESS:
-        _end(f"{NAMELESS[error.errno]}.", code)
+        _end(f"{NAMELESS[error.errno]}.", code=code)
     _end_of_defect("a system call failed where jaxllm does not expect it", code)
 
 
@@ -104,14 +114,17 @@ def _has_no_reader(stream: int) -> bool:
 def _end_of_defect(what: str, code: int) -> NoReturn:
     import traceback
 
-    traceback.print_exc()
-    _end(f"{what}: please open an issue with the lines above.", code)
+    # Rules of the console hold here too: the error may quote anything.
+    print("\n".join(map(safe_to_print, traceback.format_exc().splitlines())), file=sys.stderr)
+    _end(f"{what}: please open an issue with the lines above.", code=code)
 
 
-def _end(sentence: str, code: int = exit_codes.BAD_INPUT, *, broken_output: bool = False) -> NoReturn:
+def _end(sentence: str = "", *below: str, code: int = exit_codes.BAD_INPUT, broken_output: bool = False) -> NoReturn:
+    """Ends after a sentence, and lines below it."""
     if sentence:
+        lines = (safe_to_print(line) for line in (f"jaxllm: {sentence}", *below))
         with suppress(OSError):
-            print(f"jaxllm: {safe_to_print(without_passwords(sentence))}", file=sys.stderr, flush=True)
+            print("\n".join(lines), file=sys.stderr, flush=True)
     if broken_output:
         # The rest in the buffers would fail again at exit.
         for stream in (1, 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from importlib.util import find_spec
 from typing import Annotated
@@ -12,6 +11,8 @@ import typer
 
 from jaxllm.cli import options as opt
 from jaxllm.config import ConfigError
+from jaxllm.terminal import print_sentence
+from jaxllm.untrusted import in_lines
 
 
 def export(
@@ -51,7 +52,7 @@ def export(
         from jaxllm.weights.gguf_convert import to_gguf
 
         options = {"step": step, "dtype": dtype, "max_position": max_position, "force": force, "adapters": adapter or ()}
-        print("\n".join(to_gguf(source, destination, **options).lines()))
+        opt.print_lines(to_gguf(source, destination, **options).lines())
         return
     if max_position is not None:
         raise ConfigError("--max-position is for other programs: add --to hf or --to gguf.")
@@ -59,7 +60,7 @@ def export(
 
     dtype = dtype or "float32"
     found = export_weights(source, destination, step, dtype, force, adapter or ())
-    print(f"exported {found.description} to {destination} as {dtype}")
+    opt.print_lines([f"exported {found.description} to {destination} as {dtype}"])
 
 
 def evaluate(
@@ -93,7 +94,7 @@ def evaluate(
     }
     with opt.progress_bar() as progress:
         score = predict.evaluate(model, text, overrides or [], **options, say=opt.tell, progress=progress)
-    opt.show(json.dumps(score.to_json()) if as_json else opt.fitted(score.lines()))
+    opt.print_report(score, as_json)
 
 
 def generate(
@@ -180,7 +181,7 @@ def lm_eval(
     harnessed = JaxLLM(model, overrides or [], tokenizer=tokenizer, adapter=adapter or (), max_length=max_length, say=opt.tell)
     options = {"limit": limit, "num_fewshot": num_fewshot, "include_path": include_path, "chat": chat}
     found = run_tasks(harnessed, [task.strip() for task in tasks.split(",")], **options)
-    opt.show(shown(found, as_json))
+    opt.show(in_lines(shown(found, as_json)))
 
 
 def data_prepare(
@@ -228,9 +229,9 @@ def data_prepare(
             progress=not as_json,
         )
     except KeyboardInterrupt as stopped:
-        print(f"jaxllm: {stopped or 'stopped before anything was prepared.'}", file=sys.stderr)
+        print_sentence(str(stopped) or "stopped before anything was prepared.")
         raise typer.Exit(130) from None
-    print(json.dumps(summary.to_json()) if as_json else opt.fitted(summary.lines()))
+    opt.print_report(summary, as_json)
 
 
 def data_fill(recipe: opt.Recipe, as_json: opt.AsJson = False) -> None:
@@ -238,8 +239,7 @@ def data_fill(recipe: opt.Recipe, as_json: opt.AsJson = False) -> None:
     loaded = opt.load(recipe)
     from jaxllm.data.measures import fill
 
-    report = fill(loaded)
-    print(json.dumps(report.to_json()) if as_json else opt.fitted(report.lines()))
+    opt.print_report(fill(loaded), as_json)
 
 
 def convert_from_hf(
@@ -256,7 +256,7 @@ def convert_from_hf(
     """Converts a Hugging Face folder to jaxllm's own format. Bit for bit, one tensor at a time; verifies the result."""
     from jaxllm.weights.hf_convert import from_hf
 
-    print("\n".join(from_hf(source, destination, force=force, verify=verify).lines()))
+    opt.print_lines(from_hf(source, destination, force=force, verify=verify).lines())
 
 
 def convert_to_hf(
@@ -283,7 +283,7 @@ def convert_to_hf(
     if adapter_only:
         if adapter or verify or max_position is not None:
             raise ConfigError("--adapter-only writes no model: leave out --adapter, --verify and --max-position.")
-        print("\n".join(adapter_to_peft(source, destination, step=step, dtype=dtype, force=force).lines()))
+        opt.print_lines(adapter_to_peft(source, destination, step=step, dtype=dtype, force=force).lines())
         return
     done = to_hf(
         source,
@@ -296,4 +296,4 @@ def convert_to_hf(
         verify=verify,
         adapters=adapter or (),
     )
-    print("\n".join(done.lines()))
+    opt.print_lines(done.lines())

@@ -15,6 +15,8 @@ import typer
 from typer.core import TyperCommand
 
 from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.terminal import bar, console
+from jaxllm.untrusted import one_line
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 GpuCount = Annotated[
@@ -141,27 +143,27 @@ def example(*lines: str) -> dict[str, Any]:
     return {"cls": Command, "epilog": epilog(*lines)}
 
 
-def fitted(lines: Iterable[str]) -> str:
-    """The lines as one text. On a terminal, lines that are too long are wrapped between words and indented."""
-    if not sys.stdout.isatty():
-        return "\n".join(lines)
-    width = shutil.get_terminal_size().columns
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines to standard output. On a terminal, lines that are too long are wrapped between words and indented."""
+    lines, width = map(one_line, lines), shutil.get_terminal_size().columns
 
     def wrapped(line: str) -> str:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
-    return "\n".join(line if len(line) <= width else wrapped(line) for line in lines)
+    if sys.stdout.isatty():
+        lines = (line if len(line) <= width else wrapped(line) for line in lines)
+    print("\n".join(lines), flush=True)
 
 
-def print_report(report: Any, as_json: bool, render: Callable[[Any], Any]) -> None:
-    """Prints a report as JSON, or as `render` draws it for a terminal."""
+def print_report(report: Any, as_json: bool, render: Callable[[Any], Any] | None = None) -> None:
+    """Prints a report as JSON, or as `render` draws it for a terminal; default: its lines."""
     if as_json:
         print(json.dumps(report.to_json()), flush=True)
-        return
-    from rich.console import Console
-
-    Console(highlight=False, markup=False).print(render(report))
+    elif render is None:
+        print_lines(report.lines())
+    else:
+        console().print(render(report))
 
 
 def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
@@ -174,7 +176,7 @@ def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 
 def tell(line: str) -> None:
     """Prints a line to standard error on the main process only."""
-    show(line, file=sys.stderr)
+    show(one_line(line), file=sys.stderr)
 
 
 def compile_cache(given: str | None, unused: bool) -> Path | None:
@@ -210,21 +212,17 @@ def load_other(recipe: list[str], words: list[str]) -> Config:
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on standard error, told (description, amount done, total); nothing if that is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    tasks: dict[str, Any] = {}
-    console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
+    if (shown := bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), on=console(stderr=True))) is None:
         yield lambda what, done, total: None
         return
-    with Bar(*columns, console=console, transient=True) as bar:
+    tasks: dict[str, Any] = {}
+    with shown:
 
         def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
+                tasks[what] = shown.add_task(what, total=total)
+            shown.update(tasks[what], completed=done, total=total)
 
         yield show

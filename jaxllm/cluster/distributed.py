@@ -38,7 +38,7 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.machine import program_cache, xla_flags
 from jaxllm.machine.host import require_threads_and_files, visible_gpus
 from jaxllm.private_jax import coordination_client, has_backends
-from jaxllm.stderr import flush, print_sentence
+from jaxllm.terminal import flush, print_sentence
 from jaxllm.untrusted import parse_json, shown
 
 log = logging.getLogger(__name__)
@@ -371,7 +371,7 @@ def is_of_jax(error: BaseException) -> bool:
 
 def as_sentence(error: BaseException) -> str:
     if isinstance(error, ConfigError):
-        return str(error)
+        return str(error.args[0])
     first, *_ = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
 

@@ -28,7 +28,7 @@ from jaxllm.cluster.rendezvous_client import TRY_S, Answer, RendezvousError
 from jaxllm.cluster.socket_messages import SECRET, SECRET_FILE, connect
 from jaxllm.config import ConfigError
 from jaxllm.machine.host import visible_gpus
-from jaxllm.stderr import print_sentence
+from jaxllm.terminal import print_sentence
 from jaxllm.untrusted import RefusedInput, whole_number
 
 log = logging.getLogger(__name__)

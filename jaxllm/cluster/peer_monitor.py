@@ -27,7 +27,7 @@ from pydantic import Field
 from jaxllm.cluster import exit_codes, progress
 from jaxllm.cluster.socket_messages import Connection, Elapsed, Name, Rank, Sentence
 from jaxllm.config.types import Switch
-from jaxllm.stderr import flush, print_sentence
+from jaxllm.terminal import flush, print_sentence
 from jaxllm.untrusted import checked
 
 MOST_NAMED = 16

@@ -26,7 +26,7 @@ from typing import Any
 from jaxllm.cluster import exit_codes, progress
 from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.config import RunConfig
-from jaxllm.stderr import flush, print_sentence
+from jaxllm.terminal import flush, print_sentence
 
 LOOK_S = 1.0
 BEAT_S = 1.0

@@ -23,7 +23,8 @@ from jaxllm.compile.report import CompileReport
 from jaxllm.compile.text import teraflops
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable, terminal_table
+from jaxllm.display import readable
+from jaxllm.terminal import terminal_table
 from jaxllm.untrusted import shown
 
 SAME = 0.001

@@ -20,6 +20,7 @@ from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.quote import Quote, Terms, interruptions, quote
 from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search, why_nothing
 from jaxllm.plan.sweep import OBJECTIVES, Objective, Sweep, longest_sequence, objective_line, smallest_cluster, sweep_gpus
+from jaxllm.terminal import console
 
 WORKERS = 2
 """Compilations at the same time; each uses one core most of the time."""
@@ -116,14 +117,12 @@ class Outcome:
 
     def print(self, rows: int) -> None:
         """Prints to standard output; a file or a pipe gets the width that the tables need."""
-        from rich.console import Console
-
         from jaxllm.plan.search_text import WIDTH, render
 
-        console = Console(highlight=False, markup=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, markup=False, width=WIDTH)
-        console.print(render(self.plan, rows, self.quote, self.sweep, self.looked_for, console.width))
+        out = console()
+        if not out.is_terminal:
+            out = console(width=WIDTH)
+        out.print(render(self.plan, rows, self.quote, self.sweep, self.looked_for, out.width))
 
 
 def outcome(

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from rich.console import Console, Group
+from rich.console import Group
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -27,9 +27,10 @@ from jaxllm.compile.report import CompileReport
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import capacity_text, fits_text
 from jaxllm.cost_model.hosts import hosts_text
-from jaxllm.display import readable, terminal_table
+from jaxllm.display import readable
 from jaxllm.mesh.axes import CONTEXT, TENSOR
 from jaxllm.parallel.zigzag import table_text
+from jaxllm.terminal import console, terminal_table
 
 # ---------------------------------------------------------------------------------------------------------------- inspect
 
@@ -67,8 +68,7 @@ def in_columns(rendered: Group) -> str:
     """The output of rich at WIDTH columns, without colours."""
     # In a notebook, rich would also display an empty output of its own.
     file = io.StringIO()
-    console = Console(width=WIDTH, file=file, color_system=None, force_jupyter=False, highlight=False, markup=False)
-    console.print(rendered)
+    console(width=WIDTH, file=file, color_system=None, force_jupyter=False).print(rendered)
     return file.getvalue()
 
 

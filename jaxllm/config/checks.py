@@ -16,7 +16,7 @@ from jaxllm.config.model_spec import LAYERS, cached, parameters
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
-from jaxllm.untrusted import shown, without_passwords
+from jaxllm.untrusted import one_line, shown, without_passwords
 
 MOST_STEP_TOKENS = 2**40
 """The largest runs have 2^26 tokens a step."""
@@ -362,8 +362,15 @@ def check_store(run: RunConfig, checkpoint: CheckpointConfig) -> None:
         )
 
 
-def check_passwords(values: Any, key: str = "") -> None:
-    """Refuses a password in a URL anywhere in an unchecked config, because config.yaml and trackers would keep it."""
+STEERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that end a line, steer a terminal or turn the direction of text, and bytes of a path that are not UTF-8."""
+
+
+def check_texts(values: Any, key: str = "") -> None:
+    """Refuses a password in a URL anywhere in an unchecked config, because config.yaml and trackers would keep it, and a name
+    or a path that could write a line of its own in a log, a page or a tracker."""
+    if isinstance(values, str) and key != "log.sample_prompt" and (found := STEERS.search(values)):
+        raise ConfigError(f"{key}={shown(values)} holds the character {one_line(found[0])}: use one without it.")
     if isinstance(values, str) and without_passwords(values) != values:
         raise ConfigError(
             f"{key} has a user, a password or a query in a URL, which config.yaml would keep: remove it, and give keys in the "
@@ -371,7 +378,7 @@ def check_passwords(values: Any, key: str = "") -> None:
         )
     if isinstance(values, Mapping):
         for name, value in values.items():
-            check_passwords(value, f"{key}.{name}".removeprefix("."))
+            check_texts(value, f"{key}.{name}".removeprefix("."))
     elif isinstance(values, list | tuple):
         for number, value in enumerate(values):
-            check_passwords(value, f"{key}[{number}]")
+            check_texts(value, f"{key}[{number}]")

@@ -351,7 +351,7 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     # A section whose keys are all commented out is None in YAML.
     values = with_overrides(values, overrides)
     # First, because other refusals show values.
-    checks.check_passwords(values)
+    checks.check_texts(values)
     take_named(values)
     try:
         return Config.model_validate(values)

@@ -14,10 +14,13 @@ from jaxllm.untrusted import shown
 
 
 class ConfigError(ValueError):
-    """A config that cannot run. The message is one sentence that says what to change."""
+    """A config that cannot run. The message is one sentence that says what to change; more arguments are lines below it."""
 
     exit_code = 2
     """Exit code of the command (exit_codes.py). A subclass has another if a restart may help without a change."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 def refuse(sentence: str) -> PydanticCustomError:

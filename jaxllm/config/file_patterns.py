@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from jaxllm import stderr
+from jaxllm import terminal
 from jaxllm.untrusted import RefusedInput, shown
 
 MOST_ENTRIES = 500_000
@@ -73,7 +73,9 @@ class Listing:
                 else:
                     paths.append((inner, following, behind_link))
         if again:
-            stderr.print_sentence(f"{shown(pattern)}: left out {again:,} times what is listed already and links lead to again")
+            terminal.print_sentence(
+                f"{shown(pattern)}: left out {again:,} times what is listed already and links lead to again"
+            )
 
     def _count(self, pattern: str, more: int) -> None:
         self._entries += more
@@ -81,7 +83,7 @@ class Listing:
             raise RefusedInput(f"below {shown(pattern)} are more than {self._most:,} files and folders")
         if time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            stderr.print_sentence(f"listing {shown(pattern)}: {self._entries:,} files and folders so far")
+            terminal.print_sentence(f"listing {shown(pattern)}: {self._entries:,} files and folders so far")
 
 
 def _matching(names: list[str], pattern: str) -> list[str]:

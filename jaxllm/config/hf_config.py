@@ -305,8 +305,8 @@ def _integer(found: Mapping[str, Any], key: str, where: str, at_most: int = INT3
 
 def _number(found: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = found.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a number above 0.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e15:
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be a number above 0, and at most 1e15.")
     return float(value)
 
 

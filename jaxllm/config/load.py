@@ -156,15 +156,11 @@ def _take(values: dict[str, Any], shape: Mapping[str, Any], tokenizers: Sequence
         train.setdefault("init_from", values["model"]["name"])
     values["model"] = {**{key: shape[key] for key in SHAPE_KEYS if key in shape}, **values["model"]}
     found = [home for home in tokenizers if (home / "tokenizer.json").is_file()]
-    if isinstance(data, dict) and found and _reads_texts(data):
-        data.setdefault("tokenizer", str(found[0]))
-
-
-def _reads_texts(data: Mapping[str, Any]) -> bool:
-    """Whether an unchecked data section reads only texts, and no tokenized data."""
-    parts = data.get("mixture") or [data]
-    kinds = [part.get("source", "python_stdlib") for part in parts if isinstance(part, Mapping)]
-    return bool(kinds) and all(kind in ("python_stdlib", "files", "chat", "preferences") for kind in kinds)
+    if isinstance(data, dict) and found:
+        kinds = [part.get("source", "python_stdlib") for part in data.get("mixture") or [data] if isinstance(part, Mapping)]
+        # Tokenized data names its own.
+        if kinds and all(kind in ("python_stdlib", "files", "chat", "preferences") for kind in kinds):
+            data.setdefault("tokenizer", str(found[0]))
 
 
 def _published_shape(name: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ Ranks = Annotated[int, Field(ge=1, le=2**17, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 OffloadState = Annotated[
     Literal["none", "optimizer", "optimizer_and_master", "all"],
     BeforeValidator(lambda value: "none" if value is None else value),

@@ -18,7 +18,8 @@ PositiveInt = Annotated[int, Field(ge=1, le=INT32, strict=True)]
 """An array of int32 counts it: steps, token ids, positions, sequences."""
 Count = Annotated[int, Field(ge=0, le=INT64, strict=True)]
 Tokens = Annotated[int, Field(ge=1, le=INT64, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+"""Not infinite as float32, in which a step computes."""
 Switch = Annotated[bool, Field(strict=True)]
 GIVEN = "given"
 """The value of a key in whose place Trainer is given a Python object."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxllm.config.attention import FIRST_WITH, Capability, has_tf32, require_runs
 from jaxllm.config.errors import ConfigError
 from jaxllm.display import readable
-from jaxllm.untrusted import RefusedInput, read_yaml, reason_of
+from jaxllm.untrusted import RefusedInput, one_line, read_yaml, reason_of
 
 if TYPE_CHECKING:
     from jaxllm.config.model_config import ModelConfig
@@ -355,7 +354,8 @@ def _gpu_from_file(path: Path) -> Gpu:
             raise ConfigError(f"Unknown key {key} in {path}: {hint}")
         _check_value(path, key, value, known[key])
     chip = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in on_chip}
-    rest = {"name": path.stem, "source": str(path), "device_kind": "", **{key: given[key] for key in given if key in on_gpu}}
+    named = {"name": one_line(path.stem), "source": str(path), "device_kind": ""}
+    rest = named | {key: given[key] for key in given if key in on_gpu}
     if "dense_flops" in given:
         rest["dense_flops"] = MappingProxyType({**base.dense_flops, **given["dense_flops"]})
     gpu = dataclasses.replace(base, **rest, chip=dataclasses.replace(base.chip, **chip))
@@ -366,9 +366,9 @@ def _gpu_from_file(path: Path) -> Gpu:
 
 def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
     """Raises ConfigError unless the value has the example's type: text, numbers above zero, or several of them."""
-    is_number = lambda x: type(x) in (int, float) and 0 < x < math.inf  # noqa: E731
+    is_number = lambda x: type(x) in (int, float) and 0 < x < 1e30  # noqa: E731
     if isinstance(example, str):
-        right, should = isinstance(value, str), "text"
+        right, should = isinstance(value, str) and value.isprintable(), "text on one line"
     elif isinstance(example, Mapping):
         right = isinstance(value, dict) and all(dtype in example and is_number(x) for dtype, x in value.items())
         should = f"numbers above zero for any of {', '.join(example)}"
@@ -376,7 +376,7 @@ def _check_value(path: Path, key: str, value: Any, example: Any) -> None:
         right = isinstance(value, list) and [type(x) for x in value] == [int, int] and value[0] > 0 <= value[1] < 10
         should = "two whole numbers, such as [9, 0]"
     elif isinstance(example, int):
-        right, should = type(value) is int and value > 0, "a whole number above zero"
+        right, should = type(value) is int and is_number(value), "a whole number above zero"
     else:
         # YAML 1.1 reads 3.35e12 as text, because the exponent has no sign.
         right, should = is_number(value), "a number above zero; with an exponent, write 1.0e+12"

@@ -16,6 +16,7 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.shards import Task
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.terminal import bar, console
 
 _SECONDS_BETWEEN_LINES = 10.0
 _THREADS = "TOKENIZERS_PARALLELISM"
@@ -146,15 +147,12 @@ class PrepareProgress:
     def __enter__(self) -> PrepareProgress:
         self._started = self._last_line = time.monotonic()
         if self._visible:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
-            console = Console(highlight=False, soft_wrap=True, markup=False)
-            if console.is_terminal and not console.is_dumb_terminal:
-                columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True))
-                self._bar = Progress(*columns, console=console, transient=True)
-                self._task = self._bar.add_task("starting", total=self._total)
-                self._bar.start()
+            self._bar = bar(BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True), on=console())
+        if self._bar is not None:
+            self._task = self._bar.add_task("starting", total=self._total)
+            self._bar.start()
         return self
 
     def __exit__(self, *error) -> None:

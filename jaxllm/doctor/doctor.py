@@ -35,14 +35,13 @@ from jaxllm.cost_model.flops import state_bytes
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.network import links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE
-from jaxllm.display import terminal_table
 from jaxllm.doctor import checks, fabric, links, probes
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row
 from jaxllm.doctor.links import Collective, HostCopy
 from jaxllm.doctor.probes import Facts
 from jaxllm.machine import xla_flags
 from jaxllm.mesh.placement import hosts_of, mesh_on_hosts, widest_group
-from jaxllm.stderr import print_sentence
+from jaxllm.terminal import print_sentence, terminal_table
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
 """Size of one collective, and of one copy to the host: on GPUs so large that the start, 0.1 ms, is a few percent of it."""

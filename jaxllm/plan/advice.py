@@ -192,8 +192,7 @@ def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:
     p, train = config.parallel, config.train
     if p.zero == 0:
         yield [{"parallel.zero": 1}]
-    b = config.microbatch_sequences
-    yield [{"train.microbatch_sequences": n} for n in range(b - 1, 0, -1) if b % n == 0]
+    yield [{"train.microbatch_sequences": n} for n in reversed(divisors(config.microbatch_sequences)[:-1])]
     if train.loss_chunk_tokens > CHUNK_TOKENS:
         yield [{"train.loss_chunk_tokens": CHUNK_TOKENS}]
     stronger = REMAT_LADDER[REMAT_LADDER.index(p.remat) + 1 :] if isinstance(p.remat, str) else REMAT_LADDER[2:]

@@ -23,6 +23,7 @@ from jaxllm.cost_model.replicas import exchange_json
 from jaxllm.cost_model.step_parts import BETWEEN_GPUS, OUTER_STEP, StepTime
 from jaxllm.display import readable
 from jaxllm.plan.space import Choice, choice_in
+from jaxllm.untrusted import one_line
 
 TIE_SHARE = 0.005
 """Speeds that differ by less than this share are ties. Chosen: a tenth of the smallest error between two layouts
@@ -307,7 +308,7 @@ def write_recipe(plan: Plan, path: str | Path, command: str) -> None:
       ConfigError: nothing fits, or the file exists or cannot be written.
     """
     text = yaml.safe_dump(recipe(plan.best), sort_keys=False)
-    heading = "".join(f"# {line}".rstrip() + "\n" for line in _origin_lines(plan, Path(path), command))
+    heading = "".join(f"# {one_line(line)}".rstrip() + "\n" for line in _origin_lines(plan, Path(path), command))
     try:
         # Exclusive creation: another process may have created the file since the check.
         with check_new(path).open("x", encoding="utf-8") as file:

@@ -297,7 +297,9 @@ class Quote:
             keys += " checkpoint.every_steps=null"
         steps = round(interval_s / self.step_s)
         yield f"  interval    {keys} costs least: {steps:,} step{'s' if steps > 1 else ''}"
-        if (own_s := _own_interval_s(self.config, self.step_s)) is not None:
+        every, minutes = self.config.checkpoint.every_steps, self.config.checkpoint.every_minutes
+        if every or minutes:
+            own_s = min(every * self.step_s if every else math.inf, 60 * minutes if minutes else math.inf)
             lower = 1 - stops.goodput(max(own_s, stops.write_s)) / stops.goodput(interval_s)
             yield f"              (goodput is {max(0.0, lower):.2%} lower with the config's {_rough(own_s / 60)} minutes)"
         written = f", {stops.write_s:,.1f} s of writing beside training" if stops.write_s else ""
@@ -318,12 +320,6 @@ class Quote:
                 yield f"  extrapolated: {'; '.join(speed.beyond)}"
         if not self.fits:
             yield "  It does not fit into the memory: this is arithmetic, no run that could start"
-
-
-def _own_interval_s(config: Config, step_s: float) -> float | None:
-    """Time between saves that the config sets; None: it saves at the end alone."""
-    steps, minutes = config.checkpoint.every_steps, config.checkpoint.every_minutes
-    return min([*([steps * step_s] if steps else []), *([60 * minutes] if minutes else [])], default=None)
 
 
 def quote(

@@ -16,12 +16,13 @@ from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.hardware import FIT_SHARE
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_lines
-from jaxllm.display import preformatted, readable, table, terminal_table
+from jaxllm.display import preformatted, readable, table
 from jaxllm.plan.fastest_remat import MESH
 from jaxllm.plan.plan_result import Candidate, Plan, beside_lines, certainty_lines
 from jaxllm.plan.quote import Quote
 from jaxllm.plan.space import STATE_WORDS, Choice, schedule_text
 from jaxllm.plan.sweep import Sweep, SweepRow
+from jaxllm.terminal import terminal_table
 
 GIB = 2**30
 WIDTH = 120
@@ -57,7 +58,10 @@ def render(
     """
     narrow = width < WIDTH
     parts = [*heading_lines(plan), *([] if objective is None else [f"  {objective}"]), ""]
-    parts += [candidates_table(plan, rows, narrow=narrow), *verdict_lines(plan, rows, narrow=narrow)]
+    headings, best = NARROW_HEADINGS if narrow else HEADINGS, enumerate(plan.candidates[:rows], 1)
+    shown = [narrow_cells(plan, one) if narrow else cells(plan, number, one) for number, one in best]
+    parts += [terminal_table(shown, headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False)]
+    parts += verdict_lines(plan, rows, narrow=narrow)
     if quote is not None:
         parts += ["", *quote.lines()]
     if sweep is not None:
@@ -96,12 +100,6 @@ def heading_lines(plan: Plan) -> Iterator[str]:
     )
     if (replicas := plan.config.parallel.replica) > 1:
         yield f"  in {replicas:,} replicas (islands), each with the meshes below, and its share of the sequences"
-
-
-def candidates_table(plan: Plan, rows: int, narrow: bool = False) -> Table:
-    headings, best = NARROW_HEADINGS if narrow else HEADINGS, enumerate(plan.candidates[:rows], 1)
-    shown = [narrow_cells(plan, one) if narrow else cells(plan, number, one) for number, one in best]
-    return terminal_table(shown, headings, right=set(headings) - set(WORDS), gap=1, pad_edge=False)
 
 
 def cells(plan: Plan, number: int, one: Candidate) -> list[str]:

@@ -105,18 +105,14 @@ def sweep_gpus(
 def sweep_of(plans: list[Plan], tokens: float | None = None) -> Sweep:
     """Plans of one config for ascending numbers of GPUs, side by side."""
     shown = [plan for plan in plans if plan.candidates or not plan.interrupted]
-    best = [_best_predicted(plan) for plan in shown]
+    # By prediction, without the figures of a compilation.
+    predicted = ([replace(one, compiled_bytes=None, scheduled_transfers_s=None) for one in plan.candidates] for plan in shown)
+    best = [next(iter(ranked(some, plan.largest_microbatch)), None) for some, plan in zip(predicted, shown, strict=True)]
     least = next((one for one in best if one is not None), None)
     rows = [_row(plan, one, least, tokens) for plan, one in zip(shown, best, strict=True)]
     # An interrupted search's best candidate says nothing about the best one.
     whole = [row for row, plan in zip(rows, shown, strict=True) if not plan.interrupted]
     return Sweep(tuple(rows), *_stops_paying(whole), interrupted=any(plan.interrupted for plan in plans))
-
-
-def _best_predicted(plan: Plan) -> Candidate | None:
-    """The best candidate by prediction, without the figures of a compilation; None if there is no candidate."""
-    predicted = (replace(one, compiled_bytes=None, scheduled_transfers_s=None) for one in plan.candidates)
-    return next(iter(ranked(predicted, plan.largest_microbatch)), None)
 
 
 def _row(plan: Plan, best: Candidate | None, least: Candidate | None, tokens: float | None) -> SweepRow:

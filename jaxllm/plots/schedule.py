@@ -38,7 +38,7 @@ def new_figure(width: float, height: float, dpi: int = 150, title: str = "", tit
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
-        figure.suptitle(title, fontsize=title_size, x=0.01, ha="left")
+        figure.suptitle(title, fontsize=title_size, x=0.01, ha="left", parse_math=False)
     return figure
 
 

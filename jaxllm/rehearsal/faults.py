@@ -20,8 +20,8 @@ from rich.console import Group
 from rich.text import Text
 
 from jaxllm.cluster.peer_monitor import CAUSES, CLOSED, SILENT
-from jaxllm.display import terminal_table
 from jaxllm.rehearsal.hosts import Line
+from jaxllm.terminal import terminal_table
 
 Kind = Literal["kill", "freeze", "cut"]
 Moment = Literal["step", "save", "start"]

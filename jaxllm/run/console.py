@@ -14,23 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from jaxllm.cost_model.noise_reading import short
 from jaxllm.display import escaped
 from jaxllm.run.metrics import Record
+from jaxllm.terminal import bar, console
+from jaxllm.untrusted import one_line
 
 NOTEBOOK_REFRESH_S = 0.2
 """Minimum time between two updates of a notebook's line. Each is a message, and a tiny model makes hundreds of steps/s."""
-
-
-def in_notebook() -> bool:
-    """Whether output goes to a Jupyter kernel's front end."""
-    # In a kernel IPython is already imported and has a shell.
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class Console:
@@ -43,20 +36,18 @@ class Console:
     def __init__(self, total_steps: int, main: bool = True):
         self._total, self._main = total_steps, main
         self.is_stopping: Callable[[], bool] = lambda: False
-        self._console = RichConsole(highlight=False, soft_wrap=True, markup=False)
         self._bar: Progress | None = None
         self._line: NotebookLine | None = None
         self._first: tuple[float, int] | None = None
 
     def __enter__(self) -> Console:
-        if self._main and in_notebook():
+        # In a Jupyter kernel IPython is already imported and has a shell.
+        ipython = sys.modules.get("IPython")
+        if self._main and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
             self._line = NotebookLine()
-        elif self._main and self._console.is_terminal and not self._console.is_dumb_terminal:
-            # A separate column may wrap: on 80 columns a long line takes two rows. Otherwise its end, the bar and the time
-            # left would be cut off.
-            line = TextColumn("{task.description}", table_column=Column())
-            columns = (line, BarColumn(bar_width=10), TimeRemainingColumn(compact=True))
-            self._bar = Progress(*columns, console=self._console, transient=True)
+        elif self._main:
+            self._bar = bar(BarColumn(bar_width=10), TimeRemainingColumn(compact=True), on=console(soft_wrap=True))
+        if self._bar is not None:
             self._task = self._bar.add_task("starting", total=self._total)
             self._bar.start()
         return self
@@ -89,9 +80,9 @@ class Console:
             return
         with self._while_somebody_reads():
             if self._bar is not None:
-                self._bar.console.print(line)
+                self._bar.console.print(one_line(line))
             else:
-                print(line, flush=True)
+                print(one_line(line), flush=True)
 
     def step(self, record: Record, mfu: float | None, due: bool) -> None:
         """Shows the metrics of one step. With `due` it prints a line of its own."""

@@ -185,7 +185,8 @@ def conclude(run: Run) -> str | None:
                 raise
             console.say("no sample: the whole network does not fit on a device beside the training state")
             return None
-        console.say("sample:\n" + begun + printable(data.tokenizer.decode(new)))
+        for line in ("sample:", *(begun + printable(data.tokenizer.decode(new))).expandtabs().split("\n")):
+            console.say(line)
     return None
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from jaxllm.checkpoint.files import saved_steps
 from jaxllm.cluster import distributed, progress
 from jaxllm.run.hooks import Run
-from jaxllm.stderr import safe_to_print
 from jaxllm.untrusted import reason_of
 from jaxllm.weights.staging import remove_left
 
@@ -134,7 +133,7 @@ class Exports:
             if code == 0:
                 self._say(f"exported step {step} to {target}")
             elif not self._closed:
-                reason = "checkpoint.keep deleted it" if not source.exists() else safe_to_print(said[-TAIL:]).replace("\n", " ")
+                reason = "checkpoint.keep deleted it" if not source.exists() else " ".join(said[-TAIL:].split())
                 self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")
         finally:
             with self._starting:

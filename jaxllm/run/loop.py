@@ -19,9 +19,10 @@ from jaxllm.run import batch_growth, evaluation, exports, fewer_hosts, messages,
 from jaxllm.run.console import Console
 from jaxllm.run.hooks import Run
 from jaxllm.run.memory_check import explain_out_of_memory
-from jaxllm.run.metrics import Record, check_trackers
+from jaxllm.run.metrics import Record
 from jaxllm.run.signals import SignalHandler
 from jaxllm.run.step_metrics import RunTimer
+from jaxllm.run.tracker_kinds import kinds_of
 from jaxllm.run.trainer import Trainer
 from jaxllm.train.given import Batches, Given, adopted
 
@@ -47,7 +48,9 @@ def fit(
     timer = RunTimer(import_s)
     launch, minutes = distributed.launch_info(), config.checkpoint.every_minutes
     watchdog.beat(launch.beat_fd)
-    check_trackers(config)
+    # Those that cannot work on this host, which may become that of process 0.
+    for kind in kinds_of(config):
+        kind.check()
     signals = SignalHandler(minutes * 60 if minutes else None, leave_early if launch.restarts else None)
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:

@@ -140,7 +140,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and re.search(OUT_OF_MEMORY, str(error)) is not None
 
 
-def out_of_memory_text(error: BaseException, config: Config, trainer: Any) -> str:
+def out_of_memory_lines(error: BaseException, config: Config, trainer: Any) -> list[str]:
     """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less.
 
     Args:
@@ -165,15 +165,13 @@ def out_of_memory_text(error: BaseException, config: Config, trainer: Any) -> st
     when = "while the state was made"
     if trainer is not None:
         when = "before the train step was compiled" if compiled is None else f"in step {max(trainer.step, 1)}"
-    return "\n".join(
-        [
-            f"A device ran out of memory {when}: {cure}.",
-            *_figures(memory, compiled_bytes, capacity_bytes, device),
-            *(["  changes that need less memory, cheapest first:"] if found else []),
-            *(f"    {number}. {change}" for number, change in enumerate(changes, start=1)),
-            f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
-        ]
-    )
+    return [
+        f"A device ran out of memory {when}: {cure}.",
+        *_figures(memory, compiled_bytes, capacity_bytes, device),
+        *(["  changes that need less memory, cheapest first:"] if found else []),
+        *(f"    {number}. {change}" for number, change in enumerate(changes, start=1)),
+        f"  JAX says: {' '.join(str(error).splitlines()[0].split())[:300]}",
+    ]
 
 
 def _figures(
@@ -210,7 +208,7 @@ def explain_out_of_memory(config: Config) -> Iterator[SimpleNamespace]:
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise ConfigError(out_of_memory_text(error, config, run.trainer)) from None
+        raise ConfigError(*out_of_memory_lines(error, config, run.trainer)) from None
 
 
 def total_bytes(memory: Any) -> int:

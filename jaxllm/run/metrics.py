@@ -230,7 +230,8 @@ class Tracker(threading.Thread):
         if not self._connected:
             try:
                 self.cursor.id = self.cursor.id or self.kind.new_id()
-                step = self.cursor.next_step()
+                # That of the first line that it lacks, or of the next one to come.
+                step = next((int(record["step"]) for record in self.cursor.read(1)[0]), self.cursor.last_step + 1)
                 if (again := self.kind.sends_again) is not None:
                     self.cursor.sent = self.cursor.before(step if again == "step" else 0)
                 self.kind.connect(self.cursor.id, step)
@@ -273,7 +274,7 @@ class Cursor:
     """
 
     def __init__(self, folder: Path, stem: str, target: str | None, last_step: int, fence: Callable[[], None]):
-        self.metrics, self._last_step = folder / "metrics.jsonl", last_step
+        self.metrics, self.last_step = folder / "metrics.jsonl", last_step
         self._path, self._fence = folder / "trackers" / f"{stem}.json", fence
         self._target, self.id, self.sent = self._kept() if self._path.exists() else BEGINNING
         if target not in (None, self._target):
@@ -308,8 +309,7 @@ class Cursor:
             return [], start
         parsed = [record for line in lines if (record := parse(line)) is not None]
         records = [{key: math.nan if x is None else x for key, x in one.items()} for one in parsed]
-        numbers = [{key: x for key, x in one.items() if isinstance(x, int | float)} for one in records]
-        return numbers, start + sum(map(len, lines))
+        return records, start + sum(map(len, lines))
 
     def before(self, step: int) -> int:
         """The byte up to `sent` at which the lines of `step` and later ones begin."""
@@ -322,24 +322,8 @@ class Cursor:
             return start + part + before_step(content[part:], step)
         return self.sent
 
-    def next_step(self) -> int:
-        """That of the first line that it lacks, or of the next one to come."""
-        records, _ = self.read(1)
-        return int(records[0]["step"]) if records else self._last_step + 1
-
     def _size(self) -> int:
         try:
             return self.metrics.stat().st_size
         except FileNotFoundError:
             return 0
-
-
-def check_trackers(config: Config) -> None:
-    """Refuses trackers that cannot work on this host, which may become that of process 0. It uses no device.
-
-    Raises:
-      ConfigError: a package is missing, W&B has no key, the folder of log.prometheus_file cannot be written, or one of
-        log.sinks cannot be imported.
-    """
-    for kind in kinds_of(config):
-        kind.check()

@@ -42,7 +42,7 @@ from typing import Any
 import jax
 
 from jaxllm.cluster import distributed
-from jaxllm.stderr import print_sentence
+from jaxllm.terminal import print_sentence
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.cluster import progress
 from jaxllm.config import Config, ConfigError
 from jaxllm.data.loader import SampleStream
-from jaxllm.json_lines import numbers, read_lines
+from jaxllm.json_lines import read_lines
 from jaxllm.machine import program_cache
 from jaxllm.run.metrics import Record
 from jaxllm.run.noise_scale import NoiseScale
@@ -86,7 +86,7 @@ class Watch:
         """Restores the usual level from the last lines of a run's metrics.jsonl."""
         # Other lines, such as those of evaluations, are in between.
         for _, record in read_lines(metrics, last=4 * WINDOW):
-            if (values := numbers(record, "loss", "grad_norm")) is not None:
+            if None not in (values := [record.get("loss"), record.get("grad_norm")]):
                 self._recent = self._recent.after(np.array(values), np)
 
     def see(self, step: int, values: Mapping[str, float]) -> Record:

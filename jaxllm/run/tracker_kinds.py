@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import math
 import os
 import re
 import secrets
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ import yaml
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.run import advisor
-from jaxllm.untrusted import without_passwords
+from jaxllm.untrusted import one_line, without_passwords
 
 PATIENCE_S = 60.0
 """Seconds that the end of a run waits for all trackers together."""
@@ -111,7 +113,8 @@ class TensorBoard(Kind):
         # The name of a file ends in the second of its start: two starts in one second would share it.
         suffix = f".{time.time_ns()}"
         self._writer = self.library().SummaryWriter(str(self.folder / "tensorboard"), purge_step=step, filename_suffix=suffix)
-        self._writer.add_text("config", f"```yaml\n{self.recipe()}```", step)
+        # Markdown shows what is indented as it is, whatever it holds.
+        self._writer.add_text("config", textwrap.indent(self.recipe(), "    "), step)
 
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -158,7 +161,7 @@ class WeightsAndBiases(Kind):
             entity=wanted.wandb_entity,
             group=wanted.wandb_group,
             tags=list(wanted.wandb_tags) or None,
-            name=self.folder.name,
+            name=one_line(self.folder.name),
             id=run_id,
             resume="allow",
             dir=self.config.run.dir,
@@ -200,7 +203,7 @@ class MLflow(Kind):
         client, name = self.library().MlflowClient(), self.config.log.mlflow_experiment
         known = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if known is None else known.experiment_id
-        return client.create_run(experiment, run_name=self.folder.name).info.run_id
+        return client.create_run(experiment, run_name=one_line(self.folder.name)).info.run_id
 
     def connect(self, run_id: Any, step: int) -> None:
         self._entities = importlib.import_module("mlflow.entities")
@@ -274,7 +277,7 @@ class Gauges(Kind):
         for name, value in self._newest.items():
             metric, _, part = name.partition("/")
             labels = {"run": str(self.folder)} | ({"part": part} if part else {})
-            shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            shown = ",".join(f"{key}={json.dumps(one_line(text), ensure_ascii=False)}" for key, text in labels.items())
             known = re.sub(r"\W", "_", f"jaxllm_{metric}", flags=re.ASCII)
             # The same help in all files of a host: the collector refuses two texts for one name.
             help_lines = [f"# HELP {known} Newest value in metrics.jsonl.", f"# TYPE {known} gauge"]
@@ -318,7 +321,7 @@ class Own(Kind):
 def reason_of(error: BaseException) -> str:
     """The first line of an error, without passwords in URLs and not too long for a sentence."""
     text = str(error).strip() or type(error).__name__
-    return without_passwords(text).splitlines()[0].rstrip(".")[:200]
+    return one_line(without_passwords(text).splitlines()[0].rstrip(".")[:200])
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -331,10 +334,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + most] for start in range(0, len(items), most))
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _number(value: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,7 +69,7 @@ class History:
 
     def column(self, key: str) -> np.ndarray:
         """One float for each line; not-a-number for a line without the key."""
-        return np.array([_float(line.get(key)) for line in self.lines])
+        return np.array([line.get(key) for line in self.lines], float)
 
     @cached_property
     def steps(self) -> np.ndarray:
@@ -106,12 +106,12 @@ class History:
     @property
     def saves(self) -> list[int]:
         """Steps after which training waited for a save. The save at the end is not in any line."""
-        return [int(line["step"]) - 1 for line in self.lines if line.get("save_s")]
+        return [line["step"] - 1 for line in self.lines if line.get("save_s")]
 
     @property
     def restarts(self) -> list[int]:
         """Steps after which a later start resumed."""
-        return [int(line["step"]) - 1 for line in self.lines[1:] if "start_unix_s" in line]
+        return [line["step"] - 1 for line in self.lines[1:] if "start_unix_s" in line]
 
     @cached_property
     def _firsts(self) -> list[int]:
@@ -125,8 +125,8 @@ class History:
         for first, end in itertools.pairwise([*self._firsts, len(self.lines)]):
             line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
             step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
-            devices, absent = line.get("devices", 0), line.get("absent_hosts", 0)
-            found.append(Start(int(line["step"]), int(last["step"]), devices, absent, step_s))
+            devices, absent = (int(line.get(key) or 0) for key in ("devices", "absent_hosts"))
+            found.append(Start(line["step"], last["step"], devices, absent, step_s))
         return tuple(found)
 
     @cached_property
@@ -162,7 +162,7 @@ class History:
 
     def last(self, key: str) -> float | None:
         """The last finite value of a key."""
-        return next((line[key] for line in reversed(self.lines) if math.isfinite(_float(line.get(key)))), None)
+        return next((line[key] for line in reversed(self.lines) if line.get(key) is not None), None)
 
     def most(self, key: str) -> float | None:
         """The largest value since the last start; earlier starts may have used another mesh."""
@@ -171,8 +171,8 @@ class History:
 
     def evaluated(self, over: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, held-out loss) of each evaluation; or with `over`, a value of each line, that value in place of tokens."""
-        points = [(_float(line["step"]), _float(line["eval_loss"])) for line in self.evaluations]
-        steps, losses = np.array(points).reshape(-1, 2).T
+        points = [(line["step"], line["eval_loss"]) for line in self.evaluations]
+        steps, losses = np.array(points, float).reshape(-1, 2).T
         return np.interp(steps, self.steps, self.tokens if over is None else over), losses
 
     # ---------------------------------------------------------------------------------------------------------------- time
@@ -186,7 +186,7 @@ class History:
         for line in sorted((line for line in (*self.lines, *self.lost) if "unix_s" in line), key=lambda line: line["unix_s"]):
             began_s = line.get("start_unix_s")
             if began_s is not None:
-                began_s -= line.get("start_import_s", 0.0)
+                began_s -= line.get("start_import_s") or 0.0
             down_s = 0.0 if began_s is None or before_s is None else max(0.0, began_s - before_s)
             # A first line without the start time of its start gives no duration.
             gap_s = max(0.0, line["unix_s"] - next((s for s in (began_s, before_s) if s is not None), line["unix_s"]))
@@ -206,8 +206,8 @@ class History:
                 spent[REDONE] += gap_s
                 continue
             for key, part in _PHASES.items():
-                spent[part] += line.get(key, 0.0)
-                gap_s -= line.get(key, 0.0)
+                spent[part] += line.get(key) or 0.0
+                gap_s -= line.get(key) or 0.0
             spent[STARTING if "start_unix_s" in line else TRAINING] += max(0.0, gap_s)
         return spent if self._timed else {}
 
@@ -224,7 +224,7 @@ class History:
         line = next((line for line in reversed(self.lines) if "start_unix_s" in line), {})
         if "start_other_s" not in line:
             return {}
-        return {part: line[key] for key, part in _START.items() if math.isfinite(_float(line.get(key)))}
+        return {part: line[key] for key, part in _START.items() if line.get(key) is not None}
 
     @property
     def busy_s(self) -> float | None:
@@ -238,7 +238,9 @@ class History:
         """The last measured noise scale at each step; steps before the first measurement use the first. None: there is no value
         above 0."""
         values = positive(self.column("noise_scale_tokens"))
-        return _carry(values) if np.isfinite(values).any() else None
+        there = np.flatnonzero(np.isfinite(values))
+        last = np.searchsorted(there, np.arange(len(values)), side="right") - 1
+        return values[there[np.maximum(last, 0)]] if there.size else None
 
     @property
     def noise_factors(self) -> tuple[float | None, float | None]:
@@ -261,7 +263,7 @@ def read_run(folder: str | Path) -> History:
     for path in (metrics, folder / "config.yaml"):
         if not path.is_file():
             raise ConfigError(f"{folder} is not a run directory, because it has no {path.name}: give the run's run.dir.")
-    kept = list(_read(metrics))
+    kept = list(read_lines(metrics))
     by_step = {line["step"]: line for _, line in kept if "loss" in line}
     if not by_step:
         raise ConfigError(f"{metrics} has no step yet: try again when the first step is done.")
@@ -269,7 +271,7 @@ def read_run(folder: str | Path) -> History:
     lost: dict[bytes, Mapping[str, Any]] = {}
     # Those of older versions have all lines of their time, including those that were kept.
     for path in sorted(folder.glob("metrics-*.jsonl")):
-        lost |= {text: line for text, line in _read(path) if text not in seen and "loss" in line}
+        lost |= {text: line for text, line in read_lines(path) if text not in seen and "loss" in line}
     written = _read_config(folder / "config.yaml")
     return History(
         folder,
@@ -281,19 +283,12 @@ def read_run(folder: str | Path) -> History:
     )
 
 
-def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    try:
-        yield from read_lines(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): remove the cause.") from None
-
-
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         values = read_yaml(path)
     except (OSError, RefusedInput) as error:
         raise ConfigError(f"{path} cannot be read as a config ({reason_of(error)}): get it from a copy of the run.") from None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not all(isinstance(section, dict | None) for section in values.values()):
         raise ConfigError(f"{path} holds no sections: it is not the config of a run.")
     return values
 
@@ -308,14 +303,10 @@ def _config_of(written: Mapping[str, Any], by_step: Mapping[int, Mapping[str, An
     values["train"] = {**(written.get("train") or {}), "batch_grows_to": None}
     config = load_config(values)
     if config.parallel.data == AUTO:
-        logged = [line["devices"] for line in by_step.values() if "devices" in line]
+        logged = [int(line["devices"]) for line in by_step.values() if line.get("devices")]
         others = config.parallel.model_copy(update={"data": 1})
         config = config.resolve(logged[-1] if logged else config.model_copy(update={"parallel": others}).devices)
     return config
-
-
-def _float(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
 def finite(value: float) -> float | None:
@@ -325,9 +316,3 @@ def finite(value: float) -> float | None:
 def positive(values: np.ndarray) -> np.ndarray:
     """Replaces every value that is not finite and above 0 by not-a-number."""
     return np.where(np.isfinite(values) & (np.nan_to_num(values) > 0), values, np.nan)
-
-
-def _carry(values: np.ndarray) -> np.ndarray:
-    """Replaces each missing value by the last one before it; at the beginning, by the first one."""
-    there = np.flatnonzero(np.isfinite(values))
-    return values[there[np.maximum(np.searchsorted(there, np.arange(len(values)), side="right") - 1, 0)]]

@@ -31,6 +31,7 @@ from jaxllm.run_report.svg import (
     parts_bar,
     spread,
 )
+from jaxllm.untrusted import in_lines
 
 FILE_NAME = "report.html"
 """Default name, inside the run directory."""
@@ -104,7 +105,10 @@ def page(report: RunReport) -> str:
     if times_s:
         colored = [(name, seconds, _PART_COLORS[name]) for name, seconds in times_s.items()]
         bar = parts_bar("From the first start to the last step", colored)
-        parts += ["<h2>Where the time went</h2>", f'<div class="bar">{bar}</div>', _time_table(times_s)]
+        whole = sum(times_s.values()) or 1.0
+        rows = [(name, duration(seconds), f"{seconds / whole:.1%}") for name, seconds in times_s.items() if seconds]
+        table = _table(["", "time", "share"], rows)
+        parts += ["<h2>Where the time went</h2>", f'<div class="bar">{bar}</div>', table]
     parts += ["<h2>Effect of more data ranks</h2>", *paragraphs(report.verdict())]
     if (over := report.over_ranks) is not None:
         parts += [grid(rank_charts(report, over)), f'<div class="wide">{_rank_table(report, over)}</div>']
@@ -114,7 +118,7 @@ def page(report: RunReport) -> str:
 
 def document(title: str, parts: Sequence[str], style: str = "") -> str:
     """HTML text of a page of these parts, with more CSS; the title is HTML text too."""
-    return _HEAD.replace("STYLE", style).replace("TITLE", title) + "\n".join(parts) + "\n</body>\n</html>\n"
+    return in_lines(_HEAD.replace("STYLE", style).replace("TITLE", title) + "\n".join(parts) + "\n</body>\n</html>\n")
 
 
 # --------------------------------------------------------------------------------------------------------------- pictures
@@ -181,7 +185,7 @@ def rank_charts(report: RunReport, over: OverRanks) -> list[str]:
     def chart(key: str, words: str, color: str) -> str:
         values = _of_rows(rows, key, ranks)
         ends = np.array([values, *(_of_rows(over.rows, key, ranks) for over in report.by_interval)])
-        curve = Curve(words, ranks, values, color, np.nanmin(ends, axis=0), np.nanmax(ends, axis=0))
+        curve = Curve(words, ranks, values, color, np.fmin.reduce(ends), np.fmax.reduce(ends))
         x_ticks = ranks[:: math.ceil(len(ranks) / MOST_TICKS)]
         axes = {"x_label": "data ranks", "y_label": words, "x_log": True, "y_log": True, "x_ticks": x_ticks, "marks": marks}
         return line_chart(f"{words} to a loss of {report.target_loss:.4f}", [curve], **axes)
@@ -204,12 +208,6 @@ def _marks(history: History, steps: Iterable[float], label: str, color: str) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------- tables
-
-
-def _time_table(times_s: dict[str, float]) -> str:
-    whole = sum(times_s.values()) or 1.0
-    rows = [(name, duration(seconds), f"{seconds / whole:.1%}") for name, seconds in times_s.items() if seconds]
-    return _table(["", "time", "share"], rows)
 
 
 def _rank_table(report: RunReport, over: OverRanks) -> str:

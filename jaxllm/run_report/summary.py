@@ -153,8 +153,10 @@ class RunReport:
                 yield "predicted", f"{speed.text(' tokens/s/GPU', 0)}, {off}"
         if (busy_s := history.busy_s) is not None:
             yield "time", f"{duration(busy_s)}, {busy_s * history.devices / HOUR_S:,.4g} device-hours"
-            lost = [f"{name} {duration(s)} ({s / busy_s:.1%})" for name, s in self.time_lost() if busy_s > 0]
-            yield "of it lost", ", ".join(lost) or "nothing"
+            # Causes below a thousandth are left out.
+            all_s = sorted(history.times_s.items(), key=lambda part: -part[1])
+            lost = ((name, s) for name, s in all_s if name not in (TRAINING, DOWN) and s > 1e-3 * busy_s > 0)
+            yield "of it lost", ", ".join(f"{name} {duration(s)} ({s / busy_s:.1%})" for name, s in lost) or "nothing"
             if history.restarts and busy_s > 0:
                 share = history.times_s[TRAINING] / sum(history.times_s.values())
                 yield "goodput", f"{share:.1%} of the time since the first start was training that stayed"
@@ -163,12 +165,6 @@ class RunReport:
             shown = (f"{name} {duration(s)}" for name, s in parts_s.items() if s > 1e-2 * whole_s)
             yield "last start", f"{duration(whole_s)} to the first line: {', '.join(shown)}"
         yield "memory", ", ".join(f"{name} {readable(size)}" for name, size in self.memory_bytes.items())
-
-    def time_lost(self) -> list[tuple[str, float]]:
-        """[(cause, seconds)], largest first; causes below a thousandth are left out."""
-        times, busy_s = self.history.times_s, self.history.busy_s or 0.0
-        lost = [(name, s) for name, s in times.items() if name not in (TRAINING, DOWN) and s > 1e-3 * busy_s]
-        return sorted(lost, key=lambda part: -part[1])
 
     def notes(self) -> Iterator[str]:
         """Yields one sentence for each notable event."""

@@ -24,7 +24,7 @@ from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
-from jaxllm.stderr import bytes_bar
+from jaxllm.terminal import bytes_bar
 from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFolder, open_folder
 from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new

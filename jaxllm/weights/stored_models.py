@@ -38,7 +38,7 @@ from jaxllm.data.cached import copy_name, is_copy, locked, write_blocks
 from jaxllm.data.parts import InputFile
 from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, files_below, is_address, require_unchanged
-from jaxllm.stderr import bytes_bar
+from jaxllm.terminal import bytes_bar
 from jaxllm.untrusted import MIB, RefusedInput, checked, parse_json, shown
 from jaxllm.weights.folder import INDEX
 from jaxllm.weights.staging import BESIDE, OF_TOKENIZER

@@ -18,7 +18,7 @@ from jaxllm.cluster import exit_codes, peer_monitor, progress
 from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous_client import MAX_INFO_BYTES
 from jaxllm.cluster.socket_messages import Channel, Connection
-from jaxllm.stderr import flush, print_sentence
+from jaxllm.terminal import flush, print_sentence
 
 LIMIT_S = 20
 
@@ -396,6 +396,6 @@ def test_flushing_fails_of_nothing(monkeypatch):
 
 def test_flushing_at_the_interpreters_end():
     """At this point Python 3.12 starts no threads any more."""
-    code = "import atexit; from jaxllm.stderr import flush; atexit.register(flush); print('said')"
+    code = "import atexit; from jaxllm.terminal import flush; atexit.register(flush); print('said')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (found.stdout, found.stderr) == ("said\n", "")

@@ -21,7 +21,7 @@ from jaxllm.run.memory_check import (
     check_memory,
     explain_out_of_memory,
     is_out_of_memory,
-    out_of_memory_text,
+    out_of_memory_lines,
     total_bytes,
 )
 from jaxllm.run.trainer import Trainer
@@ -208,7 +208,7 @@ def test_advice_has_both_figures_and_what_would_take_less(tiny_config, monkeypat
     next(iter(trainer.steps(1)))
     capacity = GIB
     monkeypatch.setattr(jax, "local_devices", lambda: [holding(capacity)])
-    first, *rest = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), trainer.config, trainer).splitlines()
+    first, *rest = out_of_memory_lines(jax.errors.JaxRuntimeError(EXHAUSTED), trainer.config, trainer)
     estimate = estimate_memory(trainer.config)
     compiled = total_bytes(trainer.compiled.memory_analysis())
     assert first.startswith("A device ran out of memory in step 1: ")
@@ -247,25 +247,25 @@ def test_advice_takes_less_by_as_much_as_xla_takes_more(tiny_config, monkeypatch
         return []
 
     monkeypatch.setattr(for_runs, "changes_that_fit", asked)
-    text = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), config, Trained)
+    text = "\n".join(out_of_memory_lines(jax.errors.JaxRuntimeError(EXHAUSTED), config, Trained))
     assert targets == [int(FIT_SHARE * capacity / 3)]
     assert "would fit" not in text
 
 
 def test_on_a_cpu_the_estimate_is_said_to_be_of_a_gpu(tiny_config):
-    text = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), tiny_config(), None)
+    text = "\n".join(out_of_memory_lines(jax.errors.JaxRuntimeError(EXHAUSTED), tiny_config(), None))
     assert "of a GPU, which this device is not" in text
 
 
 def test_before_there_is_a_trainer_the_advice_does_without(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    text = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), load_config(RECIPE), None)
+    text = "\n".join(out_of_memory_lines(jax.errors.JaxRuntimeError(EXHAUSTED), load_config(RECIPE), None))
     assert text.startswith("A device ran out of memory while the state was made: set ")
     assert "by XLA, as compiled   not known" in text
     assert "of a GPU, which this device is not" not in text
     monkeypatch.setattr(jax, "local_devices", lambda: [holding(2**50)])
-    roomy = out_of_memory_text(jax.errors.JaxRuntimeError(EXHAUSTED), load_config(RECIPE), None)
+    roomy = "\n".join(out_of_memory_lines(jax.errors.JaxRuntimeError(EXHAUSTED), load_config(RECIPE), None))
     assert "By the estimate it would fit: look in nvidia-smi" in roomy
     numbered = [line.strip() for line in text.splitlines() if line.strip()[0].isdigit()]
     assert numbered
