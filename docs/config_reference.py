@@ -83,7 +83,7 @@ def _values(value: Mapping[str, Any]) -> str:
     if value["type"] == "null":
         return "`null`"
     # That a counter ends where int32 or int64 does, or a wait after 30 years, is no news to a reader.
-    told = [(sign, value[limit]) for limit, sign in _LIMITS.items() if value.get(limit, INT64) not in (INT32, INT64, 1e9)]
+    told = [(sign, value[limit]) for limit, sign in _LIMITS.items() if value.get(limit, INT64) not in (INT32, INT64, 1e9, 1e15)]
     # Some versions of Pydantic write 0 as 0.0.
     return " ".join([value["type"], *(f"{sign} {int(most) if most == int(most) else most}" for sign, most in told)])
 
