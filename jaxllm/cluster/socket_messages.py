@@ -233,12 +233,20 @@ class Connection:
 
         Raises:
           OSError: the other end is closed, or there is nothing.
-          Unproven: it has another secret, or none.
           ValueError: it sends anything else.
         """
         received = self.socket.recv(65536)
         if not received:
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+        self.take(received)
+
+    def take(self, received: bytes) -> None:
+        """Adds the messages that are complete with these bytes to `unread`.
+
+        Raises:
+          Unproven: the other end has another secret, or none.
+          ValueError: they are not a message.
+        """
         *lines, self._buffer = (self._buffer + received).split(b"\n")
         prefix, longest = self.channel.prefix, self._longest_bytes + MAC_DIGITS + 1
         if len(self._buffer) > longest or not self._buffer.startswith(prefix[: len(self._buffer)]):
