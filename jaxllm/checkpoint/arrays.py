@@ -59,10 +59,7 @@ def as_saved(source: Path | str, saved: Mapping[tuple[str, ...], tuple[int, ...]
     Args:
       source: what has the arrays, for messages.
       saved: its arrays' shapes, by their path (names_of).
-      like, table: as for read_arrays.
-
-    Raises:
-      ConfigError: as read_arrays does.
+      like, table: as for read_arrays, as is the ConfigError.
     """
     parameters = {names_of(path): parameter for path, parameter in jax.tree_util.tree_leaves_with_path(table)}
 

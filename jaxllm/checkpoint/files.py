@@ -89,12 +89,8 @@ class StoredMeta:
 
 
 def describe_run(config: Config, step: int, fingerprint: str, skipped_steps: int = 0, noise: Sequence[float] = ()) -> Meta:
-    """Metadata for a checkpoint of `step`.
-
-    Args:
-      fingerprint: fingerprint of the text that the run reads.
-      skipped_steps: number of steps so far that were skipped.
-      noise: state of the averages of the gradient noise scale (run/noise_scale.py).
+    """Metadata for a checkpoint of `step`. `fingerprint` is that of the text that the run reads, and `noise` the state of the
+    averages of the gradient noise scale (run/noise_scale.py).
     """
     return {
         "format": FORMAT,

@@ -19,6 +19,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -387,33 +388,19 @@ class WatchedHandler(ocp.PyTreeCheckpointHandler):
     async def async_save(self, directory: Any, *arguments: Any, **options: Any) -> Any:
         futures = await super().async_save(directory, *arguments, **options)
         # Orbax waits for them in this order.
-        last = SimpleNamespace(result=lambda timeout: self._written(Path(directory)))
-        return [WatchedFuture(future, self._errors) for future in (*(futures or ()), last)]
+        results = [*(future.result for future in futures or ()), lambda timeout=None: self._written(Path(directory))]
+        return [SimpleNamespace(result=partial(self._watched, result)) for result in results]
 
     def finalize(self, directory: Any) -> None:
+        if not self._of_part:
+            self._watched(super().finalize, directory)
+
+    def _watched(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
-            if not self._of_part:
-                super().finalize(directory)
+            return call(*arguments, **options)
         except Exception as error:
             self._errors.append(error)
             raise
-
-
-class WatchedFuture:
-    """An Orbax future that records the error it raises."""
-
-    def __init__(self, future: Any, errors: list[Exception]):
-        self._future, self._errors = future, errors
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            return self._future.result(timeout)
-        except Exception as error:
-            self._errors.append(error)
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._future, name)
 
 
 def as_dict(state: State) -> Any:

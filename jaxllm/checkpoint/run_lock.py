@@ -23,7 +23,6 @@ run has taken over. The extra line is then a duplicate; the checkpoint is one of
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -43,6 +42,7 @@ from jaxllm.cluster import distributed, exit_codes
 from jaxllm.cluster.distributed import raise_together
 from jaxllm.cluster.socket_messages import Name, Pid
 from jaxllm.config import ConfigError
+from jaxllm.machine.host import rename_if_free
 from jaxllm.terminal import print_sentence
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked, parse_json, read_bytes, reason_of
 
@@ -93,20 +93,16 @@ class Holder:
 
 class HolderLock(ABC):
     """A lock of this process: who may take it over, and heartbeats. A subclass says where the holder is written; `what` is what
-    it locks, as "run.dir=runs/first", and `key` the key of the config.
+    it locks, as "run.dir=runs/first", and `key` the key of the config. `times_s` are the seconds between two heartbeats, and
+    without any until a holder counts as gone.
     """
 
     file = HOLDER
 
-    def __init__(self, what: str, key: str, me: Holder):
-        self._what, self._key, self._me = what, key, me
+    def __init__(self, what: str, key: str, me: Holder, times_s: tuple[float, float]):
+        self._what, self._key, self._me, self._times_s = what, key, me, times_s
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, name=f"{key}-lock", daemon=True)
-
-    @property
-    def times_s(self) -> tuple[float, float]:
-        """Seconds between two heartbeats, and without any until a holder counts as gone."""
-        return BEAT_S, SILENT_S
 
     @abstractmethod
     def _read(self) -> Holder | None:
@@ -170,7 +166,7 @@ class HolderLock(ABC):
 
     def _watch(self, found: Holder | None) -> str:
         """Waits for a heartbeat: "holds", "silent", or "changed" if there is another holder now, or none."""
-        beat_s, silent_s = self.times_s
+        beat_s, silent_s = self._times_s
         who = found.name if found else "another process"
         log.warning("%s was held by %s: watching up to %.0f s for a sign of life.", self._what, who, silent_s)
         look_s, watched_s = min(0.5, beat_s / 4), 0.0
@@ -186,7 +182,7 @@ class HolderLock(ABC):
         return "silent"
 
     def _beat(self) -> None:
-        while not self._ended.wait(self.times_s[0]):
+        while not self._ended.wait(self._times_s[0]):
             try:
                 # First: after a takeover what is written is another's, and must not get a heartbeat.
                 self.require()
@@ -213,7 +209,7 @@ class RunDirLock(HolderLock):
     """Lock of this process on a run directory, from `take` to `release`."""
 
     def __init__(self, folder: Path, me: Holder):
-        super().__init__(f"run.dir={folder}", "run.dir", me)
+        super().__init__(f"run.dir={folder}", "run.dir", me, (BEAT_S, SILENT_S))
         self._folder, self._path = folder, folder / HOLDER
         self._file: int | None = None
 
@@ -362,23 +358,6 @@ def read_holder(path: Path) -> Holder | None:
         return Holder.from_json(read_bytes(path, HOLDER_BYTES))
     except (FileNotFoundError, RefusedInput):
         return None
-
-
-def rename_if_free(aside: Path, path: Path) -> None:
-    """Gives a file a name that is not taken. On a file system without links it checks first, and two processes may pass the
-    check at once.
-
-    Raises:
-      FileExistsError: the name is taken.
-    """
-    try:
-        os.link(aside, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        os.replace(aside, path)
 
 
 def leave(sentence: str) -> NoReturn:

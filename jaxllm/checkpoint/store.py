@@ -138,10 +138,8 @@ class Store:
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
+            with suppress(FileNotFoundError):
                 self.ask("rm_file", self.path(name))
-            except FileNotFoundError:
-                continue
 
     def steps(self, step: int | None = None) -> dict[int, dict[str, int]]:
         """{step: {name of a file in it: bytes}}, oldest first, complete or not. Lists all objects below the address, or of a
@@ -194,12 +192,8 @@ class StoreLock(HolderLock):
     def __init__(self, store: Store):
         launch = distributed.launch_info()
         me = this_process(launch.launch_id, launch.attempt)
-        super().__init__(f"checkpoint.store={store.address}", "checkpoint.store", me)
+        super().__init__(f"checkpoint.store={store.address}", "checkpoint.store", me, (BEAT_S, SILENT_S))
         self._store = store
-
-    @property
-    def times_s(self) -> tuple[float, float]:
-        return BEAT_S, SILENT_S
 
     def take(self) -> None:
         """Returns when this process holds the store. Raises ConfigError if another run does, and StoreError."""

@@ -79,10 +79,6 @@ class StopNotice:
     stuck: Switch = False
     """All processes should print their stacks."""
 
-    @property
-    def wait_s(self) -> float:
-        return GRACE_S if self.own_error else 0.0
-
 
 Message = progress.Snapshot | Slowest | Bye | StopNotice
 
@@ -287,7 +283,7 @@ class PeerMonitor:
         """Prints the notice and ends the process, unless the process fails by itself. Nothing is left to watch afterwards (if
         `end` returns).
         """
-        until_s = time.monotonic() + notice.wait_s
+        until_s = time.monotonic() + (GRACE_S if notice.own_error else 0.0)
         while not self._failing and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.05))
         if self._failing:

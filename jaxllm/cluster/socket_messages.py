@@ -62,6 +62,7 @@ class Channel:
 
     def __init__(self, secret: bytes | None, prefix: str = "", *, is_server: bool):
         self.prefix, self._secret, self._is_server = prefix.encode(), secret, is_server
+        self.is_guarded = secret is not None
         self._nonce = b"" if secret is None else secrets.token_hex(NONCE_BYTES).encode()
         self._key = b""
         self._sent = self._received = 0
@@ -69,10 +70,6 @@ class Channel:
         """The other end has not proven that it has the secret, and tried."""
         self.reply = b""
         """What a server has to send at once, unsigned: its own hello, or REFUSAL."""
-
-    @property
-    def is_guarded(self) -> bool:
-        return self._secret is not None
 
     @property
     def greeted(self) -> bool:

@@ -5,6 +5,7 @@ installed packages. No JAX.
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.metadata
 import os
 import platform
@@ -56,6 +57,23 @@ def require_threads_and_files(count: int = THREADS) -> None:
         ended.set()
         for thread in started:
             thread.join()
+
+
+def rename_if_free(aside: Path, path: Path) -> None:
+    """Gives a file a name that is not taken. On a file system without links it checks first, and two processes may pass the
+    check at once.
+
+    Raises:
+      FileExistsError: the name is taken.
+    """
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(aside, path)
 
 
 # ----------------------------------------------------------------------------------------------------------------- memory

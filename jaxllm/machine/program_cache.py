@@ -28,10 +28,9 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.machine.host import installed
-from jaxllm.machine.signing_key import KEY_VARIABLE, key_file, name_of, signing_key
+from jaxllm.machine.host import installed, rename_if_free
 from jaxllm.private_jax import keep_programs_in
-from jaxllm.untrusted import RefusedInput, opened, read_bytes
+from jaxllm.untrusted import RefusedInput, opened, read_bytes, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class ProgramStore:
     written is compiled again by the next process, and one warning says so.
 
     A program runs as the user who loads it, and some are pickles. So each has a signature by this user's key over its name and
-    content, and what has none is not loaded (signing_key.py).
+    content, and what has none is not loaded: another user may have written it, or it came beside a recipe.
 
     Args:
       is_writer: whether this process writes. Another one may write the same entries.
@@ -86,6 +85,8 @@ class ProgramStore:
         self._is_writer, self._known, self._given = is_writer, known, set()
         self._warned = False
         self._secret = signing_key(_key_file) if _key_file else None
+        self.signs = self._secret is not None
+        """Whether this user has a key; without one nothing is stored or read."""
         # Of several users of a folder each sees his own entries.
         self._suffix = f"-{name_of(self._secret)}{SUFFIX}" if self._secret else "/"
         self.found = self.compiled = 0
@@ -135,11 +136,6 @@ class ProgramStore:
             return []
         mine = self.folder.glob(f"*{self._suffix}")
         return sorted(file.name.removesuffix(self._suffix)[-HEX:] for file in mine if _is_whole(file))
-
-    @property
-    def signs(self) -> bool:
-        """Whether this user has a key; without one nothing is stored or read."""
-        return self._secret is not None
 
     def has_unsigned(self, key: str) -> bool:
         """Whether there is an entry of this key, and none that this user's key signed."""
@@ -211,6 +207,71 @@ def _is_whole(file: Path) -> bool:
 def _has_its_size(entry: BinaryIO) -> bool:
     length = os.fstat(entry.fileno()).st_size - HEADER_BYTES
     return 0 <= length <= ENTRY_BYTES and entry.read(len(_head(0))) == _head(length)
+
+
+# ----------------------------------------------------------------------------------------------------------------- a user's key
+
+KEY_VARIABLE = "JAXLLM_PROGRAMS_KEY"
+"""Names the key's file instead of the one in the home folder: for homes that do not last, as in a pod, and for colleagues who
+share programs, each with a copy of the key. Only the environment can: a recipe cannot choose a key."""
+KEY_DIGITS = 64
+
+
+def key_file(environ: Mapping[str, str]) -> Path | None:
+    """The key's file; None, with a warning, if the user has no home folder."""
+    if given := environ.get(KEY_VARIABLE):
+        return Path(given).expanduser().absolute()
+    try:
+        return Path.home() / ".config" / "jaxllm" / "programs.key"
+    except RuntimeError as error:
+        log.warning("There is no key for compiled programs (%s): each start compiles. Set %s to a file.", error, KEY_VARIABLE)
+    return None
+
+
+@cache
+def signing_key(file: Path) -> bytes | None:
+    """The key in `file`, made at the first call; None, with a warning, if it cannot be made or others may read it."""
+    try:
+        with suppress(FileExistsError):
+            _make(file)
+        with opened(file) as key:
+            found, text = os.fstat(key.fileno()), key.read(KEY_DIGITS + 2).strip()
+        # On a volume for a group of users, as of a pod, files have the group's bits.
+        if found.st_mode & stat.S_IRWXO or found.st_uid not in (0, os.geteuid()):
+            raise OSError(
+                f"it is open to other users, or theirs: make a new one of mode 600, not {stat.S_IMODE(found.st_mode):o}"
+            )
+        if len(text) != KEY_DIGITS:
+            raise OSError(f"it does not hold {KEY_DIGITS} digits: delete it")
+    except (OSError, RefusedInput) as error:
+        log.warning(
+            "Compiled programs are not kept: their key %s cannot be used (%s). Correct that, or set %s to another file.",
+            file,
+            reason_of(error),
+            KEY_VARIABLE,
+        )
+        return None
+    return text
+
+
+def name_of(key: bytes) -> str:
+    """Digits that tell keys apart and say nothing of them."""
+    return hashlib.sha256(b"name" + key).hexdigest()[:8]
+
+
+def _make(file: Path) -> None:
+    """Writes a new key if there is none. Of processes that do so at once one wins. Raises OSError, FileExistsError."""
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as content:
+            content.write(secrets.token_hex(KEY_DIGITS // 2))
+        rename_if_free(new, file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ for a process

@@ -21,7 +21,6 @@ import mmap
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -279,8 +278,10 @@ def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
     if cpu_devices is not None:
         flags |= SEVERAL_CPU_DEVICES_FLAGS
         number_collectives()
-        # A parent process with fewer devices may have set it to less.
-        if not _is_above(os.environ.get(CPU_THREADS, ""), 2 * cpu_devices - 1):
+        try:
+            whole_number(os.environ.get(CPU_THREADS, ""), 2 * cpu_devices)
+        except RefusedInput:
+            # A parent process with fewer devices may have set it to less.
             os.environ.pop(CPU_THREADS, None)
             variables[CPU_THREADS] = str(
                 max(min(CPU_THREADS_EACH * cpu_devices, MOST_CPU_THREADS), 2 * cpu_devices, available_cpus() + 1)
@@ -297,12 +298,6 @@ def apply(run: RunConfig, kinds: tuple[str, ...] = ()) -> list[str]:
             os.environ[name] = value
             added.append(f"{name}={value}")
     return added
-
-
-def _is_above(text: str, number: int) -> bool:
-    with suppress(RefusedInput):
-        return whole_number(text) > number
-    return False
 
 
 def gpu_presets(kinds: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:

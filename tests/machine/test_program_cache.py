@@ -17,8 +17,7 @@ from tiny import TINY
 from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError
 from jaxllm.machine import program_cache
-from jaxllm.machine.program_cache import SUFFIX, ProgramStore
-from jaxllm.machine.signing_key import KEY_VARIABLE, name_of, signing_key
+from jaxllm.machine.program_cache import KEY_VARIABLE, SUFFIX, ProgramStore, name_of, signing_key
 from jaxllm.private_jax import keep_programs_in
 
 KEY = "jit_step-" + 64 * "a"
@@ -248,7 +247,7 @@ def test_a_key_is_made_once_and_for_its_user_alone(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-from jaxllm.machine.signing_key import signing_key
+from jaxllm.machine.program_cache import signing_key
 sys.stdin.read(1)
 print(signing_key(Path({str(tmp_path / "new" / "key")!r})).decode())
 """
