@@ -34,7 +34,11 @@ from jaxllm.data.manifest import (
     OriginOptions,
     OriginTokenizer,
     check_same_origin,
+    placing,
     read_stored,
+    remove_leftovers,
+    replace_json,
+    writing,
 )
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.prepare_workers import PrepareProgress, run
@@ -42,15 +46,11 @@ from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import BROKEN_SHARE, inspected, require_few_broken
 from jaxllm.data.shards import (
     Task,
-    placing,
     position_of,
     read_shard,
-    remove_leftovers,
-    replace_json,
     strict_error,
     unwritable,
     write_shard,
-    writing,
 )
 from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
