@@ -54,13 +54,7 @@ class PackedDocuments:
         mask_documents: bool,
         vocab_size: int,
     ):
-        """
-        Args:
-          name: name of the source, for error messages.
-          order: the documents to pack, in packing order.
-          packing: concat or best_fit.
-          mask_documents: separates the documents of one sequence by segments.
-        """
+        """Packs the documents `order`, in this order. The name of the source is for error messages."""
         self.name, self._documents, self._masks = name, documents, mask_documents
         self._sequence_length, self._vocab_size = sequence_length, vocab_size
         self.packing = PACKINGS[packing](documents.lengths, order, sequence_length)
@@ -146,15 +140,7 @@ class SampleStream:
     """
 
     def __init__(self, sources: Sequence[PackedDocuments], weights: Sequence[float], seed: int):
-        """
-        Args:
-          sources: the sources, each with at least one sample.
-          weights: the relative share of samples from each source.
-          seed: a non-negative integer.
-
-        Raises:
-          ConfigError: a weight is below 1/PERIOD.
-        """
+        """Each source has at least one sample. Raises ConfigError if a weight is below 1/PERIOD of all."""
         self.sources = tuple(sources)
         # Keep a few epochs and periods: a batch touches two of each source, and a prefetching thread may be ahead.
         size = max(64, 4 * len(self.sources) + 8)

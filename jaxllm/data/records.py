@@ -27,7 +27,6 @@ from jaxllm.data.parts import (
     decompressed,
     is_splittable,
     kind_of,
-    may_be_array,
 )
 from jaxllm.data.rows import (
     CsvRows,
@@ -93,7 +92,7 @@ def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:
 
 
 def _is_array(file: InputFile) -> bool:
-    if may_be_array(file.path):
+    if file.path.lower().endswith((".json", ".json.gz", ".json.zst")):
         # Where this fails, reading the file will say what is wrong.
         with suppress(DamagedFile, OSError), open_input(file) as raw:
             begins = decompressed(file.path, raw).read(_SNIFFED)

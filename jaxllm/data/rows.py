@@ -20,7 +20,7 @@ from jaxllm.untrusted import JSON_VALUES, MIB
 # Reads rows of CSV and elements of a JSON array, one at a time and of bounded size, from a file that need not be local.
 
 _CHUNK = 1 << 20
-_LEAST_LINE = 64
+_LEAST_LINE, _ROWS = 64, 256
 # A lone quote is a string that does not end in what was read so far.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},"]', re.DOTALL)
 
@@ -120,11 +120,6 @@ class CsvRows:
                 raise DamagedFile(f"a row is longer than {self._at_most // MIB} MiB, perhaps because a quote does not end")
             # A generator that raises has ended: bytes that are not UTF-8 must break one row alone, as half surrogate pairs.
             yield line.decode("utf-8", errors="surrogateescape")
-
-
-# ------------------------------------------------------------------------------------------------------- rows of any file
-
-_ROWS = 256
 
 
 # ----------------------------------------------------------------------------------------------------------- Parquet

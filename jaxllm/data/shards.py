@@ -27,7 +27,7 @@ from jaxllm.data.manifest import (
     sync,
     temporary_path,
 )
-from jaxllm.data.parts import DamagedFile, Part, Record
+from jaxllm.data.parts import DamagedFile, Part
 from jaxllm.data.records import read_part, records_before
 from jaxllm.data.stores import has_changed
 from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
@@ -159,9 +159,11 @@ def _write(
             elif record.text is None:
                 broken += 1
                 if len(kept) < BROKEN_KEPT:
-                    if first is None and record.number is not None:
-                        first = records_before(part)
-                    kept.append(_described(part, record, first))
+                    where = {}
+                    if record.number is not None:
+                        first = records_before(part) if first is None else first
+                        where["line" if part.file.kind == "lines" else "row"] = first + record.number
+                    kept.append({"file": part.file.path, **where, "reason": record.reason})
                 if strict:
                     raise strict_error(kept[0])
             else:
@@ -258,10 +260,3 @@ class _Output:
         except RuntimeError as error:
             reason = str(error).split(";")[0].removeprefix("write() failed: ").removeprefix("open() failed: ")
             raise unwritable(self._files[".array_record"].parent, reason) from None
-
-
-def _described(part: Part, record: Record, first: int | None) -> dict[str, Any]:
-    where = {}
-    if first is not None and record.number is not None:
-        where["line" if part.file.kind == "lines" else "row"] = first + record.number
-    return {"file": part.file.path, **where, "reason": record.reason}

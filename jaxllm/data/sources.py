@@ -361,20 +361,22 @@ def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
         relative = Path(folder).relative_to(root)
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
     # Some distributions have dangling links here.
-    texts = {name: (root / name).read_bytes() for name in sorted(names) if (root / name).is_file()}
-    readable = {}
-    for name, text in texts.items():
-        with suppress(UnicodeDecodeError):
-            text.decode()
-            readable[name] = text
-    return readable, len(texts) - len(readable)
+    texts, skipped = {}, 0
+    for name in sorted(name for name in names if (root / name).is_file()):
+        content = (root / name).read_bytes()
+        try:
+            content.decode()
+            texts[name] = content
+        except UnicodeDecodeError:
+            skipped += 1
+    return texts, skipped
 
 
-def _matching_files(patterns: Sequence[str]) -> set[str]:
-    """The files that match data.paths, by name.
+def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
+    """Reads the files that match data.paths by name, sorted. A file that matches two patterns is read once.
 
     Raises:
-      ConfigError: there are too many or too large files.
+      ConfigError: there are too many or too large files, or one cannot be read or is not UTF-8.
     """
     listing, names, size = Listing(MOST_ENTRIES), set(), 0
     try:
@@ -388,17 +390,8 @@ def _matching_files(patterns: Sequence[str]) -> set[str]:
                 raise RefusedInput(f"it names more than {MOST_FILES:,} files or {MOST_BYTES // GIB} GiB")
     except RefusedInput as error:
         raise ConfigError(f"data.paths is too much to tokenise at the start of each run ({error}): {_ADVICE}.") from None
-    return names
-
-
-def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
-    """Reads the files that match data.paths by name, sorted. A file that matches two patterns is read once.
-
-    Raises:
-      ConfigError: there are too many or too large files, or one cannot be read or is not UTF-8.
-    """
     texts = {}
-    for name in sorted(_matching_files(patterns)):
+    for name in sorted(names):
         try:
             texts[name] = read_bytes(Path(name), MOST_BYTES)
             texts[name].decode()
