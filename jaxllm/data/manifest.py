@@ -161,10 +161,8 @@ before it existed have none."""
 
 
 @dataclass(frozen=True)
-class StoredTokenizer:
+class StoredTokenizer(OriginTokenizer):
     kind: Literal["bytes", "folder"]
-    name: Name
-    sha256: Digest
 
 
 @dataclass(frozen=True)
@@ -219,11 +217,8 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     content = read_stored(file)
     if content is None:
-        found = [
-            re.fullmatch(r"tokens-[0-9]{5,10}-of-([0-9]{5,10})\.json", path.name) for path in folder.glob("tokens-*-of-*.json")
-        ]
-        names = [name for name in found if name]
-        if names:
+        form = re.compile(r"tokens-[0-9]{5,10}-of-([0-9]{5,10})\.json")
+        if names := [name for path in folder.glob("tokens-*-of-*.json") if (name := form.fullmatch(path.name))]:
             raise ConfigError(
                 f"{folder} is not complete, {len(names)} of {int(names[0][1])} shards are prepared: "
                 f"run jaxllm data prepare again to finish it."

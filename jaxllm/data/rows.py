@@ -82,13 +82,8 @@ class CsvRows:
     """
 
     def __init__(self, readline: Callable[[int], bytes], at_most: int):
-        """
-        Args:
-          readline: gives the next line, or so many bytes of it; none at the end.
-          at_most: bytes of a row.
-
-        Raises:
-          DamagedFile: the first row is longer, or cannot be read. Iterating raises it too, where a row is longer.
+        """`readline` gives the next line, or so many bytes of it; none at the end. Raises DamagedFile where a row is longer
+        than `at_most` bytes, also from iterating, and if the first row cannot be read.
         """
         self._readline, self._at_most, self._left = readline, at_most, at_most
         # What Python refuses by default is 128 KiB, as one setting for all readers.

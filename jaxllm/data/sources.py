@@ -201,7 +201,16 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     if any(part.source in CONVERSATIONS for part in data.sources):
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
         if template is not None and for_texts is not None and for_texts.name != BYTES:
-            turn = _end_of_turn(template, for_texts)
+            # The template's process stays for the conversations, after which it ends.
+            turn = template.end_of_turn(for_texts)
+            if turn is None:
+                log.warning(
+                    "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns "
+                    "from it does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer "
+                    "with its marks.",
+                    template.origin,
+                    for_texts.name,
+                )
     documents = [
         prepared.get(part.name) or open_documents(part, for_texts, template, data.max_broken_share) for part in data.sources
     ]
@@ -234,19 +243,6 @@ def _require_vocabulary(config: Config, tokenizer: Tokenizer, documents: Sequenc
         )
     if tokenizer.vocab_size > V:
         log.warning("The tokenizer %s has special tokens from model.vocab_size=%d on, which no text has.", tokenizer.name, V)
-
-
-def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """ChatTemplate.end_of_turn, with a warning where there is none: what is trained so never stops by itself. The template's
-    process stays for the conversations, after which it ends."""
-    if (turn := template.end_of_turn(tokenizer)) is None:
-        log.warning(
-            "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns from it "
-            "does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer with its marks.",
-            template.origin,
-            tokenizer.name,
-        )
-    return turn
 
 
 def open_documents(
