@@ -161,8 +161,10 @@ before it existed have none."""
 
 
 @dataclass(frozen=True)
-class StoredTokenizer(OriginTokenizer):
+class StoredTokenizer:
     kind: Literal["bytes", "folder"]
+    name: Name
+    sha256: Digest
 
 
 @dataclass(frozen=True)
