@@ -87,8 +87,6 @@ class _Text:
     key: int
     text: str
     answers: Sequence[Span]
-    rendered: bool
-    """True if a template wrote the text: it spells special tokens. Otherwise BOS and EOS are added around the tokens."""
 
 
 def read_conversations(
@@ -120,7 +118,7 @@ def read_conversations(
     keys, ids, scored, firsts = [], [], [], []
     try:
         while together := list(islice(conversations, _TOGETHER)):
-            tokenized = _tokenize([text for _, texts in together for text in texts], tokenizer)
+            tokenized = _tokenize([text for _, texts in together for text in texts], tokenizer, template is not None)
             for where, texts in together:
                 tokens, answers = zip(*islice(tokenized, len(texts)), strict=True)
                 if pairs and not all(each[1:].any() for each in answers):
@@ -272,7 +270,7 @@ def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplat
         if number - 1 in wanted and not message["content"].strip():
             raise _BrokenLine(f"message {number} is an empty answer")
     text, answers = template.render_answers(messages, wanted, tokenizer.special_tokens)
-    return _Text(_key(messages), text, answers, rendered=True)
+    return _Text(_key(messages), text, answers)
 
 
 def _system(record: Mapping[str, Any]) -> str | None:
@@ -317,7 +315,7 @@ def _plain(prompt: str, completion: str) -> _Text:
     if not completion.strip():
         raise _BrokenLine("the completion is empty")
     text = prompt + completion
-    return _Text(_key([prompt, completion]), text, [(len(prompt), len(text))], rendered=False)
+    return _Text(_key([prompt, completion]), text, [(len(prompt), len(text))])
 
 
 def _messages(value: Any, where: str) -> list[Message]:
@@ -371,19 +369,15 @@ def _key(messages: Sequence[Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _tokenize(texts: Sequence[_Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokenises each text: (ids, which of them are scored)."""
-    # A file may mix both forms. Each form goes to the tokenizer in one batch.
-    encoded: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for rendered in (True, False):
-        here = [number for number, text in enumerate(texts) if text.rendered == rendered]
-        encoded |= zip(here, tokenizer.encode_with_starts([texts[n].text for n in here], parse_special=rendered), strict=True)
-    for number, text in enumerate(texts):
-        ids, starts = encoded[number]
+def _tokenize(texts: Sequence[_Text], tokenizer: Tokenizer, rendered: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokenises each text: (ids, which of them are scored). What a template has rendered spells special tokens; otherwise BOS
+    and EOS are added around the tokens."""
+    encoded = tokenizer.encode_with_starts([text.text for text in texts], parse_special=rendered)
+    for text, (ids, starts) in zip(texts, encoded, strict=True):
         scored = np.zeros(len(ids), bool)
         for start, stop in text.answers:
             scored |= (start <= starts) & (starts < stop)
-        yield (ids, scored) if text.rendered else _with_marks(text.text, ids, scored, tokenizer)
+        yield (ids, scored) if rendered else _with_marks(text.text, ids, scored, tokenizer)
 
 
 def _with_marks(text: str, ids: np.ndarray, scored: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.manifest import read_manifest
+from jaxllm.data.manifest import read_manifest, writing
 from jaxllm.data.prepare import Summary, existing
 from jaxllm.data.prepare import prepare as prepare_files
 from jaxllm.data.records import BROKEN_SHARE
-from jaxllm.data.shards import unwritable, writing
+from jaxllm.data.shards import unwritable
 from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.untrusted import shown
 

@@ -54,13 +54,7 @@ class PackedDocuments:
         mask_documents: bool,
         vocab_size: int,
     ):
-        """
-        Args:
-          name: name of the source, for error messages.
-          order: the documents to pack, in packing order.
-          packing: concat or best_fit.
-          mask_documents: separates the documents of one sequence by segments.
-        """
+        """Packs the documents `order`, in this order. The name of the source is for error messages."""
         self.name, self._documents, self._masks = name, documents, mask_documents
         self._sequence_length, self._vocab_size = sequence_length, vocab_size
         self.packing = PACKINGS[packing](documents.lengths, order, sequence_length)
@@ -84,7 +78,11 @@ class PackedDocuments:
         scored = self._documents.scored(*spans)
         if scored is None:
             scored = [np.ones(len(ids), bool) for ids in read]
-        batch = empty_rows(len(found), self._sequence_length, segments=self._masks)
+        shape = len(found), self._sequence_length
+        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions")}
+        batch["mask"] = np.zeros(shape, bool)
+        if self._masks:
+            batch["segments"] = np.zeros(shape, np.int32)
         texts = iter(zip(read, scored, (pieces.stops - pieces.starts).tolist(), strict=True))
         for row, here in enumerate(found):
             of_row = [next(texts) for _ in here.documents]
@@ -132,12 +130,6 @@ class PackedDocuments:
             row["positions"][:] = np.arange(self._sequence_length)
 
 
-def empty_rows(num_rows: int, sequence_length: int, segments: bool) -> Batch:
-    shape = (num_rows, sequence_length)
-    batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions")} | {"mask": np.zeros(shape, bool)}
-    return batch | ({"segments": np.zeros(shape, np.int32)} if segments else {})
-
-
 class SampleStream:
     """Endless samples of one source or of a mixture. Each epoch reads a source in a new order.
 
@@ -146,15 +138,7 @@ class SampleStream:
     """
 
     def __init__(self, sources: Sequence[PackedDocuments], weights: Sequence[float], seed: int):
-        """
-        Args:
-          sources: the sources, each with at least one sample.
-          weights: the relative share of samples from each source.
-          seed: a non-negative integer.
-
-        Raises:
-          ConfigError: a weight is below 1/PERIOD.
-        """
+        """Each source has at least one sample. Raises ConfigError if a weight is below 1/PERIOD of all."""
         self.sources = tuple(sources)
         # Keep a few epochs and periods: a batch touches two of each source, and a prefetching thread may be ahead.
         size = max(64, 4 * len(self.sources) + 8)

@@ -1,5 +1,5 @@
 """What a prepared folder tells about itself: its manifest.json, the .json of each shard, what they were made from,
-and their arrays, read with their types checked.
+and their arrays, read with their types checked; how files are written that are complete or absent.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import numpy as np
 from numpy.lib import format as array_format
@@ -150,6 +153,8 @@ INPUTS = "inputs.json"
 """The inputs, if any came from a store, with their versions. For people: nothing reads it."""
 TOKENIZER = "tokenizer"
 DATA_ENDINGS = (".array_record", ".lengths.npy", ".keys.npy")
+NAMES = ("tokens-*", TOKENIZER, MANIFEST, INPUTS)
+"""Patterns of the files and folders that are written here under temporary names."""
 INDEX_SHA256 = "index_sha256"
 """Key of a shard for the checksum of its document lengths and keys, which decide what is held out. Folders that were prepared
 before it existed have none."""
@@ -204,11 +209,6 @@ class ShardFile(StoredShard):
     inputs: OriginInputs
 
 
-def shard_name(shard: int, shards: int) -> str:
-    """Prefix of the names of a shard's files."""
-    return f"tokens-{shard:05d}-of-{shards:05d}"
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Reads manifest.json of a prepared folder.
 
@@ -219,11 +219,8 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     content = read_stored(file)
     if content is None:
-        found = [
-            re.fullmatch(r"tokens-[0-9]{5,10}-of-([0-9]{5,10})\.json", path.name) for path in folder.glob("tokens-*-of-*.json")
-        ]
-        names = [name for name in found if name]
-        if names:
+        form = re.compile(r"tokens-[0-9]{5,10}-of-([0-9]{5,10})\.json")
+        if names := [name for path in folder.glob("tokens-*-of-*.json") if (name := form.fullmatch(path.name))]:
             raise ConfigError(
                 f"{folder} is not complete, {len(names)} of {int(names[0][1])} shards are prepared: "
                 f"run jaxllm data prepare again to finish it."
@@ -297,3 +294,81 @@ def fingerprint(manifest: Manifest) -> str:
 
 def damaged(file: Path, reason: str) -> ConfigError:
     return ConfigError(f"{file} is damaged ({reason}): delete it and run the same jaxllm data prepare again.")
+
+
+# -------------------------------------------------------------------------------------- files that are complete or absent
+# Each is written under a temporary name with this process' id, and renamed once it is on the disk. A killed run therefore
+# leaves nothing that looks finished, and two processes can safely write one file.
+
+
+def remove_leftovers(folder: Path, of_other_hosts: bool = False, names: Sequence[str] = NAMES) -> None:
+    """Deletes half-written files of dead processes on this host and, on request, half-written shards of other hosts.
+
+    Args:
+      names: patterns of what temporary_path was given.
+    """
+    host = socket.gethostname()
+    for pattern in (f".{name}.*.tmp" for name in names):
+        for path in folder.glob(pattern):
+            writer, _, process = path.name.removesuffix(".tmp").rpartition("-")
+            here = writer.endswith(f".{host}")
+            if here and process.isdecimal() and not _is_running(int(process)):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            elif not here and of_other_hosts and path.name.startswith(".tokens-"):
+                path.unlink(missing_ok=True)
+
+
+def replace_json(file: Path, content: dict[str, Any]) -> None:
+    """Writes JSON to a file atomically. The file is on the disk when this returns."""
+    with placing(file.parent, file.name) as aside, open(aside, "w", encoding="utf-8") as opened:
+        # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
+        opened.write(json.dumps(content, indent=1) + "\n")
+        sync(opened)
+    descriptor = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def placing(folder: Path, name: str) -> Iterator[Path]:
+    """Yields another name for a file or a folder, which becomes `folder / name` at the end. After an error nothing stays."""
+    # Where a disk has no locks, threads of this process may copy one object.
+    aside = temporary_path(folder, f"{Path(name).name}.{threading.get_ident()}")
+    try:
+        yield aside
+        # What is there may be a folder: of another tokenizer, or what someone damaged by hand.
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(aside, folder / name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(refusal: Callable[[str], ConfigError]) -> Iterator[None]:
+    """Raises refusal(reason) for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(reason_of(error)) from None
+
+
+def temporary_path(folder: Path, name: str) -> Path:
+    """Temporary name in the same folder, unique to this process, for the file `name`."""
+    return folder / f".{name}.{socket.gethostname()}-{os.getpid()}.tmp"
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -34,12 +34,7 @@ class Concat:
     """Concatenates documents and cuts them where a sequence is full. Only the last sample may have free space."""
 
     def __init__(self, lengths: np.ndarray, order: np.ndarray, sequence_length: int):
-        """
-        Args:
-          lengths: tokens of each document.
-          order: the documents to pack, in this order, as indices into `lengths`.
-          sequence_length: S.
-        """
+        """Packs the documents `order`, indices into `lengths`, in this order."""
         # Empty documents would make empty pieces.
         self._order = order[lengths[order] > 0]
         self._lengths = lengths[self._order].astype(np.int64)

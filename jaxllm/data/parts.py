@@ -75,10 +75,6 @@ def kind_of(path: str) -> Kind:
     return "lines" if inner.endswith(LINES_ENDINGS) else "csv" if inner.endswith(".csv") else "text"
 
 
-def may_be_array(path: str) -> bool:
-    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
-
-
 def is_splittable(file: InputFile) -> bool:
     """Whether a part of this file can begin at any byte."""
     return file.kind == "lines" and file.path.lower().endswith(LINES_ENDINGS)

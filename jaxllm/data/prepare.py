@@ -34,7 +34,11 @@ from jaxllm.data.manifest import (
     OriginOptions,
     OriginTokenizer,
     check_same_origin,
+    placing,
     read_stored,
+    remove_leftovers,
+    replace_json,
+    writing,
 )
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.prepare_workers import PrepareProgress, run
@@ -42,15 +46,11 @@ from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import BROKEN_SHARE, inspected, require_few_broken
 from jaxllm.data.shards import (
     Task,
-    placing,
     position_of,
     read_shard,
-    remove_leftovers,
-    replace_json,
     strict_error,
     unwritable,
     write_shard,
-    writing,
 )
 from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
@@ -245,9 +245,6 @@ def prepare(
     """
     started = time.monotonic()
     folder, part, parts = Path(out), *shard
-    if not 0 <= part < parts:
-        n = max(parts, 1)
-        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
     _check_numbers(workers, shard_bytes, record_tokens)
     if not 0 <= max_broken_share <= 1:
         raise ConfigError(f"--max-broken-share={max_broken_share:g} is not valid: it should be from 0 to 1.")

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -104,24 +104,19 @@ def _work(connection: Connection, name: str, write: Write) -> None:
             connection.send(message)
         except OSError:
             # An OSError would look like a full disk.
-            raise _ParentGone from None
+            raise SystemExit from None
 
-    with suppress(_ParentGone):
-        try:
-            tokenizer = load_tokenizer(name)
-            say("ready")
-            while (task := connection.recv()) is not None:
-                write(task, tokenizer, lambda *counts: say("read", *counts))
-                say("written")
-        except ConfigError as error:
-            say("refused", str(error))
-        except Exception as error:
-            if not isinstance(error, _ParentGone | EOFError | ConnectionResetError):
-                say("failed", traceback.format_exc())
-
-
-class _ParentGone(Exception):
-    """The parent process has exited."""
+    try:
+        tokenizer = load_tokenizer(name)
+        say("ready")
+        while (task := connection.recv()) is not None:
+            write(task, tokenizer, lambda *counts: say("read", *counts))
+            say("written")
+    except ConfigError as error:
+        say("refused", str(error))
+    except Exception as error:
+        if not isinstance(error, EOFError | ConnectionResetError):
+            say("failed", traceback.format_exc())
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from jaxllm.data.parts import (
     decompressed,
     is_splittable,
     kind_of,
-    may_be_array,
 )
 from jaxllm.data.rows import (
     CsvRows,
@@ -93,7 +92,7 @@ def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:
 
 
 def _is_array(file: InputFile) -> bool:
-    if may_be_array(file.path):
+    if file.path.lower().endswith((".json", ".json.gz", ".json.zst")):
         # Where this fails, reading the file will say what is wrong.
         with suppress(DamagedFile, OSError), open_input(file) as raw:
             begins = decompressed(file.path, raw).read(_SNIFFED)
@@ -135,22 +134,18 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
         if file.kind == "parquet":
             yield from parquet_objects(file)
         elif _is_array(file):
-            yield from _objects_of_array(file)
+            number = 0
+            with open_input(file) as raw:
+                try:
+                    for number, element in enumerate(elements(decompressed(path, raw).read, LINE_BYTES), 1):
+                        yield number, *_object(element)
+                except DamagedFile as error:
+                    yield number + 1, None, str(error)
         else:
             for line, number, _, damage in _lines(Part(file, 0, file.size, file.size)):
                 yield (number, None, damage) if line is None else (number, *_object(line))
     except OSError as error:
         raise unreadable(path, error) from None
-
-
-def _objects_of_array(file: InputFile) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    number = 0
-    with open_input(file) as raw:
-        try:
-            for number, element in enumerate(elements(decompressed(file.path, raw).read, LINE_BYTES), 1):
-                yield number, *_object(element)
-        except DamagedFile as error:
-            yield number + 1, None, str(error)
 
 
 def records_before(part: Part) -> int:
@@ -176,24 +171,18 @@ def _read_text(part: Part, in_blocks: bool) -> Record:
     with open_input(part.file) as raw:
         try:
             content = decompressed(part.file.path, raw).read(at_most + 1)
+            if len(content) <= at_most:
+                return Record(content.decode("utf-8"), None, "", part.size)
+            if not in_blocks:
+                raise DamagedFile(f"{_longer_than(TEXT_BYTES)}: split it")
+            # Read twice: now to its end, because a document is stored in whole or not at all.
+            for _ in _blocks(part.file):
+                pass
+            return Record(None, None, "", part.size, lambda: _blocks(part.file))
+        except UnicodeDecodeError as error:
+            return Record(None, None, f"not UTF-8 text (byte {error.start})", part.size)
         except DamagedFile as error:
             return Record(None, None, str(error), part.size)
-    if len(content) > at_most:
-        return _in_blocks(part) if in_blocks else Record(None, None, f"{_longer_than(TEXT_BYTES)}: split it", part.size)
-    try:
-        return Record(content.decode("utf-8"), None, "", part.size)
-    except UnicodeDecodeError as error:
-        return Record(None, None, f"not UTF-8 text (byte {error.start})", part.size)
-
-
-def _in_blocks(part: Part) -> Record:
-    """A record whose text is read twice: now to its end, because a document is stored in whole or not at all."""
-    try:
-        for _ in _blocks(part.file):
-            pass
-    except DamagedFile as error:
-        return Record(None, None, str(error), part.size)
-    return Record(None, None, "", part.size, lambda: _blocks(part.file))
 
 
 def _blocks(of: InputFile) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from jaxllm.untrusted import JSON_VALUES, MIB
 # Reads rows of CSV and elements of a JSON array, one at a time and of bounded size, from a file that need not be local.
 
 _CHUNK = 1 << 20
-_LEAST_LINE = 64
+_LEAST_LINE, _ROWS = 64, 256
 # A lone quote is a string that does not end in what was read so far.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},"]', re.DOTALL)
 
@@ -82,13 +82,8 @@ class CsvRows:
     """
 
     def __init__(self, readline: Callable[[int], bytes], at_most: int):
-        """
-        Args:
-          readline: gives the next line, or so many bytes of it; none at the end.
-          at_most: bytes of a row.
-
-        Raises:
-          DamagedFile: the first row is longer, or cannot be read. Iterating raises it too, where a row is longer.
+        """`readline` gives the next line, or so many bytes of it; none at the end. Raises DamagedFile where a row is longer
+        than `at_most` bytes, also from iterating, and if the first row cannot be read.
         """
         self._readline, self._at_most, self._left = readline, at_most, at_most
         # What Python refuses by default is 128 KiB, as one setting for all readers.
@@ -120,11 +115,6 @@ class CsvRows:
                 raise DamagedFile(f"a row is longer than {self._at_most // MIB} MiB, perhaps because a quote does not end")
             # A generator that raises has ended: bytes that are not UTF-8 must break one row alone, as half surrogate pairs.
             yield line.decode("utf-8", errors="surrogateescape")
-
-
-# ------------------------------------------------------------------------------------------------------- rows of any file
-
-_ROWS = 256
 
 
 # ----------------------------------------------------------------------------------------------------------- Parquet

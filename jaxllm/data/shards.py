@@ -1,23 +1,14 @@
-"""Writes one shard of a prepared folder: four files that are complete or absent.
-
-Each file is written under a temporary name with this process' id, and renamed once it is on the disk. The shard's .json comes
-last. A killed run therefore leaves nothing that looks finished, and two processes can safely work on one shard.
-"""
+"""Writes one shard of a prepared folder: four files that are complete or absent, the shard's .json last."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
-import socket
-import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +16,6 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.manifest import (
     DATA_ENDINGS,
     INDEX_SHA256,
-    INPUTS,
-    MANIFEST,
-    TOKENIZER,
     Origin,
     adding_to,
     as_shard,
@@ -35,9 +23,11 @@ from jaxllm.data.manifest import (
     check_sizes,
     index_sha256,
     read_stored,
-    shard_name,
+    replace_json,
+    sync,
+    temporary_path,
 )
-from jaxllm.data.parts import DamagedFile, Part, Record
+from jaxllm.data.parts import DamagedFile, Part
 from jaxllm.data.records import read_part, records_before
 from jaxllm.data.stores import has_changed
 from jaxllm.data.tokenizer import DOCUMENT_END, ByteTokenizer, Tokenizer, token_dtype
@@ -48,8 +38,6 @@ BROKEN_KEPT = 1000
 _BATCH_TEXTS, _BATCH_CHARACTERS = 1000, 1 << 20
 # One record per chunk, so that reading one record decompresses only it. Ids in two or four bytes compress well.
 _WRITER_OPTIONS = "group_size:1,zstd:1,max_parallelism:1"
-NAMES = ("tokens-*", TOKENIZER, MANIFEST, INPUTS)
-"""Patterns of the files and folders that are written here under temporary names."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,8 @@ class Task:
 
     @property
     def name(self) -> str:
-        return shard_name(self.shard, self.shards)
+        """Prefix of the names of its files."""
+        return f"tokens-{self.shard:05d}-of-{self.shards:05d}"
 
     @property
     def size(self) -> int:
@@ -116,61 +105,8 @@ def read_shard(folder: Path, name: str) -> dict[str, Any] | None:
     return shard
 
 
-def remove_leftovers(folder: Path, of_other_hosts: bool = False, names: Sequence[str] = NAMES) -> None:
-    """Deletes half-written files of dead processes on this host and, on request, half-written shards of other hosts.
-
-    Args:
-      names: patterns of what temporary_path was given.
-    """
-    host = socket.gethostname()
-    for pattern in (f".{name}.*.tmp" for name in names):
-        for path in folder.glob(pattern):
-            writer, _, process = path.name.removesuffix(".tmp").rpartition("-")
-            here = writer.endswith(f".{host}")
-            if here and process.isdecimal() and not _is_running(int(process)):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            elif not here and of_other_hosts and path.name.startswith(".tokens-"):
-                path.unlink(missing_ok=True)
-
-
-def replace_json(file: Path, content: dict[str, Any]) -> None:
-    """Writes JSON to a file atomically. The file is on the disk when this returns."""
-    with placing(file.parent, file.name) as aside, open(aside, "w", encoding="utf-8") as opened:
-        # ASCII escapes: a file name may contain bytes that are not UTF-8, which Python reads as lone surrogates.
-        opened.write(json.dumps(content, indent=1) + "\n")
-        _sync(opened)
-    descriptor = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def placing(folder: Path, name: str) -> Iterator[Path]:
-    """Yields another name for a file or a folder, which becomes `folder / name` at the end. After an error nothing stays."""
-    # Where a disk has no locks, threads of this process may copy one object.
-    aside = temporary_path(folder, f"{Path(name).name}.{threading.get_ident()}")
-    try:
-        yield aside
-        # What is there may be a folder: of another tokenizer, or what someone damaged by hand.
-        shutil.rmtree(folder / name, ignore_errors=True)
-        os.replace(aside, folder / name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
-
-
 def unwritable(folder: Path, reason: str) -> ConfigError:
     return ConfigError(f"{folder} cannot be written ({reason}): fix that and run the command again, or choose another --out.")
-
-
-@contextmanager
-def writing(refusal: Callable[[str], ConfigError]) -> Iterator[None]:
-    """Raises refusal(reason) for an OSError inside."""
-    try:
-        yield
-    except OSError as error:
-        raise refusal(reason_of(error)) from None
 
 
 def display_path(path: str) -> str:
@@ -223,9 +159,11 @@ def _write(
             elif record.text is None:
                 broken += 1
                 if len(kept) < BROKEN_KEPT:
-                    if first is None and record.number is not None:
-                        first = records_before(part)
-                    kept.append(_described(part, record, first))
+                    where = {}
+                    if record.number is not None:
+                        first = records_before(part) if first is None else first
+                        where["line" if part.file.kind == "lines" else "row"] = first + record.number
+                    kept.append({"file": part.file.path, **where, "reason": record.reason})
                 if strict:
                     raise strict_error(kept[0])
             else:
@@ -308,7 +246,7 @@ class _Output:
         for ending, numbers in ((".lengths.npy", lengths), (".keys.npy", keys)):
             with open(self._files[ending], "wb") as file:
                 np.save(file, numbers)
-                _sync(file)
+                sync(file)
 
     def _write_record(self) -> None:
         record = bytes(self._pending[: self._record_bytes])
@@ -322,30 +260,3 @@ class _Output:
         except RuntimeError as error:
             reason = str(error).split(";")[0].removeprefix("write() failed: ").removeprefix("open() failed: ")
             raise unwritable(self._files[".array_record"].parent, reason) from None
-
-
-def _described(part: Part, record: Record, first: int | None) -> dict[str, Any]:
-    where = {}
-    if first is not None and record.number is not None:
-        where["line" if part.file.kind == "lines" else "row"] = first + record.number
-    return {"file": part.file.path, **where, "reason": record.reason}
-
-
-def temporary_path(folder: Path, name: str) -> Path:
-    """Temporary name in the same folder, unique to this process, for the file `name`."""
-    return folder / f".{name}.{socket.gethostname()}-{os.getpid()}.tmp"
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _sync(file: BinaryIO | Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

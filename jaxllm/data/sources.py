@@ -201,7 +201,16 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     if any(part.source in CONVERSATIONS for part in data.sources):
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
         if template is not None and for_texts is not None and for_texts.name != BYTES:
-            turn = _end_of_turn(template, for_texts)
+            # The template's process stays for the conversations, after which it ends.
+            turn = template.end_of_turn(for_texts)
+            if turn is None:
+                log.warning(
+                    "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns "
+                    "from it does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer "
+                    "with its marks.",
+                    template.origin,
+                    for_texts.name,
+                )
     documents = [
         prepared.get(part.name) or open_documents(part, for_texts, template, data.max_broken_share) for part in data.sources
     ]
@@ -234,19 +243,6 @@ def _require_vocabulary(config: Config, tokenizer: Tokenizer, documents: Sequenc
         )
     if tokenizer.vocab_size > V:
         log.warning("The tokenizer %s has special tokens from model.vocab_size=%d on, which no text has.", tokenizer.name, V)
-
-
-def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """ChatTemplate.end_of_turn, with a warning where there is none: what is trained so never stops by itself. The template's
-    process stays for the conversations, after which it ends."""
-    if (turn := template.end_of_turn(tokenizer)) is None:
-        log.warning(
-            "The chat template of %s ends an answer with no special token of the tokenizer %s, so a model that learns from it "
-            "does not stop by itself: name a template of this tokenizer (data.chat_template), or a tokenizer with its marks.",
-            template.origin,
-            tokenizer.name,
-        )
-    return turn
 
 
 def open_documents(
@@ -361,20 +357,22 @@ def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
         relative = Path(folder).relative_to(root)
         names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
     # Some distributions have dangling links here.
-    texts = {name: (root / name).read_bytes() for name in sorted(names) if (root / name).is_file()}
-    readable = {}
-    for name, text in texts.items():
-        with suppress(UnicodeDecodeError):
-            text.decode()
-            readable[name] = text
-    return readable, len(texts) - len(readable)
+    texts, skipped = {}, 0
+    for name in sorted(name for name in names if (root / name).is_file()):
+        content = (root / name).read_bytes()
+        try:
+            content.decode()
+            texts[name] = content
+        except UnicodeDecodeError:
+            skipped += 1
+    return texts, skipped
 
 
-def _matching_files(patterns: Sequence[str]) -> set[str]:
-    """The files that match data.paths, by name.
+def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
+    """Reads the files that match data.paths by name, sorted. A file that matches two patterns is read once.
 
     Raises:
-      ConfigError: there are too many or too large files.
+      ConfigError: there are too many or too large files, or one cannot be read or is not UTF-8.
     """
     listing, names, size = Listing(MOST_ENTRIES), set(), 0
     try:
@@ -388,17 +386,8 @@ def _matching_files(patterns: Sequence[str]) -> set[str]:
                 raise RefusedInput(f"it names more than {MOST_FILES:,} files or {MOST_BYTES // GIB} GiB")
     except RefusedInput as error:
         raise ConfigError(f"data.paths is too much to tokenise at the start of each run ({error}): {_ADVICE}.") from None
-    return names
-
-
-def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
-    """Reads the files that match data.paths by name, sorted. A file that matches two patterns is read once.
-
-    Raises:
-      ConfigError: there are too many or too large files, or one cannot be read or is not UTF-8.
-    """
     texts = {}
-    for name in sorted(_matching_files(patterns)):
+    for name in sorted(names):
         try:
             texts[name] = read_bytes(Path(name), MOST_BYTES)
             texts[name].decode()

@@ -25,7 +25,7 @@ from typing import IO, NamedTuple
 
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.config import Config, ConfigError
-from jaxllm.data.shards import replace_json
+from jaxllm.data.manifest import replace_json
 from jaxllm.json_lines import before_step, parse
 from jaxllm.run.tracker_kinds import PATIENCE_S, Kind, Record, Sink, kinds_of, reason_of
 from jaxllm.untrusted import GIB, RefusedInput, Whole, checked, read_bytes, read_json

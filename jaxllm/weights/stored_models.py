@@ -35,8 +35,8 @@ from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER
 from jaxllm.config.hub import pin, stays
 from jaxllm.config.load import read_recipe
 from jaxllm.data.cached import copy_name, is_copy, locked, write_blocks
+from jaxllm.data.manifest import placing, remove_leftovers, writing
 from jaxllm.data.parts import InputFile
-from jaxllm.data.shards import placing, remove_leftovers, writing
 from jaxllm.data.stores import blocks, files_below, is_address, require_unchanged
 from jaxllm.terminal import bytes_bar
 from jaxllm.untrusted import MIB, RefusedInput, checked, parse_json, shown

@@ -546,14 +546,14 @@ def test_what_is_no_text_is_broken_whatever_its_length(tmp_path, monkeypatch, to
 def test_a_text_that_changes_between_its_two_readings_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "BLOCKS_FROM", 2)
     (tmp_path / "a.txt").write_bytes(b"text")
-    in_blocks = records._in_blocks
+    read_text = records._read_text
 
-    def changes(part):
-        record = in_blocks(part)
+    def changes(*given):
+        record = read_text(*given)
         (tmp_path / "a.txt").write_bytes(b"te\xff")
         return record
 
-    monkeypatch.setattr(records, "_in_blocks", changes)
+    monkeypatch.setattr(records, "_read_text", changes)
     with pytest.raises(ConfigError, match=r"a\.txt has changed while it was being read: run the command again when it is"):
         here([tmp_path / "a.txt"], tmp_path / "out")
 
