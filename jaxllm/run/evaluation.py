@@ -243,17 +243,12 @@ def log_p(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndar
     """log p of the answer in each text of these samples, float32 [samples, texts of a sample]; NaN where there is no text."""
     rows, losses = source.in_order(samples.tolist()), token_losses(trainer, source, samples)
     segments, mask = rows["segments"], rows["mask"]
-    # The first column is free space.
-    sums, counts = np.zeros((2, len(samples), 1 + most_texts(source)))
+    # The first column is free space. A piece has two texts at most.
+    sums, counts = np.zeros((2, len(samples), 1 + 2 * source.packing.most_pieces))
     at = (np.arange(len(samples))[:, None], segments)
     np.add.at(sums, at, np.where(mask, -losses, 0.0))
     np.add.at(counts, at, mask)
     return np.where(counts > 0, sums, np.nan)[:, 1:].astype(np.float32)
-
-
-def most_texts(source: PackedDocuments) -> int:
-    """Texts of a sample at most."""
-    return 2 * source.packing.most_pieces
 
 
 @dataclass(frozen=True)
@@ -283,7 +278,10 @@ class Reference:
         Raises:
           ConfigError: FILE is missing, or not that of this run.
         """
-        path, shapes = run_dir / FILE, [(each.packing.num_samples, most_texts(each)) for each in (*train, *held_out)]
+        path, shapes = (
+            run_dir / FILE,
+            [(each.packing.num_samples, 2 * each.packing.most_pieces) for each in (*train, *held_out)],
+        )
         try:
             flat = read_npy(path, np.float32)
             if len(flat) != sum(map(math.prod, shapes)):
