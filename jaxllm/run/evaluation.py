@@ -204,9 +204,6 @@ def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float
       held_out: uint8 [bytes], at least one byte. All bytes are scored; the first order - 1 of them have a shorter context.
       order: length of an n-gram in bytes, such as 3 (trigram). Counts are dense arrays of 256**order 8-byte integers: 128 MiB
         for trigrams, 32 GiB for order 4.
-
-    Raises:
-      ValueError: `held_out` is empty.
     """
     if not len(held_out):
         raise ValueError("There is no held-out text to score: raise data.held_out_fraction.")
@@ -273,11 +270,7 @@ class Reference:
 
     @classmethod
     def load(cls, run_dir: Path, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments]) -> Reference:
-        """The reference of a run with this text.
-
-        Raises:
-          ConfigError: FILE is missing, or not that of this run.
-        """
+        """The reference of a run with this text; ConfigError if FILE is missing, or of another text."""
         path, shapes = (
             run_dir / FILE,
             [(each.packing.num_samples, 2 * each.packing.most_pieces) for each in (*train, *held_out)],

@@ -436,11 +436,7 @@ def as_saved(state: DilocoState, meta: Mapping[str, Any]) -> DilocoState:
 
 
 def require_rounds(meta: Mapping[str, Any], config: Config) -> None:
-    """Refuses to resume inside the rounds without rounds. Their length and the number of replicas may change.
-
-    Raises:
-      ConfigError: the message names what to set.
-    """
+    """Refuses to resume inside the rounds without rounds. Their length and the number of replicas may change."""
     if not in_rounds(meta):
         return
     step, parallel, train = meta["step"], meta["config"]["parallel"], meta["config"]["train"]
