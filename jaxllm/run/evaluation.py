@@ -271,10 +271,8 @@ class Reference:
     @classmethod
     def load(cls, run_dir: Path, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments]) -> Reference:
         """The reference of a run with this text; ConfigError if FILE is missing, or of another text."""
-        path, shapes = (
-            run_dir / FILE,
-            [(each.packing.num_samples, 2 * each.packing.most_pieces) for each in (*train, *held_out)],
-        )
+        path, packings = run_dir / FILE, [each.packing for each in (*train, *held_out)]
+        shapes = [(packing.num_samples, 2 * packing.most_pieces) for packing in packings]
         try:
             flat = read_npy(path, np.float32)
             if len(flat) != sum(map(math.prod, shapes)):
