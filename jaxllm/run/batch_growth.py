@@ -46,11 +46,8 @@ def with_schedule(asked: Config, schedule: Schedule) -> Config:
 
 
 def resumed(asked: Config, meta: Meta) -> Config:
-    """`asked` with the batches that the checkpoint's run had come to, if they begin as the schedule of `asked` does.
-
-    Raises:
-      ConfigError: the batch has grown beyond train.batch_grows_to.
-    """
+    """`asked` with the batches that the checkpoint's run had come to, if they begin as the schedule of `asked` does. They are
+    refused beyond train.batch_grows_to."""
     if (most := asked.train.batch_grows_to) is None:
         return asked
     train, given = meta["config"]["train"], asked.train.batch_schedule

@@ -205,9 +205,6 @@ def ngram_baseline(train: np.ndarray, held_out: np.ndarray, order: int) -> float
       held_out: uint8 [bytes], at least one byte. All bytes are scored; the first order - 1 of them have a shorter context.
       order: length of an n-gram in bytes, such as 3 (trigram). Counts are dense arrays of 256**order 8-byte integers: 128 MiB
         for trigrams, 32 GiB for order 4.
-
-    Raises:
-      ValueError: `held_out` is empty.
     """
     if not len(held_out):
         raise ValueError("There is no held-out text to score: raise data.held_out_fraction.")
@@ -244,17 +241,12 @@ def log_p(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndar
     """log p of the answer in each text of these samples, float32 [samples, texts of a sample]; NaN where there is no text."""
     rows, losses = source.in_order(samples.tolist()), token_losses(trainer, source, samples)
     segments, mask = rows["segments"], rows["mask"]
-    # The first column is free space.
-    sums, counts = np.zeros((2, len(samples), 1 + most_texts(source)))
+    # The first column is free space. A piece has two texts at most.
+    sums, counts = np.zeros((2, len(samples), 1 + 2 * source.packing.most_pieces))
     at = (np.arange(len(samples))[:, None], segments)
     np.add.at(sums, at, np.where(mask, -losses, 0.0))
     np.add.at(counts, at, mask)
     return np.where(counts > 0, sums, np.nan)[:, 1:].astype(np.float32)
-
-
-def most_texts(source: PackedDocuments) -> int:
-    """Texts of a sample at most."""
-    return 2 * source.packing.most_pieces
 
 
 @dataclass(frozen=True)
@@ -279,12 +271,9 @@ class Reference:
 
     @classmethod
     def load(cls, run_dir: Path, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments]) -> Reference:
-        """The reference of a run with this text.
-
-        Raises:
-          ConfigError: FILE is missing, or not that of this run.
-        """
-        path, shapes = run_dir / FILE, [(each.packing.num_samples, most_texts(each)) for each in (*train, *held_out)]
+        """The reference of a run with this text; ConfigError if FILE is missing, or of another text."""
+        path, packings = run_dir / FILE, [each.packing for each in (*train, *held_out)]
+        shapes = [(packing.num_samples, 2 * packing.most_pieces) for packing in packings]
         try:
             flat = read_npy(path, np.float32)
             if len(flat) != sum(map(math.prod, shapes)):

@@ -213,11 +213,7 @@ def adapted(config: Config) -> Config:
 
 
 def with_layout(config: Config, text: str) -> Config:
-    """A config in the layout that `layout` returned; "": as it is.
-
-    Raises:
-      ConfigError: the text is no layout.
-    """
+    """A config in the layout that `layout` returned; "": as it is."""
     if not text:
         return config
     found = checked(parse_json(text, MOST_BYTES), _Layout)

@@ -79,14 +79,8 @@ def capacity_of(device: jax.Device) -> int | None:
 
 
 def check_memory(config: Config, device: jax.Device) -> Fit | None:
-    """Compares the estimate of a resolved config with the memory of `device`, one of its devices, and predicts the speed.
-
-    Returns:
-      None if the memory is not known.
-
-    Raises:
-      ConfigError: it does not fit, and run.allow_overcommit is false. The message names the cheapest change that would fit.
-    """
+    """Compares the estimate of a resolved config with the memory of `device`, one of its devices, and predicts the speed. None
+    if the memory is not known. Without run.allow_overcommit, ConfigError names the cheapest change with which it would fit."""
     capacity_bytes = capacity_of(device)
     if capacity_bytes is None:
         if device.platform == "cpu" and not config.run.allow_overcommit:
@@ -197,11 +191,7 @@ def _figures(
 @contextmanager
 def explain_out_of_memory(config: Config) -> Iterator[SimpleNamespace]:
     """Context of a run: if a device runs out of memory inside, it raises a ConfigError that says what to change. The run sets
-    `trainer` of the value once it has one.
-
-    Raises:
-      ConfigError: a device ran out of memory, at any point.
-    """
+    `trainer` of the value once it has one."""
     run = SimpleNamespace(trainer=None)
     try:
         yield run
@@ -223,14 +213,8 @@ ATTENTION_TOLERANCE = 0.03
 
 
 def with_room_for_documents(config: Config, device: jax.Device, count: Callable[[], int]) -> Config:
-    """`config` with data.max_documents for the data, if attention packs documents and by default takes fewer.
-
-    Args:
-      count: gives the most documents of a sequence in the data. It is called if attention packs them.
-
-    Raises:
-      ConfigError: the data has more than data.max_documents.
-    """
+    """`config` with data.max_documents for the data, if attention packs documents and by default takes fewer. count: gives
+    the most documents of a sequence in the data; it is called if attention packs them."""
     most = packed_documents(config, compute_capability(device))
     if most is None or (found := count()) <= most:
         return config
@@ -244,11 +228,8 @@ def with_room_for_documents(config: Config, device: jax.Device, count: Callable[
 
 
 def require_right_attention(config: Config, attention: str, mesh: jax.sharding.Mesh) -> None:
-    """Compares cuDNN's attention, which uses a private binding of JAX, with plain XLA on a GPU before training starts.
-
-    Raises:
-      ConfigError: they differ.
-    """
+    """Compares cuDNN's attention, which uses a private binding of JAX, with plain XLA on a GPU before training
+    starts, and refuses it if they differ."""
     device = mesh.devices.flat[0]
     if not attention.startswith("cudnn") or device.platform == "cpu":
         return

@@ -302,12 +302,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None if it has none.
-
-    Raises:
-      OSError: it cannot be read.
-      RefusedInput: it is no manifest of this format.
-    """
+    """The manifest of a folder; None if it has none. OSError if it cannot be read, RefusedInput if it is of another format."""
     try:
         values = checked(read_json(folder / MANIFEST), dict[str, Any])
     except FileNotFoundError:

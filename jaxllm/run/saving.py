@@ -210,16 +210,8 @@ def stop_at(turn: int | None, folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str, place: str = "run.dir") -> None:
-    """Refuses to resume a run under a config that would change its model, its text or the batch of any step.
-
-    Args:
-      folder: where the checkpoint is, which the key `place` of the config says.
-      meta: the checkpoint's description of itself.
-      fingerprint: fingerprint of the present text.
-
-    Raises:
-      ConfigError: names the first such key, with both values, or says that the text differs.
-    """
+    """Refuses to resume a run under a config that would change its model, its text, whose fingerprint is given, or the batch
+    of any step. The key `place` of the config says where the checkpoint is."""
     before, now = meta["config"], config.model_dump(mode="json")
     # The fingerprint identifies the text, whatever its path.
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}

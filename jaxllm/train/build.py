@@ -21,7 +21,7 @@ from jaxllm.parallel.types import Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.dpo import dpo_loss
 from jaxllm.train.given import Given
-from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, SkipPolicy, layer_grad_norms, skip_not_finite, skip_spikes
+from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
 from jaxllm.train.step import (
@@ -106,8 +106,10 @@ def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Traini
         recent = Recent.empty() if config.train.skip_spikes else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(functions.trained(params)), recent)
 
-    shardings = state_shardings(functions, optimizer, mesh, offload)
+    shardings, should_apply = state_shardings(functions, optimizer, mesh, offload), skip_not_finite
     if config.train.skip_spikes:
+        assert config.train.spike_deviations is not None, "refused by the config"
+        should_apply = skip_spikes(config.train.spike_deviations)
         shardings = dataclasses.replace(shardings, recent=Recent(replicated(mesh), replicated(mesh)))
     if offload == "none":
         update = make_update(optimizer)
@@ -127,7 +129,7 @@ def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Traini
             make_learning_rate(config),
             config.optimizer.clip_norm,
             each=diloco.vmap_over_replicas(replicas) if is_diloco else lambda apply: apply,
-            should_apply=_skip_policy(config),
+            should_apply=should_apply,
             observe=_observer(config, table),
             clipping=streamed_clipping(functions, mesh) if offload == "all" else Clipping(),
         )
@@ -166,13 +168,6 @@ def _update_of_trained(update: Update, trained: Callable[[Any], Any]) -> Update:
         return with_part(params, part), opt_state
 
     return run
-
-
-def _skip_policy(config: Config) -> SkipPolicy:
-    if not config.train.skip_spikes:
-        return skip_not_finite
-    assert config.train.spike_deviations is not None, "refused by the config"
-    return skip_spikes(config.train.spike_deviations)
 
 
 def _observer(config: Config, table: Any) -> Observe:

@@ -317,19 +317,6 @@ class Fragments:
         return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=self.specs, check_vma=False)(number, *trees)
 
 
-def dims_to_cut(weights: Any, stack_dims: int, leading: int) -> Any:
-    """For each array of a tree of weights its last dim that counts layers, or the first dim of what is outside the layers.
-
-    Args:
-      stack_dims: number of dims that count layers.
-      leading: number of dims before all of them, such as that of replicas.
-    """
-    return {
-        name: jax.tree.map(lambda _, dim=stack_dims - 1 if name == "layers" else 0: leading + dim, part)
-        for name, part in weights.items()
-    }
-
-
 OuterStep = Callable[..., tuple[DilocoState, Metrics]]
 """(state, number of the fragment, int32, after=None) -> (state, metrics); `after` as outer_step has it."""
 
@@ -384,8 +371,12 @@ def outer_step_of(config: Config, mesh: Mesh, shardings: DilocoState) -> OuterSt
         step = partial(step, mean=coded_mean(train.diloco_bits, mesh, shared, own))
     if count == 1:
         return lambda state, number, after=None: step(state, after=after)
-    stack_dims = len(stacking_of(config).shape)
-    cuts = [Fragments(count, mesh, tree, dims_to_cut(tree, stack_dims, at)) for at, tree in enumerate((shared, own))]
+    cuts = []
+    for first, tree in enumerate((shared, own)):
+        # The last dim that counts layers, or the first dim of what is outside the layers; of a replica's both are one later.
+        of_part = {name: first + (len(stacking_of(config).shape) - 1 if name == "layers" else 0) for name in tree}
+        dims = {name: jax.tree.map(lambda _, dim=dim: dim, tree[name]) for name, dim in of_part.items()}
+        cuts.append(Fragments(count, mesh, tree, dims))
     return of_fragment(step, *cuts)
 
 
@@ -423,8 +414,6 @@ def combine_fragments(outer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np
 
 def _addressable_rows(x: jax.Array) -> np.ndarray:
     """The rows of [replica, ...] on this process's devices, each once."""
-    if x.is_fully_addressable:
-        return np.asarray(x)
     rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([np.asarray(rows[first]) for first in sorted(rows)])
 
@@ -447,11 +436,7 @@ def as_saved(state: DilocoState, meta: Mapping[str, Any]) -> DilocoState:
 
 
 def require_rounds(meta: Mapping[str, Any], config: Config) -> None:
-    """Refuses to resume inside the rounds without rounds. Their length and the number of replicas may change.
-
-    Raises:
-      ConfigError: the message names what to set.
-    """
+    """Refuses to resume inside the rounds without rounds. Their length and the number of replicas may change."""
     if not in_rounds(meta):
         return
     step, parallel, train = meta["step"], meta["config"]["parallel"], meta["config"]["train"]

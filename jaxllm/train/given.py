@@ -37,11 +37,7 @@ class Given(NamedTuple):
 
 
 def adopted(config: Config, given: Given) -> Config:
-    """`config` with the keys that say what is given.
-
-    Raises:
-      ConfigError: a key and what is given contradict each other.
-    """
+    """`config` with the keys that say what is given; ConfigError if one contradicts that."""
     values, data = config.model_dump(mode="json"), config.data
     if given.batches is not None and data.source != GIVEN and data.model_fields_set & {"source", "paths", "mixture"}:
         raise ConfigError(
@@ -77,11 +73,7 @@ def _moments(config: Config, optimizer: optax.GradientTransformation) -> float:
 
 
 def require_same_optimizer(folder: Path | str, meta: Mapping[str, Any], config: Config) -> None:
-    """Refuses a checkpoint that another optimizer saved, whose moments mean something else.
-
-    Raises:
-      ConfigError: names both.
-    """
+    """Refuses a checkpoint that another optimizer saved, whose moments mean something else."""
     # Older checkpoints lack the key.
     saved, wanted = meta["config"]["optimizer"].get("name", "adamw"), config.optimizer.name
     if saved != wanted:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.config.types import MASTER_ON_HOST
-from jaxllm.mesh.sharding import Parameter, stack_dims
+from jaxllm.mesh.sharding import stack_dims
 from jaxllm.parallel.parameters import trained, with_part
 from jaxllm.parallel.types import Parallelized
 from jaxllm.private_jax import empty_on_host
@@ -55,9 +55,9 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
         gradients, scale = gradients if all_on_host else (gradients, None)
         parts = {}
         for name, part in table.items():
-            places = Places(params_on_host, all_on_host and name == "layers")
+            on_host = params_on_host, all_on_host and name == "layers"
             state_specs = (specs.params[name], [tree[name] for tree in moment_specs], counter_specs)
-            run = partial(_update_part, make_update(make_optimizer(config, part)), structure, part, places)
+            run = partial(_update_part, make_update(make_optimizer(config, part)), structure, part, on_host)
             in_specs = (specs.params[name], *state_specs, PartitionSpec(), PartitionSpec(), PartitionSpec())
             mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=state_specs, check_vma=False)
             held = gradients[name], params[name], [tree[name] for tree in moments], counters
@@ -70,17 +70,9 @@ def streamed_update(config: Config, table: Tree, shardings: TrainState, mesh: Me
     return update
 
 
-class Scaled(NamedTuple):
-    """Gradients that the update multiplies by `scale`, a piece at a time."""
-
-    gradients: Tree
-    scale: jax.Array | None
-    """None: 1."""
-
-
 def streamed_clipping(functions: Parallelized, mesh: Mesh) -> Clipping:
-    """How gradients are clipped whose layers are on the host: their squares are summed, and later they are scaled, a layer at
-    a time."""
+    """How gradients are clipped whose layers are on the host: their squares are summed, and the update, which gets
+    (gradients, their scale or None), scales them, a layer at a time."""
     part = functions.table["layers"]
     specs = jax.tree.map(lambda sharding: sharding.spec, functions.master_shardings["layers"])
     run = partial(_squares, part, specs)
@@ -90,8 +82,8 @@ def streamed_clipping(functions: Parallelized, mesh: Mesh) -> Clipping:
         rest = {name: tree for name, tree in gradients.items() if name != "layers"}
         return jnp.sqrt(jnp.square(optax.tree.norm(rest)) + squares(gradients["layers"]))
 
-    def clip(gradients: Tree, norm: jax.Array, limit: float | None) -> Scaled:
-        return Scaled(gradients, None if limit is None else clip_scale(norm, limit))
+    def clip(gradients: Tree, norm: jax.Array, limit: float | None) -> tuple[Tree, jax.Array | None]:
+        return gradients, None if limit is None else clip_scale(norm, limit)
 
     return Clipping(norm, clip)
 
@@ -144,23 +136,16 @@ class StateStructure:
         return self.structure.unflatten([next(in_turn if is_tree else beside) for is_tree in self.is_tree])
 
 
-class Places(NamedTuple):
-    """Whether the arrays of a part are on the host, where its moments always are."""
-
-    params: bool
-    gradients: bool
-
-
 # ------------------------------------------------------------------------------------------- one part, on a rank's own share
 
 
-def _update_part(
-    update: Update, structure: StateStructure, part, places: Places, gradients, params, moments, counters, scale, *how
-):
-    """Updates one top-level entry of the parameters, piece by piece: (params, moments, counters)."""
-    count = _pieces(part, params)
+def _update_part(update: Update, structure: StateStructure, part, on_host, gradients, params, moments, counters, scale, *how):
+    """Updates one top-level entry of the parameters, piece by piece: (params, moments, counters). on_host: whether its params
+    and gradients are there, where its moments always are."""
+    params_on_host, gradients_on_host = on_host
     shapes = jax.tree.map(jnp.shape, (params, moments))
-    gradients, params, *moments = (_cut(part, count, tree) for tree in (gradients, params, *moments))
+    (numbers, gradients), (_, params), *cut = (_cut(part, tree) for tree in (gradients, params, *moments))
+    moments = [pieces for _, pieces in cut]
 
     def body(carry, number):
         params, moments = carry
@@ -168,49 +153,46 @@ def _update_part(
         # Not the carry's counters, because all pieces belong to the same step.
         state = structure.assemble(at(moments, True), counters)
         # Those of a single microbatch may be in the compute dtype.
-        piece = jax.tree.map(lambda g: g.astype(jnp.float32), at(gradients, places.gradients))
+        piece = jax.tree.map(lambda g: g.astype(jnp.float32), at(gradients, gradients_on_host))
         piece = piece if scale is None else jax.tree.map(lambda g: g * scale, piece)
-        new_params, state = update(piece, state, at(params, places.params), *how)
+        new_params, state = update(piece, state, at(params, params_on_host), *how)
         new_moments, new_counters = structure.take_apart(state)
-        params = _write(number, params, new_params, places.params)
+        params = _write(number, params, new_params, params_on_host)
         return (params, _write(number, moments, new_moments, True)), new_counters
 
-    carry, new_counters = jax.lax.scan(body, (params, moments), jnp.arange(count))
+    carry, new_counters = jax.lax.scan(body, (params, moments), numbers)
     return *jax.tree.map(lambda x, shape: x.reshape(shape), carry, shapes), [x[-1] for x in new_counters]
 
 
 def _cast_part(dtype: str, part: Tree, params: Tree) -> Tree:
     """Copies one top-level entry of the parameters from the host to the device in `dtype`."""
-    count = _pieces(part, params)
-    pieces = _cut(part, count, params)
+    numbers, pieces = _cut(part, params)
     body = lambda _, number: (None, jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True)))  # noqa: E731
-    _, loaded = jax.lax.scan(body, None, jnp.arange(count))
+    _, loaded = jax.lax.scan(body, None, numbers)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), loaded, params)
 
 
 def _cast_part_on_host(dtype: str, part: Tree, params: Tree) -> Tree:
     """The same, back to the host."""
-    count = _pieces(part, params)
-    pieces = _cut(part, count, params)
+    numbers, pieces = _cut(part, params)
 
     def body(copy, number):
         cast = jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True))
         return _write(number, copy, cast, True), None
 
-    copy, _ = jax.lax.scan(body, jax.tree.map(lambda x: empty_on_host(x.shape, dtype), pieces), jnp.arange(count))
+    copy, _ = jax.lax.scan(body, jax.tree.map(lambda x: empty_on_host(x.shape, dtype), pieces), numbers)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), copy, params)
 
 
 def _squares(part: Tree, specs: Tree, gradients: Tree) -> jax.Array:
     """The sum of squares of all ranks' gradients of the layers, which are on the host; each element counts once."""
-    count = _pieces(part, gradients)
-    pieces = _cut(part, count, gradients)
+    numbers, pieces = _cut(part, gradients)
 
     def body(sums, number):
         add = lambda total, g: total + jnp.sum(jnp.square(g.astype(jnp.float32)))  # noqa: E731
         return jax.tree.map(add, sums, _read(number, pieces, True)), None
 
-    sums, _ = jax.lax.scan(body, jax.tree.map(lambda _: jnp.zeros((), jnp.float32), pieces), jnp.arange(count))
+    sums, _ = jax.lax.scan(body, jax.tree.map(lambda _: jnp.zeros((), jnp.float32), pieces), numbers)
     of_ranks = jax.tree.map(lambda total, spec: jax.lax.psum(total, _axes(spec)), sums, specs)
     return jnp.stack(jax.tree.leaves(of_ranks)).sum()
 
@@ -220,23 +202,19 @@ def _axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,)))
 
 
-def _pieces(part: Tree, params: Tree) -> int:
-    """Number of pieces of a rank's shard: its layers, or the fewest pieces of at most PIECE_BYTES."""
-    (first, *_), (array, *_) = jax.tree.leaves(part), jax.tree.leaves(params)
-    if stacked := stack_dims(first.dims):
-        return math.prod(array.shape[:stacked])
+def _cut(part: Tree, arrays: Tree) -> tuple[jax.Array, Tree]:
+    """The numbers of the pieces of a rank's shard, its layers or the fewest of at most PIECE_BYTES, and the arrays as
+    [piece, ...]."""
+    (first, *_), (array, *_) = jax.tree.leaves(part), jax.tree.leaves(arrays)
     # Cut across the flattened array: a vocabulary may have no small divisor, but a width mostly does.
-    return next(n for n in range(1, array.size + 1) if array.size % n == 0 and 4 * array.size // n <= PIECE_BYTES)
+    fits = (n for n in range(1, array.size + 1) if array.size % n == 0 and 4 * array.size // n <= PIECE_BYTES)
+    stacked = stack_dims(first.dims)
+    count = math.prod(array.shape[:stacked]) if stacked else next(fits)
 
-
-def _cut(part: Tree, count: int, arrays: Tree) -> Tree:
-    """Reshapes the arrays of a part to [piece, ...]."""
-
-    def cut(parameter: Parameter, x: jax.Array) -> jax.Array:
-        stacked = stack_dims(parameter.dims)
+    def cut(x: jax.Array) -> jax.Array:
         return x.reshape(count, *x.shape[stacked:]) if stacked else x.reshape(count, -1)
 
-    return jax.tree.map(cut, part, arrays)
+    return jnp.arange(count), jax.tree.map(cut, arrays)
 
 
 def _read(number: jax.Array, arrays: Tree, on_host: bool) -> Tree:

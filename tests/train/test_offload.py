@@ -65,7 +65,7 @@ def after_three_steps(config):
             loss, gradients = gradient(params, run.place(batch(seed)))
             if config.parallel.offload_state == "all":
                 assert kinds(gradients["layers"]) == {HOST}
-                gradients = offload.Scaled(gradients, None)
+                gradients = gradients, None
             params, opt_state = update(gradients, opt_state, params, jnp.float32(1e-3), jnp.bool_(True))
             losses.append(float(loss))
         total, _ = jax.jit(run.functions.loss_sum)(params, run.place(batch(2)))
