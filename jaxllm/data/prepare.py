@@ -245,6 +245,9 @@ def prepare(
     """
     started = time.monotonic()
     folder, part, parts = Path(out), *shard
+    if not 0 <= part < parts:
+        n = max(parts, 1)
+        raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
     _check_numbers(workers, shard_bytes, record_tokens)
     if not 0 <= max_broken_share <= 1:
         raise ConfigError(f"--max-broken-share={max_broken_share:g} is not valid: it should be from 0 to 1.")
