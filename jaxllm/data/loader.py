@@ -78,11 +78,7 @@ class PackedDocuments:
         scored = self._documents.scored(*spans)
         if scored is None:
             scored = [np.ones(len(ids), bool) for ids in read]
-        shape = len(found), self._sequence_length
-        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions")}
-        batch["mask"] = np.zeros(shape, bool)
-        if self._masks:
-            batch["segments"] = np.zeros(shape, np.int32)
+        batch = empty_rows(len(found), self._sequence_length, segments=self._masks)
         texts = iter(zip(read, scored, (pieces.stops - pieces.starts).tolist(), strict=True))
         for row, here in enumerate(found):
             of_row = [next(texts) for _ in here.documents]
@@ -128,6 +124,12 @@ class PackedDocuments:
             at = stop
         if not self._masks:
             row["positions"][:] = np.arange(self._sequence_length)
+
+
+def empty_rows(num_rows: int, sequence_length: int, segments: bool) -> Batch:
+    shape = (num_rows, sequence_length)
+    batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions")} | {"mask": np.zeros(shape, bool)}
+    return batch | ({"segments": np.zeros(shape, np.int32)} if segments else {})
 
 
 class SampleStream:
