@@ -48,7 +48,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
         return None
     if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in given.values()):
         return None
-    known = {name: x for name, x in given.items() if x is None or type(x) in (int, float)}
+    known = {name: x for name, x in given.items() if x is None or isinstance(x, int | float)}
     record = {name: None if x is None or not math.isfinite(x) else x for name, x in known.items()}
     return None if any(name in given and record.get(name) is None for name in ALWAYS_NUMBERS) else record
 

@@ -64,7 +64,7 @@ def console(**options: Any) -> Console:
             for segment in super().render(*arguments, **more):
                 yield segment if segment.control else Segment(in_lines(segment.text), segment.style)
 
-    return Escaping(highlight=False, markup=False, **options)
+    return Escaping(highlight=False, markup=False, emoji=False, **options)
 
 
 def bar(*columns: Any, on: Console) -> Progress | None:

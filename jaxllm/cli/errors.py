@@ -42,7 +42,9 @@ def open_standard_streams() -> None:
 
 def in_one_line(record: logging.LogRecord) -> bool:
     """A filter for a handler of logs."""
-    record.msg, record.args = safe_to_print(record.getMessage()), None
+    # The handler itself says that arguments are wrong.
+    with suppress(Exception):
+        record.msg, record.args = safe_to_print(record.getMessage()), None
     return True
 
 

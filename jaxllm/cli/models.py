@@ -83,6 +83,7 @@ def evaluate(
     as_json: opt.AsJson = False,
 ) -> None:
     """Scores a text: nats per token, perplexity, bits per byte. Windows overlap only by --stride; the rest is dropped."""
+    from jaxllm.cluster.distributed import is_main_process
     from jaxllm.inference import predict
 
     options = {
@@ -94,7 +95,8 @@ def evaluate(
     }
     with opt.progress_bar() as progress:
         score = predict.evaluate(model, text, overrides or [], **options, say=opt.tell, progress=progress)
-    opt.print_report(score, as_json)
+    if is_main_process():
+        opt.print_report(score, as_json)
 
 
 def generate(

@@ -72,7 +72,7 @@ def driver(processes: Sequence[Facts], forced: bool) -> Iterator[Row]:
     first = next((one for one in processes if one.driver is not None), None)
     if first is None or first.driver is None:
         if any(one.platform == "gpu" for one in processes):
-            todo = "install nvidia-ml-py, as jaxllm[cuda13] does: without it other users of the GPUs are not known"
+            todo = "install nvidia-ml-py 12.535 or newer: without it other users of the GPUs are not known"
             yield Row("driver", WARN, "NVIDIA's management library does not answer", todo)
         else:
             yield Row("driver", OK, "none: no NVIDIA GPUs here")

@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.machine.host import visible_gpus
 
 pynvml: Any = None
-"""From nvidia-ml-py 12.535 on, which the extras for CUDA bring. Other packages have older modules of this name."""
+"""From nvidia-ml-py 12.535 on. Other packages have older modules of this name."""
 with suppress(ImportError):
     import pynvml
 if not hasattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons"):

@@ -152,7 +152,7 @@ def register(run: Run) -> None:
     def publish(record: Record) -> None:
         config = trainer.config
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
-        record |= run.timer.record_keys(trainer, peak_flops, due)
+        record |= run.timer.record_keys(trainer, peak_flops, due and distributed.is_main_process())
         run.write(record)
         if record["skipped"] or record["loss_spike"]:
             what = "a spike" if record["loss_spike"] else "not finite"
@@ -161,8 +161,8 @@ def register(run: Run) -> None:
             console.say(f"step {record['step']} is {what}: loss {loss:.4g}, gradient norm {norm:.4g}{skipped}")
         if record.get("no_targets") and record["step"] == trainer.metrics.watch.first_without_targets:
             console.say(
-                f"step {record['step']} has no target: no token of it is learnt, so no weight changes, as in all such steps; "
-                f"longer sequences or a larger batch make them rarer"
+                f"step {record['step']} has no target: no token of it is learnt, or its gradient is exactly 0, so no weight "
+                f"changes, as in all such steps; longer sequences or a larger batch make them rarer"
             )
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))

@@ -215,7 +215,8 @@ def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint
     before, now = meta["config"], config.model_dump(mode="json")
     # The fingerprint identifies the text, whatever its path.
     free = {("model", key) for key in ("name", "attention", "scan_layers", "compute_dtype", "matmul_dtype")}
-    free |= {("data", key) for key in ("paths", "tokenizer", "chat_template", "max_documents", "cache_dir", "cache_gib")}
+    free_of_data = ("paths", "tokenizer", "chat_template", "max_documents", "max_broken_share", "cache_dir", "cache_gib")
+    free |= {("data", key) for key in free_of_data}
     keys = [(section, key) for section in ("model", "data") for key in now[section] if (section, key) not in free]
     keys += [("train", key) for key in ("seed", "sequence_length", "global_batch_sequences", "loss", "freeze")]
     for section, key in keys:

@@ -84,9 +84,9 @@ class Watch:
 
     def recall(self, metrics: Path) -> None:
         """Restores the usual level from the last lines of a run's metrics.jsonl."""
-        # Other lines, such as those of evaluations, are in between.
+        # Other lines, such as those of evaluations, are in between, and steps without targets, which do not count.
         for _, record in read_lines(metrics, last=4 * WINDOW):
-            if None not in (values := [record.get("loss"), record.get("grad_norm")]):
+            if None not in (values := [record.get("loss"), record.get("grad_norm")]) and values[1]:
                 self._recent = self._recent.after(np.array(values), np)
 
     def see(self, step: int, values: Mapping[str, float]) -> Record:

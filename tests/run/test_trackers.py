@@ -457,7 +457,10 @@ def test_wandb_without_a_key_is_refused(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     sentence = "log.wandb_project needs a key: run `wandb login`"
     # W&B reads its variables once in a process.
-    code = "import sys, jaxllm.config as c, jaxllm.run.metrics as m; m.check_trackers(c.load_config(sys.argv[1]))"
+    code = """if True:
+        import sys, jaxllm.config as c, jaxllm.run.tracker_kinds as k
+        for kind in k.kinds_of(c.load_config(sys.argv[1])):
+            kind.check()"""
     path = tmp_path / "config.yaml"
     path.write_text(Kind(tiny_config("log.wandb_project=p")).recipe())
     ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -5,6 +5,7 @@ import json
 import re
 import time
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -557,23 +558,25 @@ def test_gpus_say_what_was_in_use(monkeypatch):
 
 
 def test_gpus_are_asked_where_a_line_is_shown(monkeypatch):
-    """CPU devices never."""
+    """CPU devices never, and by no other process than the one that writes."""
     from jaxllm.machine import gpus
     from jaxllm.run import messages, step_metrics
 
     start, programs = SimpleNamespace(memory_fit=None, absent_hosts=0), SimpleNamespace(step_bytes=0)
     config = load_config(TINY, [*ONE, "log.every_steps=3", "train.steps=5"])
-    trainer = SimpleNamespace(programs=programs, mesh=SimpleNamespace(size=1), start=start, config=config)
+    metrics = SimpleNamespace(watch=SimpleNamespace(recall=lambda _: None))
+    trainer = SimpleNamespace(programs=programs, mesh=SimpleNamespace(size=1), start=start, config=config, metrics=metrics)
     monkeypatch.setattr(gpus, "load", lambda devices: {"gpu_power_w": 700.0})
-    monkeypatch.setattr(messages.distributed, "is_main_process", lambda: False)
+    monkeypatch.setattr(messages, "open_sinks", lambda *_: [])
     monkeypatch.setattr(messages, "peak_flops_of", lambda trainer: None)
-    for platform, asked in (("gpu", [1, 3, 5]), ("cpu", [])):
+    for platform, is_main, asked in (("gpu", True, [1, 3, 5]), ("gpu", False, []), ("cpu", True, [])):
+        monkeypatch.setattr(messages.distributed, "is_main_process", lambda is_main=is_main: is_main)
         device = SimpleNamespace(platform=platform, memory_stats=lambda: None)
         monkeypatch.setattr(step_metrics.jax, "local_devices", lambda device=device: [device])
         hooks, written = {}, []
         console = SimpleNamespace(step=lambda *_: None)
-        run = SimpleNamespace(trainer=trainer, console=console, timer=step_metrics.RunTimer(), first=0)
-        messages.register(SimpleNamespace(**vars(run), on=hooks.__setitem__, write=written.append))
+        run = SimpleNamespace(trainer=trainer, console=console, timer=step_metrics.RunTimer(), first=0, require=None)
+        messages.register(SimpleNamespace(**vars(run), folder=Path(), on=hooks.__setitem__, write=written.append))
         for step in range(1, 6):
             hooks["record"]({"step": step, "skipped": 0, "loss_spike": 0, "tokens_per_s_per_device": 1.0})
         assert [line["step"] for line in written if "gpu_power_w" in line] == asked
