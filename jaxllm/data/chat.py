@@ -107,9 +107,7 @@ class ChatTemplate:
 
         Raises as `render` does, and ChatTemplateError if the position of an answer is unclear.
         """
-        # The longest come first because one token may be a prefix of another.
-        spelled = sorted(filter(None, special_tokens), key=len, reverse=True)
-        special = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
+        special = re.compile(_any_of(special_tokens))
         text = self.render(messages)
         if re.search(r"{%-?\+?\s*generation\b", self.source) and (marked := self._marked(messages, wanted, text, special)):
             return text, marked
@@ -145,11 +143,10 @@ class ChatTemplate:
             text, [(start, stop)] = self.render_answers(messages, {1}, tokenizer.special_tokens)
         except ChatTemplateError:
             return None
-        # Some write another token behind it at the end of the conversation.
-        ended = text[start:stop].rpartition(_CONTENT)[2].split()
-        ((ids, _),) = tokenizer.encode_with_starts(ended[:1] or [""], parse_special=True)
-        # A special token decodes to nothing.
-        return int(ids[-1]) if len(ids) and not tokenizer.decode(ids[-1:]) else None
+        # Some write another token behind it at the end of the conversation, on a line of its own.
+        ended = re.match(rf"\s*?((?:{_any_of(tokenizer.special_tokens)})+)", text[start:stop].rpartition(_CONTENT)[2])
+        ((ids, _),) = tokenizer.encode_with_starts([ended[1] if ended else ""], parse_special=True)
+        return int(ids[-1]) if len(ids) else None
 
     def close(self) -> None:
         """Ends the process that renders. A later rendering starts it again."""
@@ -324,6 +321,11 @@ def _with_reasoning(message: Message) -> Message:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+def _any_of(tokens: Sequence[str]) -> str:
+    # The longest come first because one token may be a prefix of another.
+    return "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or r"(?!)"
+
+
 def _same(one: str, other: str) -> int:
     """Number of characters with which both begin."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[: n + 1] != other[: n + 1])
@@ -331,8 +333,7 @@ def _same(one: str, other: str) -> int:
 
 def _continued(text: str, prompt: str | None, whole: str | None, head: str, special: re.Pattern[str]) -> Span | None:
     """The answer as what `whole`, the text of the conversation up to it, adds to its prompt; None if the complete text does not
-    begin so.
-    """
+    begin so."""
     if prompt is None or whole is None or not whole.startswith(prompt) or not prompt.endswith(head):
         return None
     start, stop = len(prompt), _end_of_turn(special, whole, len(prompt))
@@ -343,8 +344,7 @@ def _continued(text: str, prompt: str | None, whole: str | None, head: str, spec
 
 def _end_of_turn(special: re.Pattern[str], text: str, start: int) -> int:
     """True end of an answer that begins at `start` and reaches the end of `text`: after its last special token, if only white
-    space follows. Generation stops once the model has written that token.
-    """
+    space follows. Generation stops once the model has written that token."""
     stop = max((found.end() for found in special.finditer(text, start)), default=start)
     return stop if stop > start and not text[stop:].strip() else len(text)
 

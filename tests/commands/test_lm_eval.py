@@ -212,9 +212,11 @@ def test_a_tokenizer_with_bos_is_read_as_transformers_does(folder, tmp_path):
     ours = JaxLLM(with_bos, ["parallel.data=1"])
     assert ours.prefix_token_id == theirs.prefix_token_id == 1
     assert ours.tok_encode("One") == theirs.tok_encode("One") == [1, *b"One"]
-    # A prompt of `jaxllm generate` is read alike. HFLM too leaves out the second BOS of a text that spells one.
+    # A prompt of `jaxllm generate` is read alike. Newer HFLMs too leave out the second BOS of a text that spells one.
     for text in ("One", begin + "One", f"One{begin}", end := "One\0"):
-        assert encode_prompt(load_tokenizer(with_bos), text, 256).tolist() == ours.tok_encode(text) == theirs.tok_encode(text)
+        expected = theirs.tok_encode(text)
+        expected = expected[expected[:2] == [1, 1] :]
+        assert encode_prompt(load_tokenizer(with_bos), text, 256).tolist() == ours.tok_encode(text) == expected
     assert ours.tok_encode(end)[-1] == 0
     for kind, arguments in (("loglikelihood", PAIRS[:3]), ("loglikelihood_rolling", [(text,) for text in TEXTS[1:4]])):
         asked = requests(kind, arguments)
