@@ -1,4 +1,4 @@
-"""A stand-in for NVIDIA's module pynvml, and so for a driver with GPUs. tests/machine/test_nvml.py holds it to the module."""
+"""A stand-in for NVIDIA's module pynvml, and so for a driver with GPUs. tests/machine/test_gpus.py holds it to the module."""
 
 from types import ModuleType, SimpleNamespace
 
