@@ -53,12 +53,12 @@ class Listing:
                         yield path
                     continue
                 entries = sorted(os.scandir(path or "."), key=lambda one: one.name) if glob.has_magic(parts[at]) else []
+                # Not what a link says of itself: of links that lead to each other it raises.
+                folders = [e.name for e in entries if (os.path.isdir(e) if e.is_symlink() else e.is_dir())]
             except OSError:
                 continue
             self._count(pattern, len(entries))
             names = [entry.name for entry in entries]
-            # Not what an entry says of itself: of links that lead to each other it raises.
-            folders = [e.name for e in entries if (os.path.isdir(e) if e.is_symlink() else e.is_dir())]
             deeper = []
             if parts[at] == "**":
                 deeper = [(name, at) for name in folders if not name.startswith(".")]

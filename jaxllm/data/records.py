@@ -56,7 +56,7 @@ FEW_BROKEN, BROKEN_SHARE = 10, 0.01
 
 def require_few_broken(where: str, broken: int, total: int, first: str, share: float, key: str) -> None:
     """Raises ConfigError if more than a share of the records, which `key` sets, and than FEW_BROKEN or half cannot be used."""
-    if broken > (max(share * total, min(FEW_BROKEN, total / 2)) if share else 0):
+    if broken > (max(share * total * (1 + 1e-9), min(FEW_BROKEN, total / 2)) if share else 0):
         raise ConfigError(
             f"{broken:,} of {total:,} records of {where} cannot be used, the first {first}: fix them or leave them out, or set "
             f"{key}={math.ceil(100 * broken / total) / 100:g} to do without them."

@@ -256,7 +256,7 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: JsonTokenizer, vocab_size
     tokens, types = [f"[PAD{number}]" for number in range(vocab_size)], [TokenType.UNUSED] * vocab_size
     model = content["model"]
     vocabulary: dict[str, int] = model["vocab"]
-    for text, number in vocabulary.items():
+    for text, number in ((text, number) for text, number in vocabulary.items() if number < vocab_size):
         tokens[number], types[number] = text, TokenType.NORMAL
         if model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x"):
             types[number] = TokenType.BYTE

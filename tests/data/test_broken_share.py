@@ -33,7 +33,7 @@ def read(kind, folder, good, bad, **options):
 def test_what_is_left_out_is_a_small_share_or_the_data_is_refused(kind, tmp_path, caplog):
     for good, bad in ((1, 1), (10, 10), (500, 10), (1980, 20)):
         assert read(kind, tmp_path, good, bad) == good
-    for good, bad in ((1, 2), (100, 11), (1980, 21)):
+    for good, bad in ((1, 2), (71, 29), (100, 11), (1980, 21)):
         caplog.clear()
         with pytest.raises(ConfigError) as refused:
             read(kind, tmp_path, good, bad)
