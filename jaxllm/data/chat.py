@@ -96,10 +96,9 @@ class ChatTemplate:
         that ends the turn.
 
         {% generation %} marks give the answers where a template has them, as in transformers. Elsewhere a span begins after the
-        generation prompt, and each wanted message costs two renderings,
-        of the conversations that end before and after it. If the complete text does not continue these, or the template refuses
-        one (Qwen 3 drops what it writes before the last answer, others read the first message), the answer is the part of the
-        complete text that depends on that message.
+        generation prompt, and each wanted message costs two renderings, of the conversations that end before and after it. If
+        the complete text does not continue these, or the template refuses one (Qwen 3 drops what it writes before the last
+        answer, others read the first message), the answer is the part of the complete text that depends on that message.
 
         Args:
           wanted: numbers of assistant messages, from 0.
@@ -157,9 +156,11 @@ class ChatTemplate:
         """Texts of beginnings of a conversation, or why one has none. Raises ChatTemplateLimit where the text would be."""
         try:
             for kind, text in self._process.render([_with_reasoning(message) for message in messages], wishes):
-                verb = "fails on" if kind == FAILED else "refuses"
-                why = f"{verb} the conversation ({shown(text, _LONGEST_REASON)})"
-                yield text if kind == RENDERED else self._refusal(why)
+                if kind == RENDERED:
+                    yield text
+                else:
+                    verb = "fails on" if kind == FAILED else "refuses"
+                    yield self._refusal(f"{verb} the conversation ({shown(text, _LONGEST_REASON)})")
         except TemplateStopped as stop:
             raise self._limit(stop) from None
         except RecursionError:
@@ -181,11 +182,7 @@ class ChatTemplate:
         return start, _closing_token(special, text, start, len(text) - _same(text[start:][::-1], changed[start:][::-1]))
 
     def _behind_head(self, messages: Sequence[Message], number: int, text: str, head: str, special: re.Pattern[str]) -> Span:
-        """The answer as what changes with its message, after the generation prompt.
-
-        Args:
-          head: what the template adds to the complete text for the next answer.
-        """
+        """The answer as what changes with its message, after `head`, which the template adds to ask for an answer."""
         start, stop = self._changed(messages, number, text, special)
         after = 0
         for before in reversed(range(number)):
