@@ -45,7 +45,7 @@ def test_without_the_module_or_a_driver_nothing_is_told(monkeypatch, load):
 
 @pytest.mark.parametrize("older", [True, False])
 def test_an_older_module_counts_as_none(tmp_path, older):
-    """Of the packages pynvml 11 and nvidia-ml-py3: they answer in bytes, and know no version of memory."""
+    """The modules of pynvml 11 and nvidia-ml-py3 answer in bytes, and know no version of memory."""
     newest = "" if older else "def nvmlDeviceGetCurrentClocksEventReasons(handle): ...\n"
     (tmp_path / "pynvml.py").write_text(f"class NVMLError(Exception): ...\ndef nvmlDeviceGetCount(): return 1\n{newest}")
     program = "from jaxllm.machine.gpus import nvml; print(nvml('DeviceGetCount'))"
