@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -19,12 +20,15 @@ from typing import Any
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.manifest import read_manifest, writing
-from jaxllm.data.prepare import Summary, existing
+from jaxllm.data.parts import check_text
+from jaxllm.data.prepare import BROKEN_SHOWN, Summary, existing
 from jaxllm.data.prepare import prepare as prepare_files
-from jaxllm.data.records import BROKEN_SHARE
+from jaxllm.data.records import BROKEN_SHARE, require_few_broken, require_share
 from jaxllm.data.shards import unwritable
 from jaxllm.data.tokenizer import load_tokenizer
 from jaxllm.untrusted import shown
+
+_FILE = re.compile(r"\S{1,1000}\.(txt|json|jsonl|ndjson|csv|parquet|arrow|gz|zst)")
 
 
 def prepare(
@@ -58,6 +62,9 @@ def prepare(
       ConfigError: the folder exists (without `reuse`) or has another tokenizer, cannot be written, or `texts` holds something
         else or has no end.
     """
+    require_share(max_broken_share, "max_broken_share")
+    if isinstance(texts, str | Path):
+        raise ConfigError(f"texts is a text itself: give a list of texts, or `jaxllm data prepare {shown(str(texts), 100)}`.")
     folder = Path(folder)
     if os.path.lexists(folder):
         return _again(folder, tokenizer, reuse)
@@ -70,16 +77,23 @@ def prepare(
         # Another call may be making the same folder: in a thread of this process, or in a container with its number.
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
+        broken, count = [], 0
         with open(work / "texts.jsonl", "w", encoding="utf-8") as file:
-            for number, text in enumerate(texts):
-                file.write(json.dumps({text_key: _text(text, text_key, number)}) + "\n")
+            for count, row in enumerate(texts, 1):
+                text, reason = check_text(_text(row, text_key, count - 1), text_key)
+                broken += [f"row {count - 1} of texts: {reason}"] if text is None else []
+                file.write(json.dumps({text_key: text}) + "\n")
+        if len(broken) == count:
+            raise ConfigError(f"texts holds no text ({broken[0] if broken else 'it is empty'}): check it and text_key.")
+        if broken:
+            require_few_broken("texts", len(broken), count, broken[0], max_broken_share, "max_broken_share")
         summary = prepare_files(
             [str(work / "texts.jsonl")],
             work / "prepared",
             tokenizer=tokenizer,
             text_key=text_key,
             workers=workers,
-            max_broken_share=max_broken_share,
+            max_broken_share=1,
             progress=progress,
         )
         with writing(partial(unwritable, folder)):
@@ -92,7 +106,7 @@ def prepare(
                 return _again(folder, tokenizer, reuse)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return replace(summary, folder=str(folder))
+    return replace(summary, folder=str(folder), broken_records=tuple(broken[:BROKEN_SHOWN]))
 
 
 def _text(text: Any, text_key: str, number: int) -> str | None:
@@ -104,6 +118,8 @@ def _text(text: Any, text_key: str, number: int) -> str | None:
         text = text[text_key]
         if text is None:
             return None
+    if not number and isinstance(text, str) and _FILE.fullmatch(text):
+        raise ConfigError(f"Row 0 of texts names a file ({shown(text)}): give its text, or use `jaxllm data prepare`.")
     if not isinstance(text, str):
         raise ConfigError(f"Row {number} of texts is {type(text).__name__}, not a string: give texts, or rows with text_key.")
     return text

@@ -43,7 +43,7 @@ from jaxllm.data.manifest import (
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.prepare_workers import PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
-from jaxllm.data.records import BROKEN_SHARE, inspected, require_few_broken
+from jaxllm.data.records import BROKEN_SHARE, inspected, require_few_broken, require_share
 from jaxllm.data.shards import (
     Task,
     position_of,
@@ -249,8 +249,7 @@ def prepare(
         n = max(parts, 1)
         raise ConfigError(f"--shard {part}/{parts} is not a part of the work: use 0/{n} to {n - 1}/{n}.")
     _check_numbers(workers, shard_bytes, record_tokens)
-    if not 0 <= max_broken_share <= 1:
-        raise ConfigError(f"--max-broken-share={max_broken_share:g} is not valid: it should be from 0 to 1.")
+    require_share(max_broken_share, "--max-broken-share")
     # The workers load it too, at the same commit.
     tokenizer = pin("--tokenizer", tokenizer)
     loaded = load_tokenizer(tokenizer)

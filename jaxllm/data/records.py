@@ -54,6 +54,11 @@ FEW_BROKEN, BROKEN_SHARE = 10, 0.01
 """Records that a small input may lose, up to half of it; and the share that any may lose."""
 
 
+def require_share(share: float, key: str) -> None:
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{key}={share:g} is not valid: it should be from 0 to 1.")
+
+
 def require_few_broken(where: str, broken: int, total: int, first: str, share: float, key: str) -> None:
     """Raises ConfigError if more than a share of the records, which `key` sets, and than FEW_BROKEN or half cannot be used."""
     if broken > (max(share * total * (1 + 1e-9), min(FEW_BROKEN, total / 2)) if share else 0):

@@ -124,7 +124,9 @@ def position_of(broken: dict[str, Any]) -> str:
 
 
 def strict_error(broken: dict[str, Any]) -> ConfigError:
-    return ConfigError(f"{position_of(broken)}: {broken['reason']}; fix it, or leave out --strict to skip such records.")
+    return ConfigError(
+        f"{position_of(broken)}: {broken['reason']}; fix it, or skip such records: without --strict or --max-broken-share 0."
+    )
 
 
 def _write(

@@ -31,7 +31,7 @@ from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.stores import is_address
-from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
+from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxllm.untrusted import GIB, RefusedInput, read_bytes, reason_of
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
     template = turn = None
     if any(part.source in CONVERSATIONS for part in data.sources):
         template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
-        if template is not None and for_texts is not None and for_texts.name != BYTES:
+        if template is not None and for_texts is not None and for_texts.folder is not None:
             # The template's process stays for the conversations, after which it ends.
             turn = template.end_of_turn(for_texts)
             if turn is None:

@@ -46,7 +46,7 @@ Answer = tuple[int, str]
 _TOGETHER, _LONG_BYTES = 16, 2**20
 """Renderings of a conversation that are in memory together, and the size from which on only one is."""
 _OUTPUT_BYTES, _OUTPUT_PER_BYTE = 2**20, 16
-"""What renderings may take together, and what each byte of the conversation adds: sixteen beginnings of it take eight."""
+"""What a rendering may take, and what each byte of the conversation adds: short messages are mostly marks."""
 
 
 def needs_date(source: str) -> bool:
@@ -120,7 +120,7 @@ class TemplateProcess:
         try:
             given.write(LENGTH.pack(len(request)) + request)
             given.flush()
-            left, found = _OUTPUT_BYTES + _OUTPUT_PER_BYTE * len(request), []
+            left, found = answers * (_OUTPUT_BYTES + _OUTPUT_PER_BYTE * len(request)), []
             for _ in range(answers):
                 found.append(_received(written, left))
                 left -= len(found[-1][1])

@@ -221,6 +221,9 @@ class JsonTokenizer:
         if self._adds_bos and (self.bos_id is None or bos_name in new):
             missing = f"bos_token {shown(repr(bos_name))} is not in the vocabulary" if bos_name else "there is no bos_token"
             raise ConfigError(f"{file.parent / CONFIG} says add_bos_token but {missing}: name one, or remove add_bos_token.")
+        if bos_name in new:
+            # No document begins with it, and the ids of texts stay what they were without the file that names it.
+            self.bos_id = None
         found = self._found_in_text
         # Added tokens that are not marked as special would still be found in text.
         marks = {mark for mark in (self.bos_id, self.eos_id) if mark is not None}
@@ -301,7 +304,8 @@ class JsonTokenizer:
         (folder / "tokenizer.json").write_bytes(self._content)
         # This file names BOS and EOS, so that loading needs no other file.
         marks = {"bos_token": self._token(self.bos_id), "eos_token": self._token(self.eos_id)}
-        text = json.dumps({**self._config, **marks}, indent=2, ensure_ascii=False)
+        found = {name: text for name, text in marks.items() if text is not None}
+        text = json.dumps({**self._config, **found}, indent=2, ensure_ascii=False)
         (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
         for name in FILES[2:]:
             if (self._file.parent / name).is_file():

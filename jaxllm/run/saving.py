@@ -198,15 +198,23 @@ def keep_companions(folder: Path, trainer: Any) -> None:
 
 def stop_at(turn: int | None, folder: Path, tokenizer: Tokenizer) -> None:
     """Adds the token that ends a trained answer to those by which servers stop, in the files that exports copy."""
+    if turn is None:
+        return
     config, generation = (read_companion(folder / name) for name in (CONFIG, GENERATION))
-    said = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} | config | generation
-    ids = {name: token for name, token in said.items() if name.endswith("_token_id") and token is not None}
-    ends = named if isinstance(named := ids.get("eos_token_id", []), list) else [named]
-    if turn is not None and turn not in ends:
-        ids["eos_token_id"] = [*ends, turn]
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    for said in (config, generation):
+        ids |= {name: token for name, token in said.items() if name.endswith("_token_id") and token is not None}
+    ids = {name: token for name, token in ids.items() if token is not None}
+    if turn not in (ends := _ends(ids)):
+        ids["eos_token_id"] = ends = [*ends, turn]
         (folder / GENERATION).write_text(json.dumps(generation | ids, indent=2) + "\n")
-        if config:
-            (folder / CONFIG).write_text(json.dumps(config | {"eos_token_id": [*ends, turn]}, indent=2) + "\n")
+    if config and turn not in _ends(config):
+        (folder / CONFIG).write_text(json.dumps(config | {"eos_token_id": ends}, indent=2) + "\n")
+
+
+def _ends(said: dict[str, Any]) -> list[int]:
+    named = said.get("eos_token_id")
+    return named if isinstance(named, list) else [] if named is None else [named]
 
 
 def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str, place: str = "run.dir") -> None:

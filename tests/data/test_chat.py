@@ -554,6 +554,12 @@ def test_a_file_of_slow_renderings_has_a_limit_as_a_whole(read, monkeypatch):
         read([{"messages": CONVERSATION}] * 100, slow)
 
 
+def test_short_messages_may_be_mostly_marks():
+    template = ChatTemplate(CHATML.replace("<|im_start|>", "<|im_start|>" + "-" * 300), "a test", {})
+    messages = [{"role": role, "content": "a"} for _ in range(300) for role in ("user", "assistant")]
+    assert len(template.render_answers(messages, range(585, 600, 2), SPECIAL)[1]) == 8
+
+
 def test_limits_grow_with_the_conversation():
     text = "law " * 2**22
     assert ChatTemplate(CHATML, "a test", {}).render([{"role": "user", "content": text}]).count("law") == 2**22

@@ -117,12 +117,32 @@ def test_what_is_no_text_is_named(tmp_path):
         ([{"content": "a", "id": 1}], "Row 0 of texts has no text: set text_key to one of content, id"),
         # Where this is not noticed, it ends as a row that is no text.
         (grain.MapDataset.source([3]).repeat(), "texts has no end: give them once"),
-        ([], "The inputs hold no text"),
+        ([], r"texts holds no text \(it is empty\): check it and text_key"),
+        ([None], "Row 0 of texts is NoneType, not a string"),
+        ([{"text": None}] * 2, r"texts holds no text \(row 0 of texts: field 'text' is not a string\)"),
+        (["", ""], "The inputs hold no text"),
+        ("some text", "texts is a text itself: give a list of texts, or `jaxllm data prepare some text`"),
+        (
+            ["texts/*.jsonl", "more.txt"],
+            r"Row 0 of texts names a file \(texts/\*\.jsonl\): give its text, or use `jaxllm data prepare`",
+        ),
     ):
         with pytest.raises(ConfigError, match=says):
             here(texts, tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
     assert here([{"content": "a"}, {"content": None}], tmp_path / "out", text_key="content").broken == 1
+    texts = [{"text": "a"}, {"text": None}, {"text": "\ud800"}]
+    with pytest.raises(ConfigError) as refused:
+        here(texts, tmp_path / "share")
+    assert str(refused.value) == (
+        "2 of 3 records of texts cannot be used, the first row 1 of texts: field 'text' is not a string: fix them or leave "
+        "them out, or set max_broken_share=0.67 to do without them."
+    )
+    taken = here(texts, tmp_path / "share", max_broken_share=0.67)
+    assert (taken.documents, taken.broken) == (1, 2)
+    assert taken.broken_records[1] == "row 2 of texts: field 'text' holds half a surrogate pair"
+    with pytest.raises(ConfigError, match=r"^max_broken_share=2 is not valid: it should be from 0 to 1\.$"):
+        here(["a"], tmp_path / "no", max_broken_share=2)
     prepare_files([__file__], tmp_path / "part", tokenizer="bytes", workers=1, progress=False, shard=(1, 2))
     with pytest.raises(ConfigError, match=r"part is not a prepared folder|part is not complete"):
         here(["a"], tmp_path / "part", reuse=True)
