@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -38,7 +39,7 @@ from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.parts import kind_of
-from jaxllm.data.records import BROKEN_SHARE, read_objects, require_few_broken
+from jaxllm.data.records import BROKEN_SHARE, read_objects, require_ends, require_few_broken
 from jaxllm.data.tokenizer import Tokenizer
 from jaxllm.untrusted import RefusedInput, shown
 
@@ -70,12 +71,14 @@ class _BrokenLine(Exception):
 
 
 class _Broken(list[str]):
-    """The first lines that cannot be used, with the reasons, and the number of all."""
+    """The first lines that cannot be used, with the reasons, the number of all, and the bytes of files that are cut."""
 
-    total = 0
+    total, lost = 0, 0
+    cut: str | None = None
 
-    def add(self, line: str) -> None:
-        self.total += 1
+    def add(self, line: str, lost: int = 0) -> None:
+        self.total, self.lost = self.total + 1, self.lost + lost
+        self.cut = self.cut or (line if lost else None)
         if len(self) < BROKEN_SHOWN:
             self.append(line)
 
@@ -135,6 +138,9 @@ def read_conversations(
         reason = broken[0] if broken else "they are empty"
         raise ConfigError(f"No line of {', '.join(patterns)} can be used ({reason}): give conversations as JSON lines.")
     total = broken.total + len(ids)
+    if broken.cut:
+        size = sum(map(os.path.getsize, files))
+        require_ends(", ".join(patterns), broken.lost, size, broken.cut, max_broken_share, "data.max_broken_share")
     if broken:
         require_few_broken(", ".join(patterns), broken.total, total, broken[0], max_broken_share, "data.max_broken_share")
     for line in broken:
@@ -179,7 +185,7 @@ def _conversations(
     others, and to `unread` each field that is not read: in how many conversations, and its first value."""
     usable = 0
     for path in files:
-        for line, record, reason in read_objects(path):
+        for line, record, reason, lost in read_objects(path):
             try:
                 if record is None:
                     raise _BrokenLine(reason)
@@ -190,7 +196,7 @@ def _conversations(
                         count, example = unread.get(name, (0, record[name]))
                         unread[name] = count + 1, example
             except (_BrokenLine, ChatTemplateError) as error:
-                broken.add(f"{path}:{line}: {str(error).rstrip('.')}")
+                broken.add(f"{path}:{line}: {str(error).rstrip('.')}", lost)
             except RecursionError:
                 broken.add(f"{path}:{line}: it nests too deeply")
             except ChatTemplateLimit as error:

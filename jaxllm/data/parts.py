@@ -64,6 +64,8 @@ class Record(NamedTuple):
     """Bytes of the part read so far, counted before decompression."""
     blocks: Callable[[], Iterator[bytes]] | None = None
     """Reads a long text in blocks of UTF-8, which may end inside a character."""
+    lost: int = 0
+    """Bytes of the part, of which no more records can be read. What a cut file lacks is unknown, so all of it counts."""
 
 
 def kind_of(path: str) -> Kind:

@@ -43,7 +43,7 @@ from jaxllm.data.manifest import (
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.prepare_workers import PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
-from jaxllm.data.records import BROKEN_SHARE, inspected, require_few_broken, require_share
+from jaxllm.data.records import BROKEN_SHARE, inspected, require_ends, require_few_broken, require_share
 from jaxllm.data.shards import (
     Task,
     position_of,
@@ -361,6 +361,10 @@ def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, or
             f"--text-key."
         )
     records = total["documents"] + total["broken"] + total["empty"]
+    cut = [one for shard in shards for one in shard["broken_records"] if one.get("lost_bytes")]
+    if cut:
+        lost, first_cut = sum(one["lost_bytes"] for one in cut), f"{position_of(cut[0])}: {cut[0]['reason']}"
+        require_ends("the inputs", lost, origin.inputs.bytes, first_cut, max_broken_share, "--max-broken-share")
     require_few_broken("the inputs", total["broken"], records, first, max_broken_share, "--max-broken-share")
     manifest = {
         "format": FORMAT,

@@ -68,6 +68,15 @@ def require_few_broken(where: str, broken: int, total: int, first: str, share: f
         )
 
 
+def require_ends(where: str, lost: int, size: int, first: str, share: float, key: str) -> None:
+    """Raises ConfigError if more than a share of the bytes is in files that cannot be read to their ends."""
+    if lost > share * size * (1 + 1e-9):
+        raise ConfigError(
+            f"{lost / size:.0%} of {where} cannot be read to the end, the first {first}: copy such files again or leave them "
+            f"out, or set {key}={math.ceil(100 * lost / size) / 100:g} to do without what they lack."
+        )
+
+
 def inspected(file: InputFile, text_key: str) -> tuple[InputFile, list[int]]:
     """The file with the format of its content, where its name does not say it (a .json holds lines of objects or one array),
     and the bytes of each row group of Parquet.
@@ -129,10 +138,10 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
         raise unreadable(file.path, error) from None
 
 
-def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """Yields (number of the line, element or row, JSON object, "") from a file of JSON lines or one JSON array, compressed or
-    not, or of Parquet, in order. For one without an object it yields None and the reason. Blank lines are skipped. Raises as
-    `read_part`.
+def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str, int]]:
+    """Yields (number of the line, element or row, JSON object, "", 0) from a file of JSON lines or one JSON array, compressed
+    or not, or of Parquet, in order. For one without an object it yields None and the reason, and last Record.lost. Blank lines
+    are skipped. Raises as `read_part`.
     """
     try:
         file = InputFile(path, os.stat(path).st_size, 0, kind_of(path))
@@ -143,12 +152,12 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
             with open_input(file) as raw:
                 try:
                     for number, element in enumerate(elements(decompressed(path, raw).read, LINE_BYTES), 1):
-                        yield number, *_object(element)
+                        yield number, *_object(element), 0
                 except DamagedFile as error:
-                    yield number + 1, None, str(error)
+                    yield number + 1, None, str(error), file.size
         else:
-            for line, number, _, damage in _lines(Part(file, 0, file.size, file.size)):
-                yield (number, None, damage) if line is None else (number, *_object(line))
+            for line, number, _, damage, lost in _lines(Part(file, 0, file.size, file.size)):
+                yield (number, None, damage, lost) if line is None else (number, *_object(line), 0)
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -220,14 +229,14 @@ def _longer_than(limit: int) -> str:
 
 
 def _read_lines(part: Part, text_key: str) -> Iterator[Record]:
-    for line, number, read, damage in _lines(part):
+    for line, number, read, damage, lost in _lines(part):
         text, reason = (None, damage) if line is None else _field(line, text_key)
-        yield Record(text, number, reason, read)
+        yield Record(text, number, reason, read, lost=lost)
 
 
-def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
-    """Yields (line, its number in the part from 1, bytes read so far, "") for lines that are not blank. For a line that is too
-    long it yields None and the reason. Where the file is damaged it does so too, and ends.
+def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str, int]]:
+    """Yields (line, its number in the part from 1, bytes read so far, "", 0) for lines that are not blank. For a line that is
+    too long it yields None and the reason. Where the file is damaged it does so too, with Record.lost, and ends.
     """
     with open_input(part.file) as raw:
         whole = not is_splittable(part.file)
@@ -244,7 +253,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
                     line, reason = None, _longer_than(LINE_BYTES)
                     position += _skip_line(file, part.file.path, begin)
             except DamagedFile as error:
-                yield None, number, part.size, str(error)
+                yield None, number, part.size, str(error), part.size
                 return
             if line is not None:
                 if not line:
@@ -253,7 +262,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes | None, int, int, str]]:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.isspace():
                     continue
-            yield line, number, (raw.tell() if whole else position) - part.start, reason
+            yield line, number, (raw.tell() if whole else position) - part.start, reason, 0
 
 
 def _skip_line(file: BinaryIO, path: str, begin: int) -> int:
@@ -315,7 +324,7 @@ def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
             for number, (text, reason) in enumerate(found, 1):
                 yield Record(text, number, reason, raw.tell())
         except DamagedFile as error:
-            yield Record(None, number + 1, str(error), part.size)
+            yield Record(None, number + 1, str(error), part.size, lost=part.size)
 
 
 def _texts_of_csv(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:

@@ -150,13 +150,15 @@ def read_parquet(part: Part, text_key: str) -> Iterator[Record]:
                         yield _record(value, text_key, number, read)
             except (ArrowException, OSError) as error:
                 # The rest of the group is lost. Numbers of the next group stay right.
-                yield Record(None, number + 1, f"damaged Parquet ({line_of(error)})", read)
-                number = before + parquet.metadata.row_group(group).num_rows
+                after = before + parquet.metadata.row_group(group).num_rows
+                lost = (after - number) * part.size // rows
+                yield Record(None, number + 1, f"damaged Parquet ({line_of(error)})", read, lost=lost)
+                number = after
 
 
-def parquet_objects(file: InputFile) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """Yields (number of the row, its values by column, ""); where the file is damaged it yields None and the reason, and ends.
-    Parquet has every field in every row: one without a value is left out."""
+def parquet_objects(file: InputFile) -> Iterator[tuple[int, dict[str, Any] | None, str, int]]:
+    """Yields (number of the row, its values by column, "", 0); where the file is damaged it yields None, the reason and
+    Record.lost, and ends. Parquet has every field in every row: one without a value is left out."""
     from pyarrow import ArrowException
 
     number = 0
@@ -165,9 +167,9 @@ def parquet_objects(file: InputFile) -> Iterator[tuple[int, dict[str, Any] | Non
             for batch in parquet.iter_batches(_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _without_nulls(row), ""
+                    yield number, _without_nulls(row), "", 0
         except (ArrowException, OSError, UnicodeDecodeError) as error:
-            yield number + 1, None, f"damaged Parquet ({line_of(error)})"
+            yield number + 1, None, f"damaged Parquet ({line_of(error)})", file.size
 
 
 def _without_nulls(value: Any) -> Any:
@@ -211,7 +213,7 @@ def read_arrow(part: Part, text_key: str) -> Iterator[Record]:
                 # Arrow trusts what a file says about offsets and sizes.
                 batch.validate(full=True)
             except (ArrowException, OSError) as error:
-                yield Record(None, number + 1, f"damaged Arrow ({line_of(error)})", part.size)
+                yield Record(None, number + 1, f"damaged Arrow ({line_of(error)})", part.size, lost=part.size)
                 return
             for start in range(0, batch.num_rows, _ROWS):
                 for value in _values(batch.column(0).slice(start, _ROWS)):

@@ -165,7 +165,8 @@ def _write(
                     if record.number is not None:
                         first = records_before(part) if first is None else first
                         where["line" if part.file.kind == "lines" else "row"] = first + record.number
-                    kept.append({"file": part.file.path, **where, "reason": record.reason})
+                    lost = {"lost_bytes": record.lost} if record.lost else {}
+                    kept.append({"file": part.file.path, **where, "reason": record.reason, **lost})
                 if strict:
                     raise strict_error(kept[0])
             else:

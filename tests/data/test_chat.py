@@ -128,12 +128,12 @@ def tokenizer(folder):
 def read(folder, tokenizer, tmp_path):
     """read(records, template) -> Documents of a .jsonl file. A record that is a string becomes a line unchanged."""
 
-    def do(records, template=CHATML, name="chat.jsonl", open_file=open):
+    def do(records, template=CHATML, name="chat.jsonl", open_file=open, **options):
         lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
         with open_file(tmp_path / name, "wb") as file:
             file.write("\n".join(lines).encode())
         made = None if template is None else template_of(template)
-        return read_conversations([str(tmp_path / "*.json*")], tokenizer, made)
+        return read_conversations([str(tmp_path / "*.json*")], tokenizer, made, **options)
 
     return do
 
@@ -463,7 +463,7 @@ def test_a_file_that_is_cut_short_gives_what_can_be_read(read, tmp_path, folder)
     read(records, name="a.jsonl.gz", open_file=gzip.open)
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(file.read_bytes()[:-200])
-    documents = read([records[0]], name="b.jsonl")
+    documents = read([records[0]], name="b.jsonl", max_broken_share=1)
     assert answers(documents, folder) == ["answer 1<|im_end|>"]
     assert re.search(r"; 1 of \d+ lines skipped, the first .*a\.jsonl\.gz:\d+: damaged gzip", documents.description)
 

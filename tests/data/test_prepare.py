@@ -489,8 +489,13 @@ def test_a_line_has_so_many_values_outside_of_its_texts(tmp_path, monkeypatch):
     cut_off = [b'{"text": "' + b'\\",' * 9 + b"\n", b'{"text": "' + b"," * 9 + b"\\\n"]
     Path("a.jsonl").write_bytes(lines(texts) + b"".join(many) + b"".join(cut_off))
     found = list(records.read_objects("a.jsonl"))
-    assert [value and value["text"] for _, value, _ in found] == [*texts, None, "x", None, None]
-    assert [reason.partition(" (")[0] for *_, reason in found[3:]] == ["it has more than 5 values", "", "not JSON", "not JSON"]
+    assert [value and value["text"] for _, value, *_ in found] == [*texts, None, "x", None, None]
+    assert [reason.partition(" (")[0] for _, _, reason, _ in found[3:]] == [
+        "it has more than 5 values",
+        "",
+        "not JSON",
+        "not JSON",
+    ]
 
 
 @pytest.mark.parametrize("ending", ["txt", "txt.gz", "txt.zst"])

@@ -121,7 +121,7 @@ def test_what_is_broken_is_named_by_its_row(tmp_path, name):
 def test_an_element_or_a_row_has_a_longest(tmp_path, monkeypatch, name, content):
     monkeypatch.setattr(records, "LINE_BYTES", 1000)
     (tmp_path / name).write_bytes(content)
-    summary = here([tmp_path / name], tmp_path / "out")
+    summary = here([tmp_path / name], tmp_path / "out", max_broken_share=1)
     assert (summary.documents, summary.broken) == (1, 1)
     assert "is longer than 0 MiB" in summary.broken_records[0]
 
