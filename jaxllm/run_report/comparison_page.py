@@ -92,8 +92,7 @@ def charts(comparison: Comparison) -> list[str]:
 
 
 def _styled(place: int, run: ComparedRun, x: np.ndarray, y: np.ndarray) -> Curve:
-    known = np.isfinite(x)
-    curve = spread(run.name, x[known], y[known], COLORS[place % len(COLORS)])
+    curve = spread(run.name, x, y, COLORS[place % len(COLORS)])
     return replace(curve, low=None, high=None, dash=DASHES[place % len(DASHES)], end_label=run.letter)
 
 

@@ -59,6 +59,7 @@ class Mark:
 
 def spread(label: str, x: np.ndarray, y: np.ndarray, color: str = BLUE) -> Curve:
     """A curve of at most MOST_POINTS points, each the mean of its neighbours, in a band from their minimum to their maximum."""
+    x, y = x[np.isfinite(x)], y[np.isfinite(x)]
     if len(y) <= MOST_POINTS:
         return Curve(label, x, y, color)
     parts = [part[np.isfinite(part)] for part in np.array_split(y, MOST_POINTS)]
@@ -126,7 +127,10 @@ def digits_of(ticks: Sequence[float]) -> int:
     """The number of digits that makes neighbouring ticks differ."""
     steps = np.diff(ticks)
     most = max(map(abs, ticks), default=0.0)
-    return max(3, math.ceil(math.log10(most / steps.min())) + 1) if steps.size and most else 3
+    return max(3, math.ceil(math.log10(most) - math.log10(steps.min())) + 1) if steps.size and most else 3
+
+
+_LEAST, _MOST = 1e-250, 1e250
 
 
 def limits(curves: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[float, float]:
@@ -137,7 +141,7 @@ def limits(curves: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[f
         for values in (curve.y, curve.low, curve.high):
             if values is None:
                 continue
-            values = values[np.isfinite(values) & ((values > 0) | (not is_log))]
+            values = values[np.isfinite(values) & ((values > 0) | (not is_log))].clip(-_MOST, _MOST)
             if values.size:
                 low.append(values.min())
                 high.append(values.max() if curve.dots or usual == 1 else np.quantile(values, usual))
@@ -145,9 +149,16 @@ def limits(curves: Sequence[Curve], is_log: bool, usual: float = 1.0) -> tuple[f
         return (1.0, 10.0) if is_log else (0.0, 1.0)
     least, most = float(min(low)), float(max(high))
     if is_log:
-        return (least / 1.2, most * 1.2)
+        return _apart(least / 1.2, most * 1.2, is_log)
     room = 0.06 * (most - least) or 0.05 * abs(most) or 1.0
-    return (least - room, most + room) if least < 0 or least > 0.3 * most else (0.0, most + room)
+    return _apart(*((least - room, most + room) if least < 0 or least > 0.3 * most else (0.0, most + room)))
+
+
+def _apart(least: float, most: float, is_log: bool = False) -> tuple[float, float]:
+    """Two ends of an axis between which floats have room for ticks, whatever numbers a file holds."""
+    least, most = (min(max(end, _LEAST if is_log else -_MOST), _MOST) for end in (least, most))
+    room = 1e-6 * max(abs(least), abs(most), _LEAST)
+    return (least, most) if most - least > room else (least - room / 2, most + room / 2)
 
 
 # --------------------------------------------------------------------------------------------------------------- charts
@@ -173,11 +184,11 @@ def line_chart(
       marks: vertical lines; each label is in the legend once.
       usual: see `limits`.
     """
-    x_values = [curve.x[np.isfinite(curve.x)] for curve in curves if curve.x.size]
-    x_all = np.concatenate(x_values) if x_values else np.array([0.0, 1.0])
-    least, most = float(x_all.min()), float(x_all.max())
+    found = np.concatenate([curve.x[np.isfinite(curve.x)] for curve in curves] or [[]])
+    least, most = (float(found.min()), float(found.max())) if found.size else (0.0, 1.0)
     if least == most:
         least, most = (least / 2, most * 2) if x_log else (least - 0.5, most + 0.5)
+    least, most = _apart(least, most, x_log)
     labelled = any(curve.end_label for curve in curves)
     across = Scale(least, most, LEFT, width - RIGHT - labelled * CHARACTER, x_log)
     up = Scale(*limits(curves, y_log, usual), HEIGHT - BOTTOM, TOP, y_log)

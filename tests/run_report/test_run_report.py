@@ -441,6 +441,21 @@ def test_numbers_and_ticks_are_round():
     assert [duration(seconds) for seconds in times_s] == list(times_s.values())
 
 
+EDGES = [0.0, 1.0, 1 + 2**-52, 123.4, -1.0, 1e16, 1e16 + 2, 1e308, -1e308, 5e-324, np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("y_log", [False, True])
+def test_any_numbers_of_a_file_can_be_drawn(y_log):
+    random = np.random.default_rng(0)
+    for count in (0, 1, 2, 5, 700):
+        for _ in range(60):
+            few = [*random.choice(EDGES, 3), 10 ** random.uniform(-320, 308)]
+            x, y = random.choice(few, (2, count))
+            drawn = line_chart("t", [spread("a", x, y)], x_label="x", y_label="y", y_log=y_log, usual=0.9)
+            assert not re.search(r"nan|inf", ElementTree.tostring(ElementTree.fromstring(drawn), "unicode")), (x, y)
+
+
 # --------------------------------------------------------------------------------------------------------- from a real run
 
 
