@@ -12,7 +12,9 @@ import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NoReturn, TypeVar, cast
@@ -42,6 +44,24 @@ Text = Annotated[str, Field(strict=True, max_length=LONGEST_TEXT)]
 
 class RefusedInput(ValueError):
     """Why a file or a message is not taken: a phrase, for use inside a sentence."""
+
+
+def program(code: str) -> tuple[str, ...]:
+    """Python's options for a program that has this process's modules, and none of the working directory, where a recipe or a
+    text of others may lie."""
+    return "-P", "-c", f"import sys\nsys.path = {sys.path!r}\n{code}"
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Sets a variable of the environment meanwhile. PYTHONSAFEPATH does for processes of multiprocessing what -P does."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}
 
 
 def read_bytes(path: Path, at_most: int = JSON_BYTES) -> bytes:

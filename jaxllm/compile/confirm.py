@@ -27,6 +27,7 @@ from jaxllm.display import readable
 from jaxllm.plan.fastest_remat import CONFIGURATION
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
 from jaxllm.plan.search import Progress
+from jaxllm.untrusted import variable
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +235,9 @@ def processes(workers: int) -> Iterator[Callable[[], Executor]]:
             return InlineExecutor()
 
     try:
-        yield start
+        # A pool starts its processes as they are needed.
+        with variable("PYTHONSAFEPATH", "1"):
+            yield start
     finally:
         leave()
 

@@ -17,6 +17,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.shards import Task
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.terminal import bar, console
+from jaxllm.untrusted import variable
 
 _SECONDS_BETWEEN_LINES = 10.0
 _THREADS = "TOKENIZERS_PARALLELISM"
@@ -30,16 +31,10 @@ def run(name: str, tokenizer: Tokenizer, write: Write, tasks: Sequence[Task], co
     """Makes the shards in `count` processes, which load the tokenizer by its name. With 1, in this process."""
     if count > 1:
         return _run_workers(name, write, tasks, count, shows)
-    before = os.environ.get(_THREADS)
-    os.environ[_THREADS] = "false"
-    try:
+    with variable(_THREADS, "false"):
         for task in tasks:
             write(task, tokenizer, shows.advance)
             shows.advance(shards=1)
-    finally:
-        del os.environ[_THREADS]
-        if before is not None:
-            os.environ[_THREADS] = before
 
 
 def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, shows: PrepareProgress) -> None:
@@ -51,7 +46,7 @@ def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, sho
     begun = set()
     try:
         # A terminal sends Ctrl-C to the workers too. They ignore it, and this process ends them.
-        with _interrupts_ignored():
+        with _interrupts_ignored(), variable("PYTHONSAFEPATH", "1"):
             for _ in range(count):
                 ours, theirs = spawn.Pipe()
                 worker = spawn.Process(target=_work, args=(theirs, name, write), daemon=True)

@@ -40,6 +40,7 @@ from jaxllm.rehearsal.faults import (
 )
 from jaxllm.rehearsal.hosts import Hosts, Network, networks_are_possible
 from jaxllm.rehearsal.shrink import PEER_TIMEOUT_S, changes, count_devices, reads_own_text, shrink
+from jaxllm.untrusted import program
 
 LOOK_S = 0.01
 STALL_S = 600.0
@@ -51,7 +52,7 @@ HEADER = re.compile(r"\d+ .* devices?; mesh ")
 """The first line of a start: all processes have met."""
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 # Prints a line for each checkpoint that is not intact: its step and the reason.
-EXAMINE = """
+EXAMINE = program("""
 import sys
 from pathlib import Path
 from jaxllm.checkpoint.files import changed
@@ -60,7 +61,7 @@ for folder in map(Path, sys.argv[1:]):
     reason = damage(folder) if folder.is_dir() else "it is missing"
     if reason := reason or changed(folder):
         print(folder.name, reason)
-"""
+""")
 
 
 def rehearse(
@@ -255,5 +256,5 @@ class _Watched:
         steps = sorted(self._committed)
         wanted = {*steps[-kept.keep :], *(step for step in steps if kept.keeps_forever(step))}
         folders = [str(self._run_dir / "checkpoints" / str(step)) for step in sorted(wanted)]
-        result = subprocess.run([sys.executable, "-c", EXAMINE, *folders], capture_output=True, text=True, check=True)
+        result = subprocess.run([sys.executable, *EXAMINE, *folders], capture_output=True, text=True, check=True)
         return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1] for line in result.stdout.splitlines()}

@@ -15,11 +15,11 @@ from pathlib import Path
 from jaxllm.checkpoint.files import saved_steps
 from jaxllm.cluster import distributed, progress
 from jaxllm.run.hooks import Run
-from jaxllm.untrusted import reason_of
+from jaxllm.untrusted import program, reason_of
 from jaxllm.weights.staging import remove_left
 
 # It asks to end with its parent itself: between fork and exec Python code may hang, since JAX has threads.
-CHILD = """
+CHILD = program("""
 import sys
 if sys.platform == "linux":
     from jaxllm.cluster.supervisor import die_with_parent
@@ -27,9 +27,9 @@ if sys.platform == "linux":
 del sys.argv[1]
 from jaxllm.cli.app import main
 main()
-"""
+""")
 # The standard tools, because the environment of this process is not read here. It is on the CPU, and other work comes first.
-BESIDE_TRAINING = ("env", "JAX_PLATFORMS=cpu", "nice", "-n", "19", sys.executable, "-c", CHILD, str(os.getpid()), "export")
+BESIDE_TRAINING = ("env", "JAX_PLATFORMS=cpu", "nice", "-n", "19", sys.executable, *CHILD, str(os.getpid()), "export")
 TAIL = 300
 """Characters of an error to show."""
 LOOK_S = 1.0

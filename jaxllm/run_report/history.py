@@ -145,14 +145,14 @@ class History:
         evaluated, noise = self.evaluated()[1], self.noise_tokens
         return {
             "steps": int(self.steps[-1]),
-            "tokens": int(self.tokens[-1]),
+            "tokens": int(self.tokens[-1]) if math.isfinite(self.tokens[-1]) else None,
             "devices": self.devices,
             "loss": finite(self.smoothed_loss[-1]),
             "eval_loss": finite(evaluated[-1]) if evaluated.size else None,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "restarts": len(self.restarts),
-            "noise_scale_tokens": None if noise is None else float(noise[-1]),
-            "batch_tokens": float(self.batch_tokens[-1]),
+            "noise_scale_tokens": None if noise is None else finite(noise[-1]),
+            "batch_tokens": finite(self.batch_tokens[-1]),
         }
 
     def reached(self, loss: float | None) -> int | None:

@@ -252,15 +252,15 @@ def _axes(across: Scale, up: Scale, x_label: str, y_label: str, x_ticks: Sequenc
 def _drawn(curve: Curve, across: Scale, up: Scale) -> Iterator[str]:
     if curve.dots:
         for x, y in zip(curve.x, curve.y, strict=True):
-            if math.isfinite(y):
+            if math.isfinite(x + y):
                 yield f'<circle cx="{float(across(x)):.1f}" cy="{float(up(y)):.1f}" r="3" fill="{curve.color}"/>'
         return
     if curve.low is not None and curve.high is not None:
-        for run in _unbroken(curve.low + curve.high):
+        for run in _unbroken(curve.x + curve.low + curve.high):
             x = across(curve.x[run])
             edge = [*zip(x, up(curve.high[run]), strict=True), *zip(x[::-1], up(curve.low[run])[::-1], strict=True)]
             yield f'<path d="{_path(edge)}Z" fill="{curve.color}" fill-opacity="0.18"/>'
-    for run in _unbroken(curve.y):
+    for run in _unbroken(curve.x + curve.y):
         points = list(zip(across(curve.x[run]), up(curve.y[run]), strict=True))
         if len(points) == 1:
             yield f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2" fill="{curve.color}"/>'
