@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from jaxllm.untrusted import read_lines as lines_of
 
 ALWAYS_NUMBERS = ("tokens", "unix_s", "start_unix_s")
 """What jaxllm writes as a finite number into each line that has it."""
+LEAST = 1e-30
 
 
 def read_lines(path: Path, containing: str = "", last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -38,8 +38,9 @@ def read_lines(path: Path, containing: str = "", last: int | None = None) -> Ite
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The numbers of a line, with None for those that are not finite. None for a line that is no object with the number of a
-    step, or has a value beyond 64 bits, or no finite number for one of ALWAYS_NUMBERS."""
+    """The numbers of a line, with None for those that are not finite, or as large or small as none of jaxllm's. None for a line
+    that is no object with the number of a step, or has an integer beyond 64 bits, or no such number for one of ALWAYS_NUMBERS.
+    """
     try:
         given = parse_json(line, lenient=True)
     except RefusedInput:
@@ -49,7 +50,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
     if any(isinstance(x, int) and not -INT64 <= x <= INT64 for x in given.values()):
         return None
     known = {name: x for name, x in given.items() if x is None or isinstance(x, int | float)}
-    record = {name: None if x is None or not math.isfinite(x) else x for name, x in known.items()}
+    record = {name: x if x == 0 or (x is not None and LEAST <= abs(x) <= 1 / LEAST) else None for name, x in known.items()}
     return None if any(name in given and record.get(name) is None for name in ALWAYS_NUMBERS) else record
 
 

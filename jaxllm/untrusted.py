@@ -241,15 +241,19 @@ def reason_of(error: OSError | RefusedInput) -> str:
     return str(error.strerror or error) if isinstance(error, OSError) else str(error)
 
 
-_PORT, _WEB, _QUERY = re.compile(r"\d{1,5}"), re.compile(r"https?$", re.IGNORECASE), re.compile(r"\?[^'\")]*")
+_PORT, _WEB = re.compile(r"\d{1,5}"), re.compile(r"https?$", re.IGNORECASE)
+# Python's Path leaves one slash of two.
+_SCHEME = re.compile(r"(?<=[A-Za-z0-9])(:/{1,2})(?=[^/\s])")
+# An address of a store may be a pattern.
+_QUERY, _QUERY_OF_STORE = re.compile(r"[?#]"), re.compile(r"[?#][\w.%~-]+=")
 
 
 def without_passwords(text: str) -> str:
-    """A text without what may be secret in its URLs: the user and the password before a host, and the query of an address of
-    the web, where signatures are. Half of all AWS keys have a slash, and others an @: a password ends at the last @."""
-    first, *others = text.split("://")
-    found = [first]
-    for before, part in zip([first, *others], others, strict=False):
+    """A text without what may be secret in its URLs: the user and the password before a host, and the query, where signatures
+    are, to the end of the word. Half of all AWS keys have a slash, and others an @: a password ends at the last @."""
+    first, *others = _SCHEME.split(text)
+    found, before = [first], first
+    for slashes, part in zip(others[::2], others[1::2], strict=True):
         # The text is of anybody: each step takes time in proportion to it.
         url = part.split(maxsplit=1)[0] if part[:1].strip() else ""
         rest, authority = part[len(url) :], url.partition("/")[0]
@@ -258,8 +262,13 @@ def without_passwords(text: str) -> str:
             url = url[url.rfind("@") + 1 :]
         else:
             url = url[authority.rfind("@") + 1 :]
-        found.append((_QUERY.sub("", url, count=1) if _WEB.search(before[-5:]) else url) + rest)
-    return "://".join(found)
+        if query := (_QUERY if _WEB.search(before[-5:]) else _QUERY_OF_STORE).search(url):
+            url, asked = url[: query.start()], url[query.start() :]
+            # What closes a quote or a sentence.
+            url += asked[len(asked.rstrip("'\").,:;]")) :]
+        found += [slashes, url + rest]
+        before = part
+    return "".join(found)
 
 
 def shown(value: Any, at_most: int = 80) -> str:

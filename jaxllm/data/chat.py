@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ Span = tuple[int, int]
 _BEGIN, _END, _CONTENT = "\ufdd0", "\ufdd1", "\ufdd2"
 _NO_MARKS = ("", "")
 _LINE_ENDS = re.compile("\n+")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _LONGEST_REASON = 500
 _SPECIAL_TOKENS = 1000
 """Names of special tokens in the files of a tokenizer. Real ones have ten."""
@@ -69,6 +69,7 @@ class ChatTemplate:
     knows_date: bool = True
     """Whether the template may ask for today's date. False for training, where the text must be the same tomorrow: templates
     then use a date of their own, or get FIXED_DATE."""
+    _written: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, marks: tuple[str, str] = _NO_MARKS
@@ -132,6 +133,26 @@ class ChatTemplate:
                 raise self._refusal(f"does not write message {number + 1}")
             spans.append((start, stop))
         return text, spans
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Of which the source consists: with the names of all fields that it reads."""
+        return frozenset(re.findall(r"\w+", self.source))
+
+    def require_written(self, messages: Sequence[Message], text: str) -> None:
+        """Raises ChatTemplateError if a message is not in the text of a complete conversation: its content is not, and another
+        content would give the same text. The first message of a kind is always tried."""
+        for number, message in enumerate(messages):
+            content, kind = message["content"].strip(), (message["role"], number == 0, number + 1 == len(messages))
+            if not content or (content in text and kind in self._written):
+                continue
+            same = False
+            with suppress(ChatTemplateError):
+                other = {**message, "content": message["content"] + _BEGIN}
+                same = self.render([*messages[:number], other, *messages[number + 1 :]]) == text
+            if same:
+                raise self._refusal(f"does not write message {number + 1} (of {shown(str(message['role']), 40)})")
+            self._written.add(kind)
 
     def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
         """Special token that ends an answer. None if the template has none, or if it cannot be determined. Raises
@@ -313,8 +334,10 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """A message with its reasoning under both names that templates read, as transformers gives it to them."""
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    """A message without the fields that are null, and with its reasoning under both names that templates read, as transformers
+    gives it to them."""
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

@@ -27,6 +27,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -36,7 +37,7 @@ import numpy as np
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
-from jaxllm.data.chat import ASSISTANT, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
+from jaxllm.data.chat import ASSISTANT, REASONING, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.parts import kind_of
 from jaxllm.data.records import BROKEN_SHARE, read_objects, require_ends, require_few_broken
@@ -48,20 +49,22 @@ log = logging.getLogger(__name__)
 MOST_MESSAGES, MOST_UNUSABLE = 4000, 100_000
 """Limits of messages in a conversation, whose answers are found by rendering it up to each of them, and of lines before the
 first that can be used."""
-PAIR = ("chosen", "rejected")
+PAIR, PROMPT = ("chosen", "rejected"), ("prompt", "messages", "conversations")
 BROKEN_SHOWN = 5
 """Number of unusable lines that a warning names."""
 SYSTEM = ("system", "system_prompt")
 """Fields beside the messages: of ShareGPT files as LLaMA-Factory reads them and Bespoke-Stratos has them; of OpenOrca."""
-LEARNT = ("weight", "train", "loss", "loss_mask", "trainable")
+LEARNT = ("weight", "train", "training", "train_on_turn", "loss", "loss_mask", "loss_weight", "loss_scale", "trainable")
 """Fields of a message whose 0 or 1, or false or true, says whether its answer is learnt. weight: OpenAI's and Mistral's formats
-for fine-tuning. train: Axolotl. loss: ms-swift. The others: the same under other names."""
-TOOLS = ("tools", "functions")
+for fine-tuning. train, training, train_on_turn: Axolotl. loss, loss_scale: ms-swift. The others: the same under other names."""
+MASKED, MARKED_IN_PART = "masked", "train_detail"
+"""Fields of a message of torchtune, which says the opposite, and of Axolotl, which marks parts of an answer."""
+TOOLS, CALLS = ("tools", "functions"), ("tool_calls", "function_call")
 OFF = (None, False, "", [], {}, "[]")
 MOST_FIELDS = 20
 """The largest number of unread fields that the warning counts."""
-_ROLES = {"human": "user", "gpt": ASSISTANT}
-"""ShareGPT's names of the roles. Other names stay."""
+_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT}
+"""ShareGPT's names of the roles, in any case. Other names stay."""
 # Conversations tokenised in one batch. The tokenizer uses all cores, and its results take much memory.
 _TOGETHER = 1000
 
@@ -90,6 +93,8 @@ class _Text:
     key: int
     text: str
     answers: Sequence[Span]
+    unread: Sequence[tuple[str, Any]] = ()
+    """What of its messages is not in the text, and its value."""
 
 
 def read_conversations(
@@ -147,7 +152,7 @@ def read_conversations(
         log.warning("Skipped %s", line)
     if unread:
         counted = (f"{name} ({count:,} of them, such as {shown(example, 40)})" for name, (count, example) in unread.items())
-        log.warning("Fields beside the conversations of %s are not read: %s", ", ".join(patterns), ", ".join(counted))
+        log.warning("Not read of the conversations of %s: %s", ", ".join(patterns), ", ".join(counted))
     num_scored = sum(int(these.sum()) for these in scored)
     share = num_scored / sum(map(len, ids))
     skipped = f"; {broken.total:,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
@@ -182,18 +187,19 @@ def _conversations(
     read: Callable[..., Texts],
 ) -> Iterator[tuple[str, Texts]]:
     """Reads the usable conversations of the files, in order, with FILE:LINE. Adds that and the reason to `broken` for the
-    others, and to `unread` each field that is not read: in how many conversations, and its first value."""
+    others, and to `unread` each field that is not read: how often, and its first value."""
     usable = 0
     for path in files:
         for line, record, reason, lost in read_objects(path):
             try:
                 if record is None:
                     raise _BrokenLine(reason)
-                yield f"{path}:{line}", read(record, tokenizer, template)
+                yield f"{path}:{line}", (texts := read(record, tokenizer, template))
                 usable += 1
-                for name in record.keys() - _fields(record):
+                beside = [(name, record[name]) for name in record.keys() - _fields(record)]
+                for name, value in (*beside, *texts[-1].unread):
                     if name in unread or len(unread) < MOST_FIELDS:
-                        count, example = unread.get(name, (0, record[name]))
+                        count, example = unread.get(name, (0, value))
                         unread[name] = count + 1, example
             except (_BrokenLine, ChatTemplateError) as error:
                 broken.add(f"{path}:{line}: {str(error).rstrip('.')}", lost)
@@ -211,25 +217,36 @@ Texts = tuple[_Text, ...]
 
 def _fields(record: Mapping[str, Any]) -> set[str]:
     """The fields of a line that are read."""
-    form = next((form for form in (PAIR, ("messages",), ("conversations",)) if set(form) <= record.keys()), ("completion",))
-    prompt = () if form in (("messages",), ("conversations",)) else ("prompt",)
-    return {*form, *prompt, *SYSTEM, *TOOLS}
+    if set(PAIR) <= record.keys():
+        return {*PAIR, *islice((name for name in PROMPT if name in record), 1), *SYSTEM, *TOOLS}
+    form = next((name for name in PROMPT[1:] if name in record), None)
+    return {*(["prompt", "completion"] if form is None else [form]), *SYSTEM, *TOOLS}
 
 
 def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> Texts:
     """Raises as `_read` does."""
     if missing := [name for name in PAIR if name not in record]:
         raise _BrokenLine(f"it has no {missing[0]} answer")
-    answers = [record[name] for name in PAIR]
+    if wrong := [name for name in PAIR if not isinstance(record[name], str | list | dict)]:
+        raise _BrokenLine(f"its {wrong[0]} answer is {shown(record[wrong[0]], 40)}, neither a text nor messages")
+    # LLaMA-Factory's answers are one message, after the conversations.
+    answers: list[Any] = [[record[name]] if isinstance(record[name], dict) else record[name] for name in PAIR]
     if answers[0] == answers[1]:
         raise _BrokenLine("the chosen and the rejected answer are the same")
-    prompt, as_lists = record.get("prompt"), all(isinstance(answer, list) for answer in answers)
-    if as_lists and not isinstance(prompt, list):
-        # Whole conversations; a prompt that is a text then only repeats a message of them.
+    prompt = next((record[name] for name in PROMPT if name in record), None)
+    if all(isinstance(answer, list) for answer in answers):
         same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False)))
-        if not same:
-            raise _BrokenLine("its answers do not begin with the same message, and it has no prompt")
-        prompt, answers = answers[0][:same], [answer[same:] for answer in answers]
+        if isinstance(prompt, list) and answers[0][: len(prompt)] == answers[1][: len(prompt)] == prompt:
+            answers = [answer[len(prompt) :] for answer in answers]
+        elif isinstance(prompt, str) and not same:
+            prompt = [{"role": "user", "content": prompt}]
+        elif not isinstance(prompt, list):
+            # Whole conversations; a prompt that is a text only repeats a message of them.
+            if not same:
+                raise _BrokenLine("its answers do not begin with the same message, and it has no prompt")
+            if prompt is not None and prompt not in [message["content"] for message in _messages(answers[0][:same], "chosen")]:
+                raise _BrokenLine("its prompt is none of the messages with which both answers begin")
+            prompt, answers = answers[0][:same], [answer[same:] for answer in answers]
     elif isinstance(prompt, list):
         answers = [[{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer for answer in answers]
     elif prompt is None:
@@ -269,14 +286,36 @@ def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplat
             raise _BrokenLine("it has a system prompt among its messages and another one beside them")
     elif system is not None:
         given, messages = given + 1, [{"role": "system", "content": system}, *messages]
+    return _rendered(messages, given, tokenizer.special_tokens, template)
+
+
+def _rendered(messages: Sequence[Message], given: int, special_tokens: Sequence[str], template: ChatTemplate) -> _Text:
+    """Raises as `_read` does."""
     wanted = _wanted(messages, given)
     for number, message in enumerate(messages, start=1):
         # Check the other fields too: a template may write any of them.
-        _check_text(json.dumps(message, ensure_ascii=False, default=str), f"message {number}", tokenizer.special_tokens)
+        for text in _strings(message):
+            _check_text(text, f"message {number}", special_tokens)
         if number - 1 in wanted and not message["content"].strip():
             raise _BrokenLine(f"message {number} is an empty answer")
-    text, answers = template.render_answers(messages, wanted, tokenizer.special_tokens)
-    return _Text(_key(messages), text, answers)
+    text, answers = template.render_answers(messages, wanted, special_tokens)
+    template.require_written(messages, text)
+    return _Text(_key(messages), text, answers, [*_not_written(messages, wanted, text, template)])
+
+
+def _not_written(
+    messages: Sequence[Message], wanted: Sequence[int], text: str, template: ChatTemplate
+) -> Iterator[tuple[str, Any]]:
+    for message in messages:
+        for name in message.keys() - {"role", "content", *REASONING} - template.words:
+            if message[name] is not None:
+                yield f"{name} of a message", message[name]
+    for answer in (messages[number] for number in wanted):
+        thought = re.search(r"<think>(.*?)</think>", answer["content"], re.DOTALL)
+        for reasoning in (answer.get(name) for name in REASONING) if thought is None else (thought[1],):
+            if isinstance(reasoning, str) and reasoning.strip() not in text:
+                yield "reasoning of answers, which the chat template leaves out", reasoning
+                break
 
 
 def _system(record: Mapping[str, Any]) -> str | None:
@@ -306,13 +345,16 @@ def _wanted(messages: Sequence[Message], given: int) -> list[int]:
 
 def _is_learnt(message: Any, number: int) -> bool | None:
     """Whether a message says that it is learnt or not; None if it says nothing. The field is taken out of the message."""
-    said = {name: value for name in LEARNT if (value := message.pop(name, None)) is not None}
+    if message.pop(MARKED_IN_PART, None):
+        raise _BrokenLine(f"message {number} has {MARKED_IN_PART}, and answers are learnt whole or not at all")
+    said = {name: value for name in (*LEARNT, MASKED) if (value := message.pop(name, None)) is not None}
     for name, value in said.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise _BrokenLine(f"message {number} has {name}={shown(value)}, which is neither 0 nor 1")
-    if len(set(map(bool, said.values()))) > 1:
+    learnt = {bool(value) is not (name == MASKED) for name, value in said.items()}
+    if len(learnt) > 1:
         raise _BrokenLine(f"message {number} says both that it is learnt and that it is not ({', '.join(said)})")
-    return bool(next(iter(said.values()))) if said else None
+    return next(iter(learnt), None)
 
 
 def _plain(prompt: str, completion: str) -> _Text:
@@ -336,7 +378,9 @@ def _messages(value: Any, where: str) -> list[Message]:
             raise _BrokenLine(f"message {number} of {where} is not an object")
         if "from" in message and "value" in message:
             rest = {name: content for name, content in message.items() if name not in ("from", "value")}
-            message = {"role": _ROLES.get(str(message["from"]), message["from"]), "content": message["value"], **rest}
+            message = {"role": _ROLES.get(str(message["from"]).lower(), message["from"]), "content": message["value"], **rest}
+        if called := next((name for name in CALLS if message.get(name) or message.get("role") == name), None):
+            raise _BrokenLine(f"message {number} of {where} has {called}, and tools are not supported")
         message = {**message, "content": _text_of(message.get("content"), f"message {number} of {where}")}
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
@@ -357,6 +401,14 @@ def _text_of(content: Any, where: str) -> Any:
             raise _BrokenLine(f"{where} has a part {shown(kind, 40)}, and only parts of type text are read")
         texts.append(text)
     return "".join(texts)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _check_text(text: str, where: str, special_tokens: Sequence[str]) -> None:

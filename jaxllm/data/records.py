@@ -12,7 +12,8 @@ from __future__ import annotations
 import codecs
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -50,6 +51,11 @@ TEXT_BYTES, BLOCKS_FROM = 256 * MIB, 16 * MIB
 """The longest text of a file that a tokenizer encodes in one piece; from the second on, bytes pass in blocks."""
 LONGEST_DOCUMENT = 2**32 - 2
 """Bytes, which with its end a length of 32 bits counts."""
+_ARCHIVES = {
+    **{"gzip": rb"\x1f\x8b", "Zstandard": rb"\x28\xb5\x2f\xfd", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ"},
+    **{"a zip archive": rb"PK\x03\x04", "7z": rb"7z\xbc\xaf", "LZ4": rb'\x04"M\x18', "Parquet": rb"PAR1", "Arrow": rb"ARROW1"},
+    "a tar archive": rb"(?s:.{257})ustar",
+}
 FEW_BROKEN, BROKEN_SHARE = 10, 0.01
 """Records that a small input may lose, up to half of it; and the share that any may lose."""
 
@@ -128,7 +134,7 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
     try:
         require_unchanged(file)
         if file.kind == "text":
-            yield _read_text(part, in_blocks)
+            yield _read_text(part, text_key, in_blocks)
         else:
             yield from tables[file.kind](part, text_key)
         if file.address:
@@ -180,11 +186,12 @@ def records_before(part: Part) -> int:
 # -------------------------------------------------------------------------------------------------------------- text
 
 
-def _read_text(part: Part, in_blocks: bool) -> Record:
+def _read_text(part: Part, text_key: str, in_blocks: bool) -> Record:
     at_most = BLOCKS_FROM if in_blocks else TEXT_BYTES
     with open_input(part.file) as raw:
         try:
             content = decompressed(part.file.path, raw).read(at_most + 1)
+            require_text(part.file.path, content, {text_key})
             if len(content) <= at_most:
                 return Record(content.decode("utf-8"), None, "", part.size)
             if not in_blocks:
@@ -197,6 +204,24 @@ def _read_text(part: Part, in_blocks: bool) -> Record:
             return Record(None, None, f"not UTF-8 text (byte {error.start})", part.size)
         except DamagedFile as error:
             return Record(None, None, str(error), part.size)
+
+
+def require_text(path: str, content: bytes, fields: Collection[str]) -> None:
+    """Raises ConfigError if what is read as one text is an archive, or JSON lines with one of these fields."""
+    archive = (
+        "tar" if content[257:262] == b"ustar" else next((what for what, begin in _ARCHIVES if re.match(begin, content)), "")
+    )
+    if archive:
+        raise ConfigError(
+            f"{path} is {archive}, and its name does not end so that it is read (in .gz, .zst, .parquet or .arrow): rename or "
+            f"unpack it, or leave it out."
+        )
+    objects = [_object(line)[0] or {} for line in content[:_CHUNK].split(b"\n", 2)[:2]]
+    if len(objects) == 2 and all(not one.keys().isdisjoint(fields) for one in objects):
+        raise ConfigError(
+            f"{path} holds JSON lines and would be read as one text: end its name in .jsonl and tokenize it with `jaxllm data "
+            f"prepare`; conversations are data.source=chat."
+        )
 
 
 def _blocks(of: InputFile) -> Iterator[bytes]:

@@ -30,6 +30,7 @@ from jaxllm.data.conversations import read_conversations
 from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, TextDocuments
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
+from jaxllm.data.records import require_text
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxllm.untrusted import GIB, RefusedInput, read_bytes, reason_of
@@ -83,6 +84,13 @@ class Data:
     """Template for conversations. None without conversations, or if they are plain prompts and completions."""
     end_of_turn: int | None = None
     """The token with which the template ends an answer."""
+
+    @property
+    def ends(self) -> set[int]:
+        """Tokens that end what is learnt: those of answers, and of documents where there are any."""
+        rendered = self.chat_template is not None and all(part.source in CONVERSATIONS for part in self.config.data.sources)
+        of_documents = None if rendered or self.tokenizer is None else self.tokenizer.eos_id
+        return {token for token in (self.end_of_turn, of_documents) if token is not None}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -390,6 +398,7 @@ def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
     for name in sorted(names):
         try:
             texts[name] = read_bytes(Path(name), MOST_BYTES)
+            require_text(name, texts[name], {"text", "messages", "conversations", "prompt"})
             texts[name].decode()
         except UnicodeDecodeError as error:
             where = f"{name} is not UTF-8 text (byte {error.start})"

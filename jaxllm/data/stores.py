@@ -176,7 +176,8 @@ def _input(address: str, info: dict[str, Any], path: str | None = None) -> Input
     if not isinstance(size, int) or not 0 <= size <= INT64:
         raise ConfigError(f"The store of {path} does not say how long it is: download it, and give the copy.")
     version = next((str(info[key]) for key in _VERSIONS[scheme] if info.get(key)), "")
-    return InputFile(path, size, 0, kind_of(path), address, shown(version, LONGEST_VERSION))
+    kind = kind_of(re.split(r"[?#;]", address)[0] if scheme.startswith("http") else path)
+    return InputFile(path, size, 0, kind, address, shown(version, LONGEST_VERSION))
 
 
 _VERSIONS = {

@@ -187,7 +187,8 @@ def keep_companions(folder: Path, trainer: Any) -> None:
             # Save the template of training, wherever it came from.
             aside.mkdir(exist_ok=True)
             (aside / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
-            stop_at(trainer.data.end_of_turn, aside, trainer.data.tokenizer)
+        if aside.exists():
+            stop_at(trainer.data.ends, aside, trainer.data.tokenizer)
     if home.exists():
         shutil.rmtree(before, ignore_errors=True)
         home.rename(before)
@@ -196,19 +197,18 @@ def keep_companions(folder: Path, trainer: Any) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def stop_at(turn: int | None, folder: Path, tokenizer: Tokenizer) -> None:
-    """Adds the token that ends a trained answer to those by which servers stop, in the files that exports copy."""
-    if turn is None:
-        return
+def stop_at(learnt: set[int], folder: Path, tokenizer: Tokenizer) -> None:
+    """Adds the tokens that end what was learnt to those by which servers stop, in the files that exports copy."""
     config, generation = (read_companion(folder / name) for name in (CONFIG, GENERATION))
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     for said in (config, generation):
         ids |= {name: token for name, token in said.items() if name.endswith("_token_id") and token is not None}
-    ids = {name: token for name, token in ids.items() if token is not None}
-    if turn not in (ends := _ends(ids)):
-        ids["eos_token_id"] = ends = [*ends, turn]
-        (folder / GENERATION).write_text(json.dumps(generation | ids, indent=2) + "\n")
-    if config and turn not in _ends(config):
+    ends = _ends(ids)
+    if more := sorted(learnt - {*ends}):
+        ids["eos_token_id"] = ends = [*ends, *more]
+        known = {name: token for name, token in ids.items() if token is not None}
+        (folder / GENERATION).write_text(json.dumps(generation | known, indent=2) + "\n")
+    if config and not learnt <= {*_ends(config)}:
         (folder / CONFIG).write_text(json.dumps(config | {"eos_token_id": ends}, indent=2) + "\n")
 
 

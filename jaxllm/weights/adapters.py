@@ -41,7 +41,15 @@ OFF = (None, False, "", [], {})
 NO_PART = {
     *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "peft_version", "runtime_config"),
     # A and B are there for the modules that are adapted, and their names say which; the rest is of training.
-    *("target_modules", "layers_pattern", "lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "layers_pattern",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+        "ensure_weight_tying",
+    ),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
 """Keys that have no part in what A and B mean."""

@@ -209,8 +209,8 @@ def test_servers_stop_at_the_end_of_a_turn_too(generation, original, ends, tmp_p
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))
     for _ in range(2):
-        stop_at(257, tmp_path, tokenizer)
-        stop_at(None, tmp_path, tokenizer)
+        stop_at({257}, tmp_path, tokenizer)
+        stop_at(set(), tmp_path, tokenizer)
         found = {name: json.loads(path.read_text()) if (path := tmp_path / name).exists() else None for name in files}
         if ends is None:
             assert found == files

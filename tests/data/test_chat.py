@@ -319,7 +319,7 @@ def test_fields_that_are_not_read_are_counted_and_said_once(read, tmp_path, capl
     read([*lines, {"messages": CONVERSATION, "prompt": "What"}, {"prompt": "a", "completion": "b", "source": "s"}])
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"Fields beside the conversations of {tmp_path}/*.json* are not read: id (3 of them, such as 0), prompt (1 of them, "
+        f"Not read of the conversations of {tmp_path}/*.json*: id (3 of them, such as 0), prompt (1 of them, "
         f"such as What), source (1 of them, such as s)"
     )
 

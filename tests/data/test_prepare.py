@@ -1,14 +1,20 @@
+import bz2
 import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +32,7 @@ from jaxllm.data import parts, prepared, records, shards
 from jaxllm.data.parts import zstd
 from jaxllm.data.prepare import parse_shard, prepare
 from jaxllm.data.prepared import PreparedDocuments
+from jaxllm.data.sources import read_texts
 from jaxllm.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -595,6 +602,37 @@ def test_broken_files_count_as_one_record(tmp_path, monkeypatch):
         "f.jsonl.gz:1: damaged gzip (Not a gzipped file (b'no'))",
     )
     assert (summary.documents, summary.empty) == (1, 1)
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_archives_and_json_lines_under_other_names_are_no_texts(tmp_path, tokenizer, by_bytes):
+    content = lines(made_up(200))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("a.jsonl", content)
+    archived = io.BytesIO()
+    with tarfile.open(fileobj=archived, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.jsonl"))
+    named = {
+        "a.jsonl.xz": ("xz", lzma.compress(content)),
+        "a.jsonl.bz2": ("bzip2", bz2.compress(content)),
+        "a.zip": ("a zip archive", packed.getvalue()),
+        "a.tar.gz": ("tar", gzip.compress(archived.getvalue())),
+        "a.txt": ("gzip", gzip.compress(content)),
+        "a.zstd": ("Zstandard", zstd.compress(content)),
+        "a.jsonl.1": ("JSON lines", content),
+        "a.ldjson": ("JSON lines", content),
+    }
+    (tmp_path / "good.jsonl").write_bytes(content)
+    for name, (what, bytes_of_it) in named.items():
+        (tmp_path / name).write_bytes(bytes_of_it)
+        with pytest.raises(
+            ConfigError, match=rf"{re.escape(name)} (is|holds) {what}(, and its name does not end| and would be)"
+        ):
+            here([tmp_path / "good.jsonl", tmp_path / name], tmp_path / "out", tokenizer="bytes" if by_bytes else tokenizer)
+        if what == "JSON lines":
+            with pytest.raises(ConfigError, match=rf"{re.escape(name)} holds JSON lines and would be read as one text"):
+                read_texts([str(tmp_path / name)])
 
 
 def test_zstandard_with_a_long_window_is_read(tmp_path):

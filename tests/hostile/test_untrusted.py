@@ -204,8 +204,13 @@ def test_what_is_shown_fits_a_line():
         ("s3://AKIA:wJ@lr/K7@MD@bucket/a", "s3://bucket/a"),
         ("https://token@host/a@b and http://me:pw@host:80/", "https://host/a@b and http://host:80/"),
         ("'https://host/a?X-Amz-Signature=K7MD&b=1' is none", "'https://host/a' is none"),
+        ("(https://host/a(1).gz?name=a(1).gz&X-Amz-Signature=K7MD): no", "(https://host/a(1).gz): no"),
+        ("az://box/a.jsonl?sv=2020&sig=K7MD, s3://b/a?X-Amz-Signature=K7 x", "az://box/a.jsonl, s3://b/a x"),
+        ("s3:/AKIA:wJalr/K7MD@bucket/run is none; https:/me:pw@host/a?sig=K#token=K", "s3:/bucket/run is none; https:/host/a"),
+        ("https://host/a#token=K7MD hf://datasets/o/n/a?token=K7MD", "https://host/a hf://datasets/o/n/a"),
         # What only looks like it: a revision, a port, a pattern, and a path with an @.
-        ("hf://datasets/o/n@main gs://b/c@d https://host:8080/@scope/x s3://b/a?*.txt me@host: x", None),
+        ("hf://datasets/o/n@main gs://b/c@d https://host:8080/@scope/x s3://b/a?*.txt s3://b/part-?/y=1 me@host: x", None),
+        ("a.jsonl:/tmp/x@y", None),
     ],
 )
 def test_no_message_has_a_password(text, public):
