@@ -19,7 +19,7 @@ import typer
 
 from jaxllm import BEGAN_S, __version__
 from jaxllm.cli import options as opt
-from jaxllm.cli.errors import ending_in_one_sentence, in_one_line, open_standard_streams
+from jaxllm.cli.errors import ending_at_ctrl_c, ending_in_one_sentence, in_one_line, open_standard_streams
 from jaxllm.cli.models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
 from jaxllm.config import Config, ConfigError, json_schema
 
@@ -55,10 +55,11 @@ def callback(
 def train(recipe: opt.Recipe) -> None:
     """Trains a model; resumes automatically from the run directory."""
     loaded = opt.load(recipe)
-    from jaxllm.cluster import distributed, exit_codes
-    from jaxllm.run import advisor
-    from jaxllm.run.loop import fit
-    from jaxllm.run_report import for_runs
+    with ending_at_ctrl_c():
+        from jaxllm.cluster import distributed, exit_codes
+        from jaxllm.run import advisor
+        from jaxllm.run.loop import fit
+        from jaxllm.run_report import for_runs
 
     advisor.use(for_runs)
     if fit(loaded, import_s=time.monotonic() - BEGAN_S).stopped_by and distributed.launch_info().restarts:

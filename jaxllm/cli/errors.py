@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import select
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ import typer
 
 from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
-from jaxllm.terminal import safe_to_print
+from jaxllm.terminal import print_sentence, safe_to_print
 
 INTERRUPTED = 130
 NAMELESS = {
@@ -76,6 +77,21 @@ def ending_in_one_sentence() -> Iterator[None]:
         if exit_codes.NO_THREAD in str(error):
             _end("The system starts no more threads for this user: raise `ulimit -u`.")
         _end_of_defect("this is a defect of jaxllm", exit_codes.exit_code_for(error))
+
+
+@contextmanager
+def ending_at_ctrl_c() -> Iterator[None]:
+    """For imports, after which nothing is to be cleaned up: raised while an extension is initialized, KeyboardInterrupt may be
+    lost, become another error or crash the process."""
+
+    def end(*_: object) -> None:
+        print_sentence("interrupted.")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end) if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
+    yield
+    if before is not None:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_of_usage(error: Any) -> NoReturn:

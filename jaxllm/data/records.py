@@ -208,10 +208,7 @@ def _read_text(part: Part, text_key: str, in_blocks: bool) -> Record:
 
 def require_text(path: str, content: bytes, fields: Collection[str]) -> None:
     """Raises ConfigError if what is read as one text is an archive, or JSON lines with one of these fields."""
-    archive = (
-        "tar" if content[257:262] == b"ustar" else next((what for what, begin in _ARCHIVES if re.match(begin, content)), "")
-    )
-    if archive:
+    if archive := next((what for what, begin in _ARCHIVES.items() if re.match(begin, content)), None):
         raise ConfigError(
             f"{path} is {archive}, and its name does not end so that it is read (in .gz, .zst, .parquet or .arrow): rename or "
             f"unpack it, or leave it out."

@@ -236,6 +236,16 @@ def test_a_run_on_conversations_keeps_its_template_and_the_end_of_its_turns(temp
     kept = tmp_path / "run" / "tokenizer"
     assert (kept / "chat_template.jinja").read_text() == CHATML
     assert json.loads((kept / "generation_config.json").read_text()) == {"eos_token_id": [256, 258]}
+    texts = SimpleNamespace(start=SimpleNamespace(weights=None), step=0, data=read(folder, 259, "files"))
+    keep_companions(tmp_path / "texts", texts)
+    assert not (tmp_path / "texts" / "tokenizer" / "generation_config.json").exists()
+    base = Folder(tmp_path, "a base", data.config.model.model_dump(), None, sequence_length=16)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"eos_token_id": 257}')
+    texts.start.weights = SimpleNamespace(outline=SimpleNamespace(companions=tmp_path / "base"))
+    keep_companions(tmp_path / "texts", texts)
+    kept_of_texts = json.loads((tmp_path / "texts" / "tokenizer" / "config.json").read_text())
+    assert kept_of_texts == {"eos_token_id": [257, 256]}
     outline = Folder(tmp_path, "a run", data.config.model.model_dump(), kept, sequence_length=16)
     write_companions(outline, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [256, 258]}

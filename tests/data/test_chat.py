@@ -324,6 +324,58 @@ def test_fields_that_are_not_read_are_counted_and_said_once(read, tmp_path, capl
     )
 
 
+def test_what_of_messages_is_not_in_the_text_is_counted_and_said(read, caplog):
+    """Fields whose names the template's source lacks, and the reasoning that it cuts off."""
+    with_fields = flagged(2, name="me", tags=["a", 1], reasoning_content=None)
+    fields = CHATML.replace("m.role", "(m.name or m.role)")
+    read([{"messages": with_fields}, {"messages": flagged(1, tags=[], name="you")}], fields)
+    (record,) = caplog.records
+    assert record.getMessage().endswith('.json*: tags of a message (2 of them, such as ["a", 1])')
+    caplog.clear()
+    read([{"messages": THOUGHTFUL}, {"messages": flagged(2, thinking="Law.")}], FORGETS)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        ": reasoning of answers, which the chat template leaves out (2 of them, such as Easy.), thinking of a message"
+    ) or record.getMessage().endswith(": reasoning of answers, which the chat template leaves out (2 of them, such as Easy.)")
+
+
+LAST_SYSTEM = CHATML.replace("for m in messages", "for m in messages if m.role != 'system' or loop.last")
+NO_DEVELOPER = CHATML.replace("for m in messages", "for m in messages if m.role in ('user', 'assistant', 'system')")
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "content"),
+    [
+        (NO_DEVELOPER, "developer", "Be terse."),
+        # Other messages hold its text.
+        (NO_DEVELOPER, "developer", "What is"),
+        (NO_DEVELOPER, "tool", "{}"),
+        (LAST_SYSTEM, "system", "Be a pirate."),
+    ],
+)
+def test_a_message_that_the_template_does_not_write_makes_its_line_unusable(read, template, role, content):
+    told = [{"role": role, "content": content}, *CONVERSATION[1:]]
+    documents = read([{"messages": CONVERSATION[1:]}, {"messages": told}], template)
+    assert f"the chat template of a test does not write message 1 (of {role})" in documents.description.replace("The", "the")
+    read([{"messages": CONVERSATION[1:]}, {"messages": told}], CHATML)
+
+
+def test_fields_that_are_null_are_absent(read, folder):
+    calls = CHATML.replace(
+        "m.content +", "m.content + ('' if m.tool_calls is not defined else m.tool_calls | length | string) +"
+    )
+    documents = read([{"messages": flagged(2, tool_calls=None)}], calls)
+    assert answers(documents, folder)[0] == "It is  four.\n<|im_end|>"
+
+
+def test_roles_of_sharegpt_have_any_case(read):
+    names = {"user": "Human", "assistant": "ChatGPT", "system": "system"}
+    records = [{"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in CONVERSATION]}]
+    documents = read([{"messages": CONVERSATION}, *records])
+    for ours, theirs in zip(whole(documents, 0), whole(documents, 1), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_an_array_and_parquet_hold_the_conversations_of_the_lines(read, tmp_path, tokenizer):
     """Rows of Parquet have all fields of all messages, most of them null."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -377,6 +429,22 @@ BROKEN = [
     ),
     ({"messages": flagged(1, train=True)}, "message 2 asks to be learnt, and only answers of an assistant are"),
     ({"messages": flagged(2, weight=0)[:3]}, "each answer is excluded, so there is nothing to learn"),
+    ({"messages": flagged(2, masked=True)[:3]}, "each answer is excluded, so there is nothing to learn"),
+    (
+        {"messages": flagged(2, masked=True, train=True)},
+        "message 3 says both that it is learnt and that it is not (train, masked)",
+    ),
+    (
+        {"messages": flagged(2, train_detail=[{"begin_offset": 0}])},
+        "message 3 has train_detail, and answers are learnt whole or not at all",
+    ),
+    ({"messages": flagged(2, tool_calls=[{}])}, "message 3 of messages has tool_calls, and tools are not supported"),
+    (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{}"}]},
+        "message 2 of conversations has function_call, and tools are not supported",
+    ),
+    # JSON would escape them.
+    ({"messages": flagged(2, content='a <|"|> b')}, 'message 3 spells the special token <|"|>'),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "message 1 of messages has a part image_url, and only parts of type text are read",

@@ -47,8 +47,18 @@ def texts(documents, number=0):
         {"prompt": [USER], "chosen": "4", "rejected": "It is 5"},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "2+2?", "chosen": [GOOD], "rejected": [BAD]},
+        {
+            "conversations": [{"from": "human", "value": "2+2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "It is 5"},
+        },
     ],
-    ids=["texts", "messages", "messages and texts", "conversations", "conversations and a text"],
+    ids=[
+        *("texts", "messages", "messages and texts", "conversations", "conversations and a text"),
+        *("conversations and messages", "a text and messages", "LLaMA-Factory's"),
+    ],
 )
 def test_all_spellings_of_a_pair_are_the_same_document(read, record):
     documents = read(record)
@@ -87,6 +97,11 @@ def test_the_fingerprint_changes_with_what_is_preferred_and_with_the_border(read
         ({"chosen": "b", "rejected": "c"}, "it has no prompt, and its answers are not lists of messages"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "its answers do not begin with the same message, and it has no prompt"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "completion is not a list of messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "its rejected answer is null, neither a text nor messages"),
+        (
+            {"prompt": "Judge: 2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "its prompt is none of the messages with which both answers begin",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"type": "function"}]}, "it offers tools, which are not"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import lzma
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -617,7 +616,7 @@ def test_archives_and_json_lines_under_other_names_are_no_texts(tmp_path, tokeni
         "a.jsonl.xz": ("xz", lzma.compress(content)),
         "a.jsonl.bz2": ("bzip2", bz2.compress(content)),
         "a.zip": ("a zip archive", packed.getvalue()),
-        "a.tar.gz": ("tar", gzip.compress(archived.getvalue())),
+        "a.tar.gz": ("a tar archive", gzip.compress(archived.getvalue())),
         "a.txt": ("gzip", gzip.compress(content)),
         "a.zstd": ("Zstandard", zstd.compress(content)),
         "a.jsonl.1": ("JSON lines", content),
@@ -626,12 +625,10 @@ def test_archives_and_json_lines_under_other_names_are_no_texts(tmp_path, tokeni
     (tmp_path / "good.jsonl").write_bytes(content)
     for name, (what, bytes_of_it) in named.items():
         (tmp_path / name).write_bytes(bytes_of_it)
-        with pytest.raises(
-            ConfigError, match=rf"{re.escape(name)} (is|holds) {what}(, and its name does not end| and would be)"
-        ):
+        with pytest.raises(ConfigError, match=rf"{name} (is|holds) {what}(, and its name does not end| and would be)"):
             here([tmp_path / "good.jsonl", tmp_path / name], tmp_path / "out", tokenizer="bytes" if by_bytes else tokenizer)
         if what == "JSON lines":
-            with pytest.raises(ConfigError, match=rf"{re.escape(name)} holds JSON lines and would be read as one text"):
+            with pytest.raises(ConfigError, match=rf"{name} holds JSON lines and would be read as one text"):
                 read_texts([str(tmp_path / name)])
 
 

@@ -211,6 +211,7 @@ def shelf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shelf")
     lines = [json.dumps({"text": f"text number {i} " * (1 + i % 7)}) for i in range(50)]
     (folder / "lines.jsonl").write_text("\n".join(lines))
+    (folder / "words.txt").write_text("\n".join(lines).replace("{", "("))
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -267,14 +268,14 @@ def test_several_folders_are_one_source(shelf, tmp_path):
 def test_a_mixture_of_every_kind(shelf):
     mixture = [
         part("pages", "prepared", shelf / "tokens", weight=2),
-        part("lines", "files", shelf / "lines.jsonl"),
+        part("lines", "files", shelf / "words.txt"),
         part("old", "megatron", shelf / "megatron"),
     ]
     data = Read(vocab_size=300, mixture=mixture, held_out_fraction=0).data
     assert data.tokenizer.sha256 == load_tokenizer(str(shelf / "tokenizer")).sha256
     # Texts beside a prepared folder use its tokenizer.
     lines = data.sources[1]
-    assert data.tokenizer.decode(lines.text(lines.train)) == (shelf / "lines.jsonl").read_text()
+    assert data.tokenizer.decode(lines.text(lines.train)) == (shelf / "words.txt").read_text()
     stream = data.stream()
     assert stream.counts == [2048, 1024, 1024]
     assert stream.samples(np.arange(64))["tokens"].max() < 300
@@ -298,7 +299,7 @@ def test_a_mixture_of_every_kind(shelf):
             "The tokenizer tokenizer has 300 ids and model.vocab_size=256: set model.vocab_size to at least 300, or choose",
         ),
         (
-            {"source": "files", "paths": ["lines.jsonl"], "tokenizer": "tokenizer"},
+            {"source": "files", "paths": ["words.txt"], "tokenizer": "tokenizer"},
             "The tokenizer tokenizer has 300 ids and model.vocab_size=256",
         ),
         ({"source": "prepared", "paths": ["tokenizer"]}, "tokenizer is not a prepared folder (it has no manifest.json)"),
