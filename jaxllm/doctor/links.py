@@ -3,8 +3,6 @@ makes them. Measured and judged.
 
     for one in collectives(mesh, axis, size_bytes, limited): collective(one, group, gpu)
     for one in host_copies(hosts, size_bytes, gpu): host_copy(one, gpu)
-
-Every process calls both, and iterates over all of them.
 """
 
 from __future__ import annotations
