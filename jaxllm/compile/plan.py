@@ -106,7 +106,6 @@ class Outcome:
         return self.plan.interrupted or (self.sweep is not None and self.sweep.interrupted)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
         return {
             **self.plan.to_json(),
             "objective": self.objective,
