@@ -391,7 +391,7 @@ def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, tex
     for one in collectives:
         expected = links.COSTS[one["what"]](one["size_bytes"], Group(one["ranks"], 1), LINKS)
         assert one.pop("expected_s") == expected
-        row = rows[Collective(**one).check]
+        row = rows[f"{one['what']} over {one['axis']}"]
         assert (row.status == FAIL) == (expected / one["seconds"] < links.POOR_SHARE)
         assert "expected of h100-80gb" in row.found
     # A mesh that does not fit these devices.
