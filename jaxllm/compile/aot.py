@@ -57,12 +57,6 @@ device_description_str: "{name}"
 """
 
 
-def target_text(gpu: Gpu, memory_bytes: int = DEMAND_BYTES) -> str:
-    """XLA's text description of this GPU."""
-    bandwidth, name = round(gpu.memory_bandwidth_bytes_per_s), gpu.device_kind or gpu.name
-    return _TARGET.format(chip=gpu.chip, bandwidth=bandwidth, memory=memory_bytes, name=name)
-
-
 def can_compile_for_gpus() -> bool:
     """Whether the CUDA plugin and NVIDIA's assembler are installed."""
     try:
@@ -101,7 +95,8 @@ def gpu_devices(
     """
     require_compiler(gpu)
     topology = f"1x{hosts}x{gpus_per_host}"
-    target = target_text(gpu, memory_bytes)
+    bandwidth, name = round(gpu.memory_bandwidth_bytes_per_s), gpu.device_kind or gpu.name
+    target = _TARGET.format(chip=gpu.chip, bandwidth=bandwidth, memory=memory_bytes, name=name)
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,20 +63,15 @@ def read_dump(folder: str | Path) -> StepMemory:
 
 def step_memory(assignment: str, live_range: str, hlo: str) -> StepMemory:
     """Parses the texts of one dump: *-buffer-assignment.txt, *-live-range.txt and the program itself."""
-    order, lives = _live_ranges(live_range)
+    order = re.findall(r"^ +\d+:(\S+)$", live_range, re.MULTILINE)
+    found = re.findall(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)$", live_range, re.MULTILINE)
+    lives = {value: (int(start), int(last)) for value, start, last in found}
     pieces, allocated = [], 0
     for size, buffers in _temporaries(assignment):
         # Allocations are placed end to end, so that no two overlap.
         pieces += [(allocated + offset, length, *lives[name]) for name, length, offset in buffers if name in lives]
         allocated += size
     return StepMemory(_union(pieces, len(order)), allocated, tuple(_phases(order, hlo)))
-
-
-def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """(instructions in order, value -> first and last instruction at which it is live)."""
-    order = re.findall(r"^ +\d+:(\S+)$", text, re.MULTILINE)
-    lives = re.findall(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)$", text, re.MULTILINE)
-    return order, {name: (int(start), int(end)) for name, start, end in lives}
 
 
 def _temporaries(text: str) -> Iterator[tuple[int, list[tuple[str, int, int]]]]:
@@ -93,41 +88,24 @@ def _temporaries(text: str) -> Iterator[tuple[int, list[tuple[str, int, int]]]]:
 
 def _union(pieces: list[tuple[int, int, int, int]], instructions: int) -> np.ndarray:
     """int64 [instructions]: bytes that at least one piece (offset, size, first instruction, last) covers. Values that share
-    memory, as those of a loop do, count once.
-    """
-    edges = np.unique([edge for offset, size, _, _ in pieces for edge in (offset, offset + size)]).astype(np.int64)
-    lengths = np.diff(edges)
-    covering = np.zeros(len(lengths), np.int64)
-    starts: list[list[slice]] = [[] for _ in range(instructions + 1)]
-    ends: list[list[slice]] = [[] for _ in range(instructions + 1)]
-    for offset, size, start, end in pieces:
-        where = slice(*np.searchsorted(edges, [offset, offset + size]))
-        if start < instructions:
-            starts[start].append(where)
-            ends[min(end + 1, instructions)].append(where)
-    used, now = np.zeros(instructions, np.int64), 0
-    for t in range(instructions):
-        for where in ends[t]:
-            covering[where] -= 1
-            now -= lengths[where][covering[where] == 0].sum()
-        for where in starts[t]:
-            now += lengths[where][covering[where] == 0].sum()
-            covering[where] += 1
-        used[t] = now
+    memory, as those of a loop do, count once."""
+    low, size, start, last = np.array(pieces, np.int64).reshape(-1, 4).T
+    high, used = low + size, np.zeros(instructions, np.int64)
+    begins, ends = (np.minimum(at, instructions) for at in (start, last + 1))
+    for edge, following in pairwise(np.unique([low, high])):
+        here = (low <= edge) & (edge < high)
+        changes = (np.bincount(at[here], minlength=instructions + 1) for at in (begins, ends))
+        used += (following - edge) * (np.subtract(*changes).cumsum()[:-1] > 0)
     return used
 
 
 def _phases(order: list[str], hlo: str) -> Iterator[str]:
     """The phase of each instruction, by the name of the operation it comes from: autodiff names the forward `jvp` and the
     backward `transpose`; the step names the rest `optimizer`. An instruction with none of these is in the phase of the one
-    before it.
-    """
+    before it."""
     names = dict(re.findall(r'^ +(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"', hlo, re.MULTILINE))
-    phase = FORWARD
+    phase, marks = FORWARD, {"/optimizer/": UPDATE, "transpose(": BACKWARD, "jvp(": FORWARD}
     for instruction in order:
         name = names.get(instruction, "")
-        for mark, meant in (("/optimizer/", UPDATE), ("transpose(", BACKWARD), ("jvp(", FORWARD)):
-            if mark in name:
-                phase = meant
-                break
+        phase = next((meant for mark, meant in marks.items() if mark in name), phase)
         yield phase

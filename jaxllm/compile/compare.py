@@ -91,7 +91,17 @@ def compare(before: CompileReport, after: CompileReport, names: tuple[str, str])
     if kinds[0] != kinds[1]:
         first, second = (f"{gpus} x {shown(gpu)} ({hosts_text(gpus, max(1, size))})" for gpu, gpus, size in kinds)
         raise ConfigError(f"One step is for {first}, and the other for {second}: compare steps for the same GPUs.")
-    return Comparison(before, after, names, tuple(_changes(before, after)))
+    figures_before, figures_after = figures(before), figures(after)
+    changes = []
+    for about in (about for about in figures_before if about in figures_after):
+        one, two = figures_before[about], figures_after[about]
+        matters = SAME * max(one.total, two.total)
+        for figure in one.by_name | two.by_name:
+            values = one.by_name.get(figure, 0.0), two.by_name.get(figure, 0.0)
+            more = values[1] - values[0]
+            verdict = "worse" if more > matters else "better" if more < -matters else "same"
+            changes.append(Change(f"{about}: {figure}" if figure else about, one.unit, *values, verdict))
+    return Comparison(before, after, names, tuple(sorted(changes, key=_rank)))
 
 
 def figures(report: CompileReport) -> dict[str, Figures]:
@@ -123,20 +133,6 @@ def figures(report: CompileReport) -> dict[str, Figures]:
             exposed = {_over(row.kind, row.axes): row.exposed_s for row in report.overlap if row.every_steps is None}
             found["exposed"] = Figures("s", account.step_s, {ALL: all_exposed, **exposed})
     return found
-
-
-def _changes(before: CompileReport, after: CompileReport) -> list[Change]:
-    first, second = figures(before), figures(after)
-    changes = []
-    for about in (about for about in first if about in second):
-        one, two = first[about], second[about]
-        matters = SAME * max(one.total, two.total)
-        for figure in one.by_name | two.by_name:
-            values = one.by_name.get(figure, 0.0), two.by_name.get(figure, 0.0)
-            more = values[1] - values[0]
-            verdict = "worse" if more > matters else "better" if more < -matters else "same"
-            changes.append(Change(f"{about}: {figure}" if figure else about, one.unit, *values, verdict))
-    return sorted(changes, key=_rank)
 
 
 def _rank(change: Change) -> tuple:

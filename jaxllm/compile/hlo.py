@@ -4,7 +4,6 @@ and the done of one; the arrays that instructions produce. Plain text processing
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,16 +172,6 @@ class _Occurrence:
     def instruction(self) -> Instruction:
         return self.among[self.position]
 
-    def until(self, op: str) -> tuple[list[Instruction], Instruction]:
-        """(instructions between, the done), for a start."""
-        name, later = self.instruction.name, range(self.position + 1, len(self.among))
-        done = next(i for i in later if self.among[i].op == op and name in operands(self.among[i]))
-        return self.among[self.position + 1 : done], self.among[done]
-
-    def inputs(self) -> list[Instruction]:
-        names = set(OPERAND.findall(self.instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
-        return [instruction for instruction in self.among[: self.position] if instruction.name in names]
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -211,24 +200,6 @@ class Collective:
     @property
     def elements(self) -> int:
         return sum(math.prod(shape) for _, shape in self.buffers)
-
-
-@dataclass(frozen=True)
-class Result:
-    """An array that an instruction produces."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    op_name: str
-    """Its origin in the traced program; the instruction's own name if XLA gives none."""
-    argument: str
-    """The program's argument of which it is a copy, cast, slice or gather; '' if there is none."""
-    executed: int
-    in_loop: bool
-
-    @property
-    def size_bytes(self) -> int:
-        return byte_size(self.dtype, self.shape)
 
 
 @dataclass
@@ -285,34 +256,6 @@ class Module:
         visit(self.entry)
         return list(order)
 
-    def results(self) -> list[Result]:
-        """Every array that an instruction produces. Arrays that are only passed on (arguments, results of loops and calls,
-        tuples), values inside fusions, and arrays in host memory are left out. An array updated in place appears once per
-        update.
-        """
-        results = []
-        for occurrence in self.walk():
-            instruction = occurrence.instruction
-            if instruction.op in PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
-                continue
-            argument, op_name = self._argument(occurrence), OP_NAME.search(instruction.text)
-            name = op_name[1] if op_name else instruction.name
-            for dtype, dims in BUFFER.findall(instruction.result):
-                results.append(Result(dtype, shape_of(dims), name, argument, occurrence.executed, bool(occurrence.loops)))
-        return results
-
-    def _argument(self, occurrence: _Occurrence) -> str:
-        """The program argument that an instruction reads, through others with a single array input; '' if there is none."""
-        for _ in range(8):
-            if occurrence.instruction.op == "parameter":
-                name = OP_NAME.search(occurrence.instruction.text)
-                return name[1].replace("\\'", "'") if name else ""
-            inputs = [instruction for instruction in occurrence.inputs() if instruction.op not in ("constant", "iota")]
-            if len(inputs) != 1:
-                return ""
-            occurrence = _Occurrence(occurrence.among, occurrence.among.index(inputs[0]), occurrence.executed, occurrence.loops)
-        return ""
-
     def flops(self, computation: str) -> int:
         """FLOPs of the matmuls and fused attention in one run of a computation: 2 per product. A loop without a trip count
         counts as one iteration, a conditional by branch_shares, and an instruction without shapes as nothing."""
@@ -359,7 +302,11 @@ class Module:
     def _collective(self, kind: str, occurrence: _Occurrence) -> Collective:
         start = occurrence.instruction
         asynchronous = start.op.endswith("-start")
-        between, end = occurrence.until(f"{kind}-done") if asynchronous else ([], start)
+        between, end = [], start
+        if asynchronous:
+            later = occurrence.among[occurrence.position + 1 :]
+            done = next(i for i, one in enumerate(later) if one.op == f"{kind}-done" and start.name in operands(one))
+            between, end = later[:done], later[done]
         buffers = tuple((dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(end.result))
         spans = [instruction for instruction in between if self.has_matmul(instruction)]
         types = {instruction.name: instruction.result for instruction in occurrence.among if spans}
@@ -382,8 +329,7 @@ class Module:
         target = TARGET.search(instruction.text)
         if instruction.op == "dot" or (target and re.search(r"gemm|cublas|cudnn", target[1])):
             return True
-        inner = itertools.chain.from_iterable(self.computations.get(name, []) for name in instruction.called)
-        return any(self.has_matmul(i) for i in inner)
+        return any(self.has_matmul(i) for name in instruction.called for i in self.computations.get(name, []))
 
     def _axes_of(self, text: str) -> tuple[str, ...]:
         """The axes along which the devices of a group differ."""
@@ -415,15 +361,40 @@ class LargeResult:
 
 
 def largest_results(module: Module) -> tuple[LargeResult, ...]:
-    """The largest results of instructions. XLA's public interface has no buffer assignment for GPUs; some of these results
-    share memory at different times.
+    """The largest arrays that instructions produce. Those that are only passed on (arguments, results of loops and calls,
+    tuples), values inside fusions, and arrays in host memory are left out. An array updated in place counts once per update.
+
+    XLA's public interface has no buffer assignment for GPUs; some of these results share memory at different times.
     """
     groups: dict[tuple, list[bool]] = {}
-    for result in module.results():
-        key = (result.size_bytes, result.dtype, result.shape, origin(result.argument, result.op_name))
-        groups.setdefault(key, []).append(result.in_loop)
+    for at in module.walk():
+        instruction = at.instruction
+        if instruction.op in PASSING or instruction.op.endswith("-start") or ON_HOST in instruction.result:
+            continue
+        op_name = OP_NAME.search(instruction.text)
+        came_from = origin(_argument(at.among, at.position), op_name[1] if op_name else instruction.name)
+        for dtype, dims in BUFFER.findall(instruction.result):
+            shape = shape_of(dims)
+            groups.setdefault((byte_size(dtype, shape), dtype, shape, came_from), []).append(bool(at.loops))
     largest = sorted(groups, key=lambda key: -key[0])[:LARGEST]
     return tuple(LargeResult(*key, len(groups[key]), all(groups[key])) for key in largest)  # type: ignore[call-arg]
+
+
+def _argument(among: Sequence[Instruction], position: int) -> str:
+    """The program's argument of which the result is a copy, cast, slice or gather, through others with a single array input;
+    '' if there is none."""
+    for _ in range(8):
+        instruction = among[position]
+        if instruction.op == "parameter":
+            name = OP_NAME.search(instruction.text)
+            return name[1].replace("\\'", "'") if name else ""
+        names = set(OPERAND.findall(instruction.text.split(" = ", 1)[1].split(", calls=")[0]))
+        named = [place for place, one in enumerate(among[:position]) if one.name in names]
+        inputs = [place for place in named if among[place].op not in ("constant", "iota")]
+        if len(inputs) != 1:
+            return ""
+        (position,) = inputs
+    return ""
 
 
 def origin(argument: str, op_name: str) -> str:

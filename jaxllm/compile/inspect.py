@@ -262,7 +262,6 @@ class Report:
     warnings: tuple[ConfigWarning, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
         waste = self.shape_waste.to_json() if self.shape_waste else None
         return {**asdict(self), "shape_waste": waste, "total_bytes_per_device": self.bytes_per_device.total}
 
@@ -385,8 +384,7 @@ def activations(config: Config, gpu: Gpu) -> Activations:
 
 def bytes_without_remat(model: ModelConfig, sequence_length: int) -> float:
     """Bytes per token and layer of all residuals that autodiff keeps of a block with plain XLA attention on one device. They
-    come from the traced program, because there is no closed form.
-    """
+    come from the traced program, because there is no closed form."""
 
     def kept():
         graph, weights = nnx.split(Block(model, rngs=nnx.Rngs(0)))

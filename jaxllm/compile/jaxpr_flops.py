@@ -45,9 +45,20 @@ class Visit:
     """(number, how many there are) of the branches that it is in, outermost first."""
 
 
-def walk(jaxpr: Any) -> Iterator[Visit]:
-    """Yields all equations of a Jaxpr or ClosedJaxpr and of the programs they call, in order; a call comes before its body."""
-    yield from _walk(_open(jaxpr), Visit(None, 1, (), 1), frozenset())
+def walk(jaxpr: Any, at: Visit = Visit(None, 1, (), 1), manual: Axes = frozenset()) -> Iterator[Visit]:
+    """Yields all equations of a Jaxpr or ClosedJaxpr and of the programs they call, in order; a call comes before its body.
+
+    Args:
+      at: where the program is, of which the mesh axes `manual` are manual already. Default: a program of its own.
+    """
+    for equation in _open(jaxpr).eqns:
+        yield replace(at, equation=equation)
+        trips, split, programs = _trip_count(equation), _newly_manual(equation, manual), list(_programs(equation))
+        loops = at.loops if trips == 1 else (*at.loops, trips)
+        for number, program in enumerate(programs):
+            branches = (*at.branches, (number, len(programs))) if equation.primitive.name == "cond" else at.branches
+            inside = Visit(None, at.executed * (trips or 1), loops, at.ranks * math.prod(split.values()), branches)
+            yield from walk(program, inside, manual | split.keys())
 
 
 def matmul_flops(jaxpr: Any, branch_shares: Sequence[float] = (), manual: Axes = frozenset()) -> int:
@@ -108,17 +119,6 @@ def kernel_flops(jaxpr: Any, branch_shares: Sequence[float] = ()) -> int:
             share = math.prod(branch_shares[b] if count == len(branch_shares) else 1 for b, count in visit.branches)
             total += round((4 if match[1] == "fwd" else 10) * B * N * H * pairs * share) * visit.executed * visit.ranks
     return total
-
-
-def _walk(jaxpr: Any, at: Visit, manual: Axes) -> Iterator[Visit]:
-    for equation in jaxpr.eqns:
-        yield replace(at, equation=equation)
-        trips, split, programs = _trip_count(equation), _newly_manual(equation, manual), list(_programs(equation))
-        loops = at.loops if trips == 1 else (*at.loops, trips)
-        for number, program in enumerate(programs):
-            branches = (*at.branches, (number, len(programs))) if equation.primitive.name == "cond" else at.branches
-            inside = Visit(None, at.executed * (trips or 1), loops, at.ranks * math.prod(split.values()), branches)
-            yield from _walk(program, inside, manual | split.keys())
 
 
 def _trip_count(equation: Any) -> int | None:

@@ -45,6 +45,7 @@ NO_KERNELS = (*hlo.PASSING, "add-dependency", "after-all", "partition-id", "repl
 """Operations that launch nothing. The done of an asynchronous one launches nothing either."""
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _WORKSPACES = ("s8", "u8")
+"""Dtypes of a library's workspace, which is not read again."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,10 @@ def _kind(instruction: Instruction, fused: Sequence[Instruction], types: Mapping
     return "copy" if op in ("copy", "transpose") else "fusion"
 
 
-def bytes_of(result: str) -> int:
-    """Bytes of all arrays in a type as HLO writes it."""
-    return sum(byte_size(dtype, shape_of(dims)) for dtype, dims in BUFFER.findall(result))
+def bytes_of(result: str, left_out: tuple[str, ...] = ()) -> int:
+    """Bytes of all arrays in a type as HLO writes it. Behind the first, a product, arrays of some dtypes may be left out."""
+    arrays = enumerate(BUFFER.findall(result))
+    return sum(byte_size(dtype, shape_of(dims)) for n, (dtype, dims) in arrays if n == 0 or dtype not in left_out)
 
 
 def _moved(instruction: Instruction, types: Mapping[str, str]) -> tuple[int, int]:
@@ -140,14 +142,7 @@ def _moved(instruction: Instruction, types: Mapping[str, str]) -> tuple[int, int
         return moved, moved
     if op in ("dynamic-slice", "slice", "gather"):
         return bytes_of(instruction.result), bytes_of(instruction.result)
-    written = _without_workspaces if target_of(instruction) else bytes_of
-    return sum(read), written(instruction.result)
-
-
-def _without_workspaces(result: str) -> int:
-    """bytes_of(result). Behind the first result, the product, a library's workspace is left out: it is not read again."""
-    arrays = enumerate(BUFFER.findall(result))
-    return sum(byte_size(dtype, shape_of(dims)) for n, (dtype, dims) in arrays if n == 0 or dtype not in _WORKSPACES)
+    return sum(read), bytes_of(instruction.result, _WORKSPACES if target_of(instruction) else ())
 
 
 def _moved_by_fusion(fused: Sequence[Instruction]) -> tuple[int, int]:
@@ -169,7 +164,7 @@ def _moved_by_fusion(fused: Sequence[Instruction]) -> tuple[int, int]:
         if output.op == "scatter":
             # Each row is read, added to and written.
             return 2 * bytes_of(by_name[operands(output)[-1]].result)
-        return _without_workspaces(output.result)
+        return bytes_of(output.result, _WORKSPACES)
 
     root = next(i for i in fused if i.text.lstrip().startswith("ROOT "))
     outputs = [by_name[name] for name in operands(root)] if root.op == "tuple" else [root]
@@ -310,8 +305,10 @@ def kernel_account(
     if in_rounds:
         parts.append(_outer_part(config, gpu, gpus_per_host, outer, rates))
     step_s = sum(row.seconds for row in parts)
-    full, causal = (_mfu(config, gpu, step_s, causal) for causal in (False, True))
-    return KernelAccount(tuple(sorted(parts, key=lambda row: -row.seconds)), step_s, full, causal, rates)
+    model, S, possible_flops = config.model, config.train.sequence_length, step_s * config.devices * gpu.dense_flops["bfloat16"]
+    per_token = (train_flops_per_token(model, S, causal, config.frozen) for causal in (False, True))
+    mfu_full_square, mfu_causal = (config.step_tokens * flops / possible_flops for flops in per_token)
+    return KernelAccount(tuple(sorted(parts, key=lambda row: -row.seconds)), step_s, mfu_full_square, mfu_causal, rates)
 
 
 def _outer_part(config: Config, gpu: Gpu, gpus_per_host: int, among: Sequence[Kernel], rates: KernelRates) -> KernelPart:
@@ -383,8 +380,3 @@ def _by_structure(kernel: Kernel) -> str | None:
 def _within(path: str, scopes: str) -> bool:
     """Whether a scope is an element of the path, plain or as in transpose(jvp(norm))."""
     return re.search(rf"(?:^|[/(])(?:{scopes})(?=[/)]|$)", path) is not None
-
-
-def _mfu(config: Config, gpu: Gpu, step_s: float, causal: bool) -> float:
-    flops = config.step_tokens * train_flops_per_token(config.model, config.train.sequence_length, causal, config.frozen)
-    return flops / (step_s * config.devices * gpu.dense_flops["bfloat16"])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, operands, trip_count
 from jaxllm.config import ParallelConfig
@@ -163,15 +163,6 @@ def _sum(kind: str, axes: tuple[str, ...], members: Sequence[Transfer]) -> Overl
     )
 
 
-@dataclass
-class _Clock:
-    now_s: float = 0.0
-    free_s: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """Time at which the link of each set of axes is free."""
-    arrives_s: dict[str, float] = field(default_factory=dict)
-    """Arrival time of each transfer in flight, by the name of its start."""
-
-
 class _Simulation:
     def __init__(self, module: Module, gpu: Gpu, gpus_per_host: int, fp8: bool, parallel: ParallelConfig | None):
         self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
@@ -200,30 +191,29 @@ class _Simulation:
 
     def run(self, computation: str) -> float:
         """Seconds of one run of a computation. The computations that it calls must be simulated already."""
-        clock, among = _Clock(), self.module.computations[computation]
+        now_s, among = 0.0, self.module.computations[computation]
         types = {instruction.name: instruction.result for instruction in among}
+        # When the link of each set of axes is free, and when each transfer in flight arrives, by the name of its start.
+        free_s: dict[tuple[str, ...], float] = {}
+        arrives_s: dict[str, float] = {}
         for instruction in among:
             if collective := self.collectives.get((computation, instruction.name)):
-                self.start(clock, collective)
-            elif started := done_of(instruction, clock.arrives_s):
-                waited_s = max(0.0, clock.arrives_s.pop(started) - clock.now_s)
+                begins_s = max(now_s, free_s.get(collective.axes, 0.0))
+                ends_s = free_s[collective.axes] = begins_s + self.transfer_s(collective)
+                if collective.asynchronous:
+                    arrives_s[collective.name] = ends_s
+                else:
+                    self.exposed_s[computation, collective.name] = ends_s - now_s
+                    now_s = ends_s
+            elif started := done_of(instruction, arrives_s):
+                waited_s = max(0.0, arrives_s.pop(started) - now_s)
                 self.exposed_s[computation, started] = waited_s
-                clock.now_s += waited_s
+                now_s += waited_s
             elif runs_s := [self.times_s[name] for name in instruction.called if name in self.times_s]:
-                clock.now_s += trip_count(instruction) * sum(runs_s)
+                now_s += trip_count(instruction) * sum(runs_s)
             else:
-                clock.now_s += self.module.flops_of(instruction, types) / self.flops_per_s
-        return clock.now_s
-
-    def start(self, clock: _Clock, collective: Collective) -> None:
-        transfer_s = self.transfer_s(collective)
-        begins_s = max(clock.now_s, clock.free_s.get(collective.axes, 0.0))
-        arrives_s = clock.free_s[collective.axes] = begins_s + transfer_s
-        if collective.asynchronous:
-            clock.arrives_s[collective.name] = arrives_s
-        else:
-            self.exposed_s[collective.computation, collective.name] = arrives_s - clock.now_s
-            clock.now_s = arrives_s
+                now_s += self.module.flops_of(instruction, types) / self.flops_per_s
+        return now_s
 
     def transfer_s(self, collective: Collective) -> float:
         """Seconds of one execution on an idle link; 0 without participants. Axes that are not adjacent in the mesh count as if

@@ -22,9 +22,6 @@ from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search, w
 from jaxllm.plan.sweep import OBJECTIVES, Objective, Sweep, longest_sequence, objective_line, smallest_cluster, sweep_gpus
 from jaxllm.terminal import console
 
-WORKERS = 2
-"""Compilations at the same time; each uses one core most of the time."""
-
 
 def plan(
     config: Config,
@@ -35,7 +32,7 @@ def plan(
     compile: int = 0,
     objective: Objective = "speed",
     cache: Path | None = None,
-    workers: int = WORKERS,
+    workers: int = 2,
     progress: Progress | None = None,
     **rules: Any,
 ) -> Plan:
@@ -55,7 +52,7 @@ def plan(
       objective: speed: tokens/s/GPU; gpus: the fewest GPUs on which any config fits; sequence: the longest sequence with which
         any config fits; microbatch: the largest. Ties go to the fastest.
       cache: folder of compile reports, read and extended.
-      workers: compilations at the same time.
+      workers: compilations at the same time; each uses one core most of the time.
       rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
         schedule, remat, microbatch_sequences, offload_state. across_hosts: whether context x tensor may cross
         hosts; None: only if nothing fits otherwise. host_bytes_per_gpu: limit of host memory for offloading; None: the GPU's
@@ -106,7 +103,6 @@ class Outcome:
         return self.plan.interrupted or (self.sweep is not None and self.sweep.interrupted)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
         return {
             **self.plan.to_json(),
             "objective": self.objective,

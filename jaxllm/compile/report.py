@@ -91,8 +91,7 @@ def unknown_loop_warnings(loops: int) -> Iterator[str]:
 
 def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Iterator[str]:
     """Parameters of which every rank along an axis holds the same large part, although a dim would divide. Stored weights are
-    always reported. The compute copy is replicated by design below ZeRO 3, so it is reported only if the step does not fit.
-    """
+    always reported. The compute copy is replicated by design below ZeRO 3, so it is reported only if the step does not fit."""
     sizes = axis_sizes(config.parallel)
     rows = [describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1])]
     masters: dict[str, list[ParameterRow]] = {}
@@ -221,7 +220,6 @@ class CompileReport:
         return f"<CompileReport for {self.gpus} x {self.gpu}: {readable(self.total_bytes)} on each{verdict}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
         return asdict(self)
 
 
@@ -264,8 +262,7 @@ def compile_report(
     if file is not None and (cached := _read(file, because)) is not None:
         return cached
     real = aot.gpu_devices(gpus // per_host, per_host, gpu, gpu.memory_bytes) if real_memory else None
-    kind = (gpu.name, gpu.memory_bytes, gpu.capacity_bytes)
-    report = _compile(config, devices, real, kind, gpu, per_host, because, on_device=False)
+    report = _compile(config, devices, real, gpu.capacity_bytes, gpu, per_host, because, on_device=False)
     if file is not None:
         _write(file, report)
     return report
@@ -277,11 +274,9 @@ def _for_attached_devices(config: Config, gpus: int | None, per_host: int | None
     if real_memory:
         raise ConfigError("--real-memory is for GPUs named by --gpu: present devices have their own memory.")
     require_present(gpus, devices)
-    kind = devices[0].device_kind
-    known = gpu_from_device_kind(kind)
+    known, capacity = gpu_from_device_kind(devices[0].device_kind), capacity_of(devices[0])
     per_host, because = choose_gpus_per_host(len(devices), per_host, max(1, jax.local_device_count()), config.parallel)
-    named = (known.name if known else kind, known.memory_bytes if known else None, capacity_of(devices[0]))
-    return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, named, known, per_host, because)
+    return _compile(config.resolve(len(devices)).at_largest_batch, devices, None, capacity, known, per_host, because)
 
 
 def require_present(gpus: int | None, devices: Sequence[jax.Device]) -> None:
@@ -295,15 +290,14 @@ def _compile(
     config: Config,
     devices: Sequence[jax.Device],
     real: Sequence[jax.Device] | None,
-    kind: tuple[str, int | None, int | None],
+    capacity: int | None,
     gpu: Gpu | None,
     per_host: int,
     because: str,
     on_device: bool = True,
 ) -> CompileReport:
-    """Compiles for `devices`. Args: kind: name, memory and capacity of a device; gpu: its figures; real: devices with real
-    memory; on_device: `devices` are present."""
-    name, memory_bytes, capacity = kind
+    """Compiles for `devices`. Args: gpu: their figures; real: devices with real memory; on_device: `devices` are present."""
+    memory_bytes = None if gpu is None else gpu.memory_bytes
     started = time.perf_counter()
     step = aot.trace_step(config, devices)
     trace_s = time.perf_counter() - started
@@ -329,7 +323,7 @@ def _compile(
     fits = None if capacity is None else size <= capacity
     unknown_loops = module.loops_without_trip_count()
     return CompileReport(
-        gpu=name,
+        gpu=devices[0].device_kind if gpu is None else gpu.name,
         gpus=len(devices),
         gpus_per_host=per_host,
         hosts_because=because,
@@ -400,8 +394,7 @@ def host_bytes(memory: Any) -> int:
 
 def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: bool) -> str:
     """Hash of everything that the report depends on: the config without logs, checkpoints and run directory, the GPUs, the
-    versions of JAX and of the libraries that compile, XLA_FLAGS, jaxllm's own source.
-    """
+    versions of JAX and of the libraries that compile, XLA_FLAGS, jaxllm's own source."""
     what = config.model_dump(mode="json", exclude={"log": True, "checkpoint": True, "run": {"dir", "compilation_cache"}})
     kind = {**vars(gpu), "dense_flops": dict(gpu.dense_flops), "chip": asdict(gpu.chip)}
     share = [XLA_MEMORY_FRACTION, RESERVE_BYTES]

@@ -27,6 +27,7 @@ from jaxllm.compile.report import CompileReport
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import capacity_text, fits_text
 from jaxllm.cost_model.hosts import hosts_text
+from jaxllm.cost_model.kernel_rates import KernelRates
 from jaxllm.display import readable
 from jaxllm.mesh.axes import CONTEXT, TENSOR
 from jaxllm.parallel.zigzag import table_text
@@ -329,7 +330,6 @@ def render_kernels(report: CompileReport, against: CompileReport | None = None) 
     """The account for a terminal of at least 80 columns. Raises as account_of does."""
     account, other = account_of(report), None if against is None else account_of(against)
     table = _comparison(account, other) if other else _table(account)
-    lines = [f"  {value:,.3g} {unit}" for value, unit in _rates(account)]
     return Group(
         *heading(report),
         *verdict(report),
@@ -340,7 +340,7 @@ def render_kernels(report: CompileReport, against: CompileReport | None = None) 
         Text(_total("", account)),
         *([Text(_total("the other: ", other))] if other else []),
         Text("\nRates: shares of the peaks that one H100 reached; assumed for other GPUs (jaxllm/cost_model/kernel_rates.py)"),
-        *map(Text, lines),
+        *(Text(f"  {rate}") for rate in _rates(account.rates)),
         *([Text("\nWarnings"), *(Text(f"  {line}") for line in report.warnings)] if report.warnings else []),
     )
 
@@ -385,12 +385,9 @@ def _total(whose: str, account: KernelAccount) -> str:
     )
 
 
-def _rates(account: KernelAccount) -> list[tuple[float, str]]:
-    rates = account.rates
-    return [
-        (rates.matmul_flops_per_s / 1e12, "TFLOP/s in matmuls"),
-        (rates.attention_forward_flops_per_s / 1e12, "TFLOP/s in attention, of the causal half"),
-        (rates.attention_backward_flops_per_s / 1e12, "TFLOP/s in its backward pass"),
-        (rates.memory_bytes_per_s / 1e12, "TB/s of memory"),
-        (rates.launch_s * 1e6, "us between kernels"),
-    ]
+def _rates(rates: KernelRates) -> Iterator[str]:
+    yield f"{rates.matmul_flops_per_s / 1e12:,.3g} TFLOP/s in matmuls"
+    yield f"{rates.attention_forward_flops_per_s / 1e12:,.3g} TFLOP/s in attention, of the causal half"
+    yield f"{rates.attention_backward_flops_per_s / 1e12:,.3g} TFLOP/s in its backward pass"
+    yield f"{rates.memory_bytes_per_s / 1e12:,.3g} TB/s of memory"
+    yield f"{rates.launch_s * 1e6:,.3g} us between kernels"

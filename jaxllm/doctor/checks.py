@@ -49,7 +49,7 @@ def unknown_flags(names: Sequence[str], jaxlib: str) -> Row:
     return Row("xla flags", FAIL, found, "take it out of XLA_FLAGS: flags belong to one version of jaxlib")
 
 
-def versions(processes: Sequence[Facts]) -> Iterator[Row]:
+def versions(processes: Sequence[Facts]) -> Row:
     mine = processes[0].versions
     shown = ", ".join(f"{name} {version}" for name, version in mine.items() if name.startswith(("jax", "nvidia")))
     found = f"{shown}, Python {processes[0].python}"
@@ -58,25 +58,22 @@ def versions(processes: Sequence[Facts]) -> Iterator[Row]:
     if others:
         differ = sorted({name for one in others for name, _ in one.versions.items() ^ mine.items()} or {"Python"})
         found = f"not those of process 0 on {_processes(others)}: {', '.join(differ)}"
-        yield Row("versions", FAIL, found, "install the same on all hosts")
-    elif plugins:
+        return Row("versions", FAIL, found, "install the same on all hosts")
+    if plugins:
         wants = mine.get("jaxlib", "")
         found = f"jaxlib {wants} wants its own version of {' and '.join(f'{name}, not {mine[name]}' for name in plugins)}"
-        yield Row("versions", FAIL, found, f"install {' '.join(f'{name}=={wants}' for name in plugins)}")
-    else:
-        yield Row("versions", OK, found)
+        return Row("versions", FAIL, found, f"install {' '.join(f'{name}=={wants}' for name in plugins)}")
+    return Row("versions", OK, found)
 
 
-def driver(processes: Sequence[Facts], forced: bool) -> Iterator[Row]:
+def driver(processes: Sequence[Facts], forced: bool) -> Row:
     """Compares the driver's version with CUDA's minimum and over the hosts. `forced`: the run asked for CPU devices."""
     first = next((one for one in processes if one.driver is not None), None)
     if first is None or first.driver is None:
-        if any(one.platform == "gpu" for one in processes):
-            todo = "install nvidia-ml-py 12.535 or newer: without it other users of the GPUs are not known"
-            yield Row("driver", WARN, "NVIDIA's management library does not answer", todo)
-        else:
-            yield Row("driver", OK, "none: no NVIDIA GPUs here")
-        return
+        if all(one.platform != "gpu" for one in processes):
+            return Row("driver", OK, "none: no NVIDIA GPUs here")
+        todo = "install nvidia-ml-py 12.535 or newer: without it other users of the GPUs are not known"
+        return Row("driver", WARN, "NVIDIA's management library does not answer", todo)
     majors = [int(name.removeprefix("jax-cuda")[:2]) for name in first.versions if name.startswith("jax-cuda")]
     newest = max(majors, default=0)
     others = _different(processes, lambda one: one.driver, first)
@@ -85,12 +82,11 @@ def driver(processes: Sequence[Facts], forced: bool) -> Iterator[Row]:
     if not forced and number.isdecimal() and int(number) < LEAST_DRIVER.get(newest, 0):
         found = f"{first.driver} on {_processes([first])}: CUDA {newest} needs {LEAST_DRIVER[newest]} or newer"
         older = [f", or install jaxllm[cuda{major}]" for major, least in LEAST_DRIVER.items() if least <= int(number)]
-        yield Row("driver", FAIL, found, "update it" + "".join(older))
-    elif others:
+        return Row("driver", FAIL, found, "update it" + "".join(older))
+    if others:
         found = f"{first.driver} on {_processes([first])}, another on {_processes(others)}"
-        yield Row("driver", WARN, found, "install the same on all hosts")
-    else:
-        yield Row("driver", OK, first.driver)
+        return Row("driver", WARN, found, "install the same on all hosts")
+    return Row("driver", OK, first.driver)
 
 
 def variables(processes: Sequence[Facts]) -> Iterator[Row]:
@@ -113,7 +109,7 @@ def variables(processes: Sequence[Facts]) -> Iterator[Row]:
         yield Row("variables", OK, shown)
 
 
-def launcher(processes: Sequence[Facts], hosts: Mapping[int, Any], info: LaunchInfo) -> Iterator[Row]:
+def launcher(processes: Sequence[Facts], hosts: Mapping[int, Any], info: LaunchInfo) -> Row:
     names: dict[Any, list[int]] = {}
     for one in processes:
         names.setdefault(hosts.get(one.rank, one.host), []).append(one.rank)
@@ -124,29 +120,27 @@ def launcher(processes: Sequence[Facts], hosts: Mapping[int, Any], info: LaunchI
         f"{info.launcher}{attempt}; {count_text(len(processes), 'process')} on {count_text(len(names), 'host')} ({where}{more})"
     )
     if len({len(ranks) for ranks in names.values()}) > 1:
-        yield Row("launcher", WARN, found, "start the same number of processes on each host")
-    else:
-        again = "" if len(processes) == 1 else f"; {'restarted if it fails' if info.restarts else 'no supervisor restarts it'}"
-        yield Row("launcher", OK, found + again)
+        return Row("launcher", WARN, found, "start the same number of processes on each host")
+    again = "" if len(processes) == 1 else f"; {'restarted if it fails' if info.restarts else 'no supervisor restarts it'}"
+    return Row("launcher", OK, found + again)
 
 
-def devices(processes: Sequence[Facts], forced: bool) -> Iterator[Row]:
+def devices(processes: Sequence[Facts], forced: bool) -> Row:
     total = sum(one.devices for one in processes)
     each = f", {processes[0].devices} to a process" if len(processes) > 1 else ""
     found = f"{total} x {processes[0].device_kind}{each}"
     idle = [] if forced else [one for one in processes if one.platform == "cpu" and one.cards]
     if others := _different(processes, lambda one: (one.platform, one.device_kind)):
         kinds = ", ".join(sorted({one.device_kind for one in others}))
-        yield Row("devices", FAIL, f"{found}, but {_processes(others)} have {kinds}", "give a run GPUs of one kind")
-    elif others := _different(processes, lambda one: one.devices):
+        return Row("devices", FAIL, f"{found}, but {_processes(others)} have {kinds}", "give a run GPUs of one kind")
+    if others := _different(processes, lambda one: one.devices):
         counts = ", ".join(sorted({str(one.devices) for one in others}))
         found = f"{processes[0].devices} on process 0, {counts} on {_processes(others)}"
-        yield Row("devices", FAIL, found, "give each process the same number")
-    elif idle:
+        return Row("devices", FAIL, found, "give each process the same number")
+    if idle:
         found = f"CPU, although there are GPUs ({idle[0].cards[0].name}): {_processes(idle)}"
-        yield Row("devices", FAIL, found, "install jaxllm[cuda13] (or cuda12), and unset JAX_PLATFORMS")
-    else:
-        yield Row("devices", OK, found)
+        return Row("devices", FAIL, found, "install jaxllm[cuda13] (or cuda12), and unset JAX_PLATFORMS")
+    return Row("devices", OK, found)
 
 
 def memory(processes: Sequence[Facts]) -> Iterator[Row]:
@@ -245,12 +239,8 @@ def folder(
     if (blind or unseen) and not has_store:
         writer, reader = ("process 0", _processes(blind)) if blind else (_processes(unseen), "process 0")
         found = f"{name}: files written by {writer} are not seen by {reader}"
-        yield Row(
-            "run directory",
-            FAIL,
-            found,
-            "choose a folder, by its absolute path, on storage that all hosts share, or set checkpoint.store",
-        )
+        todo = "choose a folder, by its absolute path, on storage that all hosts share, or set checkpoint.store"
+        yield Row("run directory", FAIL, found, todo)
         return
     if errors:
         who = _processes([processes[rank] for rank in errors])

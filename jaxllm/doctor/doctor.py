@@ -129,11 +129,11 @@ def examine(
 def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | None, gpu: Gpu | None, here: Facts) -> Report:
     processes, hosts = probes.gather(here), hosts_of(jax.devices())
     rows = [
-        *checks.versions(processes),
-        *checks.driver(processes, forced=run.cpu_devices is not None),
+        checks.versions(processes),
+        checks.driver(processes, forced=run.cpu_devices is not None),
         *checks.variables(processes),
-        *checks.launcher(processes, hosts, distributed.launch_info()),
-        *checks.devices(processes, forced=run.cpu_devices is not None),
+        checks.launcher(processes, hosts, distributed.launch_info()),
+        checks.devices(processes, forced=run.cpu_devices is not None),
         *checks.memory(processes),
         *checks.cpus(processes),
         *checks.clocks(processes, distributed.gathered(probes.clock_ahead())),

@@ -3,8 +3,6 @@ makes them. Measured and judged.
 
     for one in collectives(mesh, axis, size_bytes, limited): collective(one, group, gpu)
     for one in host_copies(hosts, size_bytes, gpu): host_copy(one, gpu)
-
-Every process calls both, and iterates over all of them.
 """
 
 from __future__ import annotations
@@ -57,10 +55,6 @@ class Collective:
     right: bool
     """Whether every device has the expected numbers."""
     expected_s: float | None = None
-
-    @property
-    def check(self) -> str:
-        return f"{self.what} over {self.axis}"
 
 
 def collectives(
@@ -120,19 +114,19 @@ def _median_s(run: Callable[[], Any]) -> float:
 
 
 def collective(one: Collective, group: Group, gpu: Gpu | None) -> Row:
-    across = f" across {group.hosts} hosts" if group.hosts > 1 else ""
+    check, across = f"{one.what} over {one.axis}", f" across {group.hosts} hosts" if group.hosts > 1 else ""
     found = (
         f"{rate_text(one.size_bytes / one.seconds)} of {readable(one.size_bytes)} over {count_text(one.ranks, 'rank')}{across}"
     )
     if not one.right:
         todo = "numbers arrive changed: run NVIDIA's DCGM diagnostics, and leave out the GPU or adapter it names"
-        return Row(one.check, FAIL, f"{found}; the result is wrong", todo)
+        return Row(check, FAIL, f"{found}; the result is wrong", todo)
     if one.expected_s is None or gpu is None:
-        return Row(one.check, OK, f"{found}; no speed is expected of these devices")
+        return Row(check, OK, f"{found}; no speed is expected of these devices")
     share = one.expected_s / one.seconds
     found += f"; {share:.0%} of the {rate_text(one.size_bytes / one.expected_s)} expected of {gpu.name}"
     if share >= GOOD_SHARE:
-        return Row(one.check, OK, found)
+        return Row(check, OK, found)
     poor = POOR_SHARE if group.hosts == 1 else POOR_SHARE_ACROSS
     todo = (
         "NCCL_DEBUG=INFO shows whether it goes by NVLink (P2P) or through the host (SHM); nvidia-smi topo -m shows the links"
@@ -140,7 +134,7 @@ def collective(one: Collective, group: Group, gpu: Gpu | None) -> Row:
         else "NCCL_DEBUG=INFO shows whether it goes by InfiniBand (NET/IB) or by TCP (NET/Socket); --gpu FILE.yaml describes a "
         "slower network than that of NVIDIA's reference system"
     )
-    return Row(one.check, FAIL if share < poor else WARN, found, todo)
+    return Row(check, FAIL if share < poor else WARN, found, todo)
 
 
 # -------------------------------------------------------------------------------------------------------------- host copies

@@ -246,14 +246,13 @@ def folder(path: Path, measures: bool) -> list[Folder]:
 def _missing(path: Path, names: Iterable[str]) -> set[str]:
     """Those of the files that do not appear in a folder within SEEN_LIMIT_S."""
     deadline, missing = time.monotonic() + SEEN_LIMIT_S, set(names)
-    while missing:
+    while True:
         # Listing a folder makes NFS refresh it.
         with suppress(OSError):
             missing -= set(os.listdir(path))
         if not missing or time.monotonic() > deadline:
-            break
+            return missing
         time.sleep(0.2)
-    return missing
 
 
 def _speed(path: Path) -> dict[str, Any]:

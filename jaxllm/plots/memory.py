@@ -54,10 +54,7 @@ def group_of(term: str) -> str:
 
 def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
     """Total bytes of each of GROUPS."""
-    sums: dict[str, int] = dict.fromkeys(GROUPS, 0)
-    for term, size in terms_bytes.items():
-        sums[group_of(term)] += size
-    return sums
+    return {group: sum(size for term, size in terms_bytes.items() if group_of(term) == group) for group in GROUPS}
 
 
 # ------------------------------------------------------------------------------------------------------------- stacked
@@ -65,8 +62,7 @@ def grouped(terms_bytes: Mapping[str, int]) -> dict[str, int]:
 
 def stage_figure(stages: Sequence[StageMemory], *, capacity_bytes: int | None = None, title: str = "") -> Any:
     """A stacked bar of terms for each stage, with the capacity as a line. Above MOST_STAGES stages, equal neighbours share one
-    bar.
-    """
+    bar."""
     columns = fold(stages) if len(stages) > MOST_STAGES else [(f"stage {stage.stage}", stage) for stage in stages]
     labels = [label if len(stages) > 1 else "each device" for label, _ in columns]
     return _stacked(labels, fold_slivers([stage.terms_bytes for _, stage in columns]), "", capacity_bytes, title)
@@ -103,8 +99,7 @@ def _stacked(
     """Draws one stacked bar per column; `own` is the index of the config's column."""
     figure = new_figure(max(6.5, 1.0 * len(labels) + 4.2), 4.6, title=title)
     axes = figure.add_subplot()
-    highest = y_limit(max(sum(column.values()) for column in columns), capacity_bytes)
-    unit, unit_name = display_unit(highest)
+    highest, unit, unit_name = y_limit(max(sum(column.values()) for column in columns), capacity_bytes)
     tops = draw_stacks(axes, columns, unit, 0.62)
     draw_capacity(axes, capacity_bytes, highest, unit)
     for i, top in enumerate(tops):
@@ -163,14 +158,11 @@ def colors_of(terms: Sequence[str]) -> dict[str, tuple[float, ...]]:
     return colors
 
 
-def display_unit(most_bytes: float) -> tuple[int, str]:
-    """GiB, or MiB below half a GiB."""
-    return (GIB, "GiB") if most_bytes >= GIB / 2 else (MIB, "MiB")
-
-
-def y_limit(most_bytes: int, capacity_bytes: int | None) -> int:
-    """Upper end of the y axis: the capacity, unless the bars would be small beside it."""
-    return max(most_bytes, capacity_bytes if capacity_bytes and capacity_bytes <= FARTHEST * most_bytes else 0)
+def y_limit(most_bytes: int, capacity_bytes: int | None) -> tuple[int, int, str]:
+    """(upper end of the y axis, its unit in bytes, the unit's name). The end is the capacity, unless the bars would be small
+    beside it."""
+    highest = max(most_bytes, capacity_bytes if capacity_bytes and capacity_bytes <= FARTHEST * most_bytes else 0)
+    return (highest, GIB, "GiB") if highest >= GIB / 2 else (highest, MIB, "MiB")
 
 
 def draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: int) -> None:
@@ -218,8 +210,7 @@ def variations(
     config: Config, over: str, capacity_bytes: int | None = None, gpu: Gpu | None = None
 ) -> tuple[list[tuple[int, Mapping[str, int]]], int]:
     """([(value, term -> bytes of the fullest stage)], the config's own value) for powers of two around the config's own
-    sequence length or microbatch: those that the rest of the config allows and that fit into one figure with its own.
-    """
+    sequence length or microbatch: those that the rest of the config allows and that fit into one figure with its own."""
     own = config.train.sequence_length if over == "sequence" else config.microbatch_sequences
     key = "train.sequence_length" if over == "sequence" else "train.microbatch_sequences"
     powers = {2**power for power in range(24)} | {own}

@@ -23,7 +23,6 @@ from jaxllm.plots.memory import (
     ACTIVATIONS,
     HUES,
     OPTIMIZER,
-    display_unit,
     draw_capacity,
     draw_stacks,
     fold_slivers,
@@ -87,8 +86,7 @@ def step_figure(
     grid = figure.add_gridspec(1, 2, width_ratios=(4.2, 1))
     axes, n = figure.add_subplot(grid[0, 0]), len(curve.phases)
     set_aside = held_bytes + curve.allocated_bytes
-    highest = y_limit(max(set_aside, stage.total_bytes), capacity_bytes)
-    unit, unit_name = display_unit(highest)
+    highest, unit, unit_name = y_limit(max(set_aside, stage.total_bytes), capacity_bytes)
     for phase, start, end in _long_spans(curve):
         axes.axvspan(start, end, color=_PHASES[phase], linewidth=0)
         if end - start > 0.06 * n:

@@ -29,10 +29,7 @@ WIDEST = 20
 """Characters of a cell on a terminal; the page has all of them."""
 _TEXT = ("data.tokenizer", "data.source", "data.paths", "data.mixture", "data.chat_template")
 """Keys of the text and its tokens: if they differ, so may what a nat per token means."""
-_HELD_OUT = ("data.held_out_fraction",)
 _CONTEXT = ("train.sequence_length", "data.packing", "data.mask_documents")
-_OWN = ("run.dir",)
-"""Keys that always differ."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ class Comparison:
     @cached_property
     def differing(self) -> dict[str, list[Any]]:
         """section.key -> its value in each run, for keys whose values are not all equal."""
-        keys = dict.fromkeys(key for run in self.runs for key in run.settings if key not in _OWN)
+        # The directories always differ.
+        keys = dict.fromkeys(key for run in self.runs for key in run.settings if key != "run.dir")
         values = {key: [run.settings.get(key) for run in self.runs] for key in keys}
         return {key: found for key, found in values.items() if any(one != found[0] for one in found)}
 
@@ -124,7 +122,7 @@ class Comparison:
         if timeless := [run.name for run in reached if run.numbers["hours_to_common_loss"] is None]:
             yield f"{found}. In hours it is not known, because lines of {', '.join(timeless)} have no times."
         else:
-            yield f"{found}; in hours {self._order('hours', lambda hours: f'{_hours(hours)} h')}."
+            yield f"{found}; in hours {self._order('hours', '{:,.4g} h'.format)}."
 
     def _order(self, name: str, shown: Callable[[float], str]) -> str:
         key = f"{name}_to_common_loss"
@@ -135,7 +133,7 @@ class Comparison:
     def warnings(self) -> Iterator[str]:
         for keys, words in (
             (_TEXT, "The losses are not comparable if the texts or tokenizers are not the same, and the runs differ in {}."),
-            (_HELD_OUT, "The held-out losses are of different texts: the runs differ in {}."),
+            (("data.held_out_fraction",), "The held-out losses are of different texts: the runs differ in {}."),
             (_CONTEXT, "Tokens do not see the same context, which changes the loss: the runs differ in {}."),
         ):
             if found := [key for key in keys if key in self.differing]:
@@ -146,7 +144,7 @@ class Comparison:
         shown: list[tuple[str, str, Callable[[float], str]]] = [
             ("tokens", "tokens", "{:,}".format),
             ("steps", "steps", "{:,}".format),
-            ("hours", "hours", _hours),
+            ("hours", "hours", "{:,.4g}".format),
             ("loss at the end", "loss", "{:.4f}".format),
             ("lowest loss", "least_loss", "{:.4f}".format),
             ("held-out loss at the end", "eval_loss", "{:.4f}".format),
@@ -159,7 +157,7 @@ class Comparison:
             ("restarts", "restarts", "{:,}".format),
         ]
         if self.common_loss is not None:
-            ways = (("steps", "{:,}".format), ("tokens", "{:,}".format), ("hours", _hours))
+            ways = (("steps", "{:,}".format), ("tokens", "{:,}".format), ("hours", "{:,.4g}".format))
             shown += [(f"{name} to {self.common_loss:.4f}", f"{name}_to_common_loss", way) for name, way in ways]
         rows = [(heading, [_cell(run.numbers[key], way) for run in self.runs]) for heading, key, way in shown]
         rows += [
@@ -219,7 +217,3 @@ def _least(values: np.ndarray) -> float | None:
 
 def _cell(value: float | None, shown: Callable[[float], str]) -> str:
     return "-" if value is None else shown(value)
-
-
-def _hours(value: float) -> str:
-    return f"{value:,.4g}"

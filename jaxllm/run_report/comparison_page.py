@@ -24,11 +24,8 @@ CHART_WIDTH = 420
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
 DASHES = ("", "7 3", "2 2", "9 2 2 2")
 """Twelve runs have different pairs of colour and dash. A black and white print shows dashes and letters."""
-AXES: dict[str, Callable[[History], np.ndarray]] = {
-    "tokens": lambda history: history.tokens,
-    "steps": lambda history: history.steps,
-    "hours": lambda history: history.hours,
-}
+AXES = ("tokens", "steps", "hours")
+"""Attributes of a History."""
 _STYLE = """\
 .grid { grid-template-columns: repeat(auto-fit, minmax(min(100%, 360px), 1fr)); }
 svg .end { font-weight: 700; paint-order: stroke; stroke: Canvas; stroke-width: 4px; stroke-linejoin: round; }
@@ -73,8 +70,8 @@ def charts(comparison: Comparison) -> list[str]:
         "Held-out loss": History.evaluated,
     }
     for title, curve in losses.items():
-        for name, axis in AXES.items():
-            curves = [_styled(place, run, *curve(run.history, axis(run.history))) for place, run in runs]
+        for name in AXES:
+            curves = [_styled(place, run, *curve(run.history, getattr(run.history, name))) for place, run in runs]
             found.append(_chart(f"{title} (nats per token)", curves, name))
     for title, key, is_log in (
         ("Batch (tokens of a step)", "batch_tokens", True),

@@ -47,14 +47,14 @@ class RunReport:
     """Smoothed loss that `over_ranks` aims at; None if no loss was finite."""
     reached_at: int | None
     """Index of the metrics line at which it was reached."""
-    needed: StepsToLoss | None
+    needed: StepsToLoss | None = None
     """Steps and tokens to reach it. None: see why_not."""
-    over_ranks: OverRanks | None
-    by_interval: tuple[OverRanks, ...]
+    over_ranks: OverRanks | None = None
+    by_interval: tuple[OverRanks, ...] = ()
     """The same for the known ends of the noise scale's interval."""
-    slower: float | None
+    slower: float | None = None
     """Measured over predicted step time; None if they cannot be compared."""
-    why_not: str
+    why_not: str = ""
     """The reason why over_ranks is None; else ''."""
 
     # ------------------------------------------------------------------------------------------------------------- numbers
@@ -247,23 +247,20 @@ def report_on(
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     history = read_run(folder)
     target, line = reach(history, loss)
-    report = RunReport(history, kind, target, line, None, None, (), None, "")
-
-    def without(why: str) -> RunReport:
-        return replace(report, why_not=why)
-
+    report = RunReport(history, kind, target, line)
     if line is None:
-        return without("no step's loss was finite.")
+        return replace(report, why_not="no step's loss was finite.")
     if history.noise_tokens is None:
         why = "the noise scale was not measured; set log.noise_scale_every."
         if "noise_scale_tokens" in {key for one in history.lines for key in one}:
             why = "the noise scale that was measured is never above 0; average over more steps."
-        return without(why)
+        return replace(report, why_not=why)
     if history.config.train.diloco_steps is not None:
-        return without("with DiLoCo, replicas step independently; the law holds for ranks that take every step together.")
+        why = "with DiLoCo, replicas step independently; the law holds for ranks that take every step together."
+        return replace(report, why_not=why)
     rate = history.tokens_per_s_per_device
     if kind is None and rate is None:
-        return without("no step's speed is known; name a GPU with --gpu.")
+        return replace(report, why_not="no step's speed is known; name a GPU with --gpu.")
     batch, noise = history.batch_tokens[: line + 1], history.noise_tokens[: line + 1]
     slower = None if kind is None or rate is None else slower_than_predicted(history, kind, gpus_per_host, rate)
 

@@ -69,11 +69,11 @@ def judged(processes: list[Facts], forced: bool = False) -> dict[str, Row]:
     """All rows that come from facts alone, by check."""
     hosts = {one.rank: one.host for one in processes}
     rows = [
-        *checks.versions(processes),
-        *checks.driver(processes, forced),
+        checks.versions(processes),
+        checks.driver(processes, forced),
         *checks.variables(processes),
-        *checks.launcher(processes, hosts, LaunchInfo("slurm", 0, "7", True, None)),
-        *checks.devices(processes, forced),
+        checks.launcher(processes, hosts, LaunchInfo("slurm", 0, "7", True, None)),
+        checks.devices(processes, forced),
         *checks.memory(processes),
         *checks.cpus(processes),
     ]
@@ -259,7 +259,7 @@ def test_a_process_is_bound_to_its_own_gpus(monkeypatch):
         monkeypatch.setattr(probes, "gpus_of", lambda devices, driven=driven: driven)
         here = probes.facts(*probes.gpu_cards())
         assert (here.driver, here.binding.gpu_nodes) == ("580.95.05", nodes)
-    (row,) = checks.driver(alike(1, driver=None, cards=[]), forced=False)
+    row = checks.driver(alike(1, driver=None, cards=[]), forced=False)
     assert (row.status, "nvidia-ml-py" in row.todo) == (WARN, True)
 
 
@@ -391,7 +391,7 @@ def test_a_recipe_and_what_its_gpus_should_do(monkeypatch, capsys, tmp_path, tex
     for one in collectives:
         expected = links.COSTS[one["what"]](one["size_bytes"], Group(one["ranks"], 1), LINKS)
         assert one.pop("expected_s") == expected
-        row = rows[Collective(**one).check]
+        row = rows[f"{one['what']} over {one['axis']}"]
         assert (row.status == FAIL) == (expected / one["seconds"] < links.POOR_SHARE)
         assert "expected of h100-80gb" in row.found
     # A mesh that does not fit these devices.
