@@ -239,7 +239,6 @@ def test_a_run_on_conversations_keeps_its_template_and_the_end_of_its_turns(temp
     texts = SimpleNamespace(start=SimpleNamespace(weights=None), step=0, data=read(folder, 259, "files"))
     keep_companions(tmp_path / "texts", texts)
     assert not (tmp_path / "texts" / "tokenizer" / "generation_config.json").exists()
-    base = Folder(tmp_path, "a base", data.config.model.model_dump(), None, sequence_length=16)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"eos_token_id": 257}')
     texts.start.weights = SimpleNamespace(outline=SimpleNamespace(companions=tmp_path / "base"))

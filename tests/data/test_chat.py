@@ -23,7 +23,7 @@ from jaxllm.data.parts import zstd
 from jaxllm.data.sources import load_data
 from jaxllm.data.tokenizer import load_tokenizer
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", '<|"|>']
 
 CHATML = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -339,7 +339,7 @@ def test_what_of_messages_is_not_in_the_text_is_counted_and_said(read, caplog):
     ) or record.getMessage().endswith(": reasoning of answers, which the chat template leaves out (2 of them, such as Easy.)")
 
 
-LAST_SYSTEM = CHATML.replace("for m in messages", "for m in messages if m.role != 'system' or loop.last")
+LAST_SYSTEM = CHATML.replace("m.content +", "('' if m.role == 'system' and not loop.last else m.content) +")
 NO_DEVELOPER = CHATML.replace("for m in messages", "for m in messages if m.role in ('user', 'assistant', 'system')")
 
 
