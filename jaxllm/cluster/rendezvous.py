@@ -371,15 +371,11 @@ class _Leader(Rendezvous):
                 raise RendezvousError(
                     checks.missing(self.launch.led_by(self.own.rank), self.infos, {self.own.rank, *self.connections})
                 )
-            self._look_for_a_rival(next(rivals, None))
+            if (rival := next(rivals, None)) is not None:
+                place = self.launch.led_by(rival)
+                with suppress(OSError, ConfigError, Unproven):
+                    raise _GivesWay(Visit(place, self.own, time.monotonic() + client.PROBE_S, client.PROBE_S))
             self.look(LOOK_S)
-
-    def _look_for_a_rival(self, rank: int | None) -> None:
-        if rank is None:
-            return
-        place = self.launch.led_by(rank)
-        with suppress(OSError, ConfigError, Unproven):
-            raise _GivesWay(Visit(place, self.own, time.monotonic() + client.PROBE_S, client.PROBE_S))
 
 
 class WaitingRoom(Rendezvous):

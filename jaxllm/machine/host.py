@@ -34,7 +34,7 @@ def available_cpus() -> int:
     return len(allowed_cpus())
 
 
-def require_threads_and_files(count: int = THREADS) -> None:
+def require_threads_and_files() -> None:
     """ConfigError if the system does not start so many threads, or does not let this process open FILES. It starts them and
     ends them again, in a few milliseconds: XLA's own code would abort where none starts."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -42,13 +42,14 @@ def require_threads_and_files(count: int = THREADS) -> None:
         raise ConfigError(f"This process may open only {files} files, and a run needs about {FILES}: raise `ulimit -n`.")
     ended, started = threading.Event(), []
     try:
-        for number in range(count):
+        for number in range(THREADS):
             thread = threading.Thread(target=ended.wait, name=f"probe {number}", daemon=True)
             thread.start()
             started.append(thread)
     except RuntimeError:
         raise ConfigError(
-            f"The system starts only {len(started)} more threads for this user, and JAX needs about {count}: raise `ulimit -u`."
+            f"The system starts only {len(started)} more threads for this user, and JAX needs about {THREADS}: raise "
+            f"`ulimit -u`."
         ) from None
     finally:
         ended.set()
