@@ -29,7 +29,7 @@ from jaxllm.cluster.exit_codes import causes
 from jaxllm.cluster.host_choice import ALL_REQUIRED, Elastic
 from jaxllm.cluster.initialize import Meeting, initialize
 from jaxllm.cluster.launchers import Launch, LaunchInfo
-from jaxllm.cluster.peer_monitor import Member, PeerMonitor
+from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous import WaitingRoom
 from jaxllm.cluster.rendezvous_checks import too_few_gpus
 from jaxllm.cluster.socket_messages import SECRET
@@ -117,7 +117,7 @@ def start(run: RunConfig, elastic: Elastic = ALL_REQUIRED) -> None:
         launch, answer = _meeting.launch, _meeting.answer
         # It watches the others from now until this process ends. The launch gives the rank: JAX would start its devices to find
         # it, which waits for all others, and these must be watched by then.
-        _monitor = PeerMonitor(launch.process_id, members(), answer.connections, limit_s)
+        _monitor = PeerMonitor(launch.process_id, hosts(), answer.connections, limit_s)
         atexit.register(_close_monitor, _monitor)
     if run.cpu_devices is None:
         _require_platforms()
@@ -149,8 +149,7 @@ def _start_program_cache(wanted: str, launch: Launch | None, on_cpu: bool) -> No
             # The caller started JAX's processes, and we do not know who shares a host.
             wanted = "off"
         else:
-            hosts = [host for host, _ in _meeting.answer.members]
-            is_writer, agree = launch.process_id == hosts.index(hosts[launch.process_id]), _seen_by_all
+            is_writer, agree = launch.process_id == hosts().index(hosts()[launch.process_id]), _seen_by_all
     program_cache.start(wanted, lambda: cache_folder() / "programs", os.environ, is_writer=is_writer, agree=agree)
 
 
@@ -204,11 +203,8 @@ def cache_folder() -> Path:
 
 
 def is_main_process() -> bool:
-    """Whether this is the one process that writes logs, metrics and the config; it works before `start` too.
-
-    Raises:
-      ConfigError: before `start`, as launchers.find.
-    """
+    """Whether this is the one process that writes logs, metrics and the config. Before `start` it raises what
+    launchers.find does."""
     if has_backends() or jax.distributed.is_initialized():
         return jax.process_index() == 0
     return _without_devices or (found := launchers.find(os.environ)) is None or found.process_id == 0
@@ -249,11 +245,9 @@ def waiting_room(grow: Callable[[str], None]) -> Iterator[WaitingRoom | None]:
             room.leave()
 
 
-def members() -> list[Member]:
-    """All processes of this run by rank, as they met in `start`; only this process in a run of one."""
-    if _meeting is not None:
-        return [Member(rank, host, pid) for rank, (host, pid) in enumerate(_meeting.answer.members)]
-    return [Member(0, socket.gethostname(), os.getpid())]
+def hosts() -> list[str]:
+    """The host of each process of this run by rank, as they met in `start`; only this one's in a run of one process."""
+    return [socket.gethostname()] if _meeting is None else [host for host, _ in _meeting.answer.members]
 
 
 def peer_monitor() -> PeerMonitor | None:
@@ -262,20 +256,14 @@ def peer_monitor() -> PeerMonitor | None:
 
 
 def require_same_config(config: Config) -> None:
-    """Compares the configs of all processes through the coordinator, without a device. Every process must call it.
-
-    Raises:
-      ConfigError: on all processes, if one differs; names these processes and the keys.
-    """
+    """Compares the configs of all processes through the coordinator, without a device; every process must call it. ConfigError
+    on all processes, if one differs; it names these processes and the keys."""
     _compare(config.model_dump_json(), _verdict)
 
 
 def require_same(text: str, otherwise: str) -> None:
-    """Compares a text over all processes; every process must call it.
-
-    Raises:
-      ConfigError: on all processes, if one differs: "Process 1 and process 0 " and `otherwise`.
-    """
+    """Compares a text over all processes; every process must call it. ConfigError on all processes, if one differs: "Process 1
+    and process 0 " and `otherwise`."""
     _compare(text, lambda _, different: f"Process {next(iter(different))} and process 0 {otherwise}.")
 
 

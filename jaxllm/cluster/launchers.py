@@ -45,11 +45,8 @@ MOST_BRACKETS = 8
 
 
 def expand_node_list(node_list: str) -> list[str]:
-    """Hosts of SLURM's short form, in its order: h[1-3,7],gpu-[001-004]x are h1 h2 h3 h7 gpu-001x and so on.
-
-    Raises:
-      ConfigError: the text is not a node list, or has more than MOST_PROCESSES hosts.
-    """
+    """Hosts of SLURM's short form, in its order: h[1-3,7],gpu-[001-004]x are h1 h2 h3 h7 gpu-001x and so on. ConfigError if the
+    text is not one, or has more than MOST_PROCESSES hosts."""
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list)
     try:
         if not parts or ",".join(parts) != node_list or any(part.count("[") > MOST_BRACKETS for part in parts):
@@ -202,12 +199,7 @@ def find(environ: Mapping[str, str]) -> Launch | None:
 
 
 def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
-    """The launch that this process belongs to, alone or not.
-
-    Raises:
-      ConfigError: JAXLLM_ATTEMPT or JAXLLM_BEAT_FD is not a number, JAXLLM_RESTARTS is neither yes nor no, or JAXLLM_LAUNCH_ID
-        is too long.
-    """
+    """The launch that this process belongs to, alone or not. ConfigError if a variable of it is not valid."""
     key = _nearest(environ)
     given = any(environ.get(name) for name in REQUIRED)
     attempt = _whole_number(environ, ATTEMPT, 0, MOST_ATTEMPTS) if environ.get(ATTEMPT) else 0
@@ -327,11 +319,8 @@ def _own_coordinator(environ: Mapping[str, str], key: str) -> _Coordinator | Non
 
 
 def _hosts(environ: Mapping[str, str], key: str) -> tuple[str, ...]:
-    """Hosts that the launcher gives, that of process 0 first.
-
-    Raises:
-      ConfigError: a SLURM node list cannot be read, and no coordinator is given.
-    """
+    """Hosts that the launcher gives, that of process 0 first. ConfigError if a SLURM node list cannot be read, and no
+    coordinator is given."""
     launcher = LAUNCHERS.get(key)
     if launcher is None:
         return ()

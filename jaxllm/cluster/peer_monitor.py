@@ -38,15 +38,6 @@ GRACE_S = 2.0
 another's error waits for its own, since most bad input is found by all."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """One process of a run."""
-
-    rank: int
-    host: str
-    pid: int
-
-
 class PeerStatus(NamedTuple):
     """Phase of a process, as far as process 0 knows."""
 
@@ -84,11 +75,7 @@ Message = progress.Snapshot | Slowest | Bye | StopNotice
 
 
 def parse(message: dict[str, Any]) -> Message | None:
-    """A message by its first key; None if its kind is not known.
-
-    Raises:
-      RefusedInput: its kind is known, but it holds something else.
-    """
+    """A message by its first key; None if its kind is not known, RefusedInput if it holds something else."""
     kinds: dict[str, type[Message]] = {"phase": progress.Snapshot, "slowest": Slowest, "bye": Bye, "notice": StopNotice}
     key = next((key for key in kinds if key in message), None)
     return None if key is None else checked(message[key] if key == "notice" else message, kinds[key])
@@ -145,7 +132,7 @@ class PeerMonitor:
 
     Args:
       rank: of this process.
-      members: all processes, by rank.
+      hosts: of all processes, by rank.
       connections: of the rendezvous, by the rank of the other end, which the monitor then owns: on process 0 to all others, on
         these to process 0.
       silence_s: silence in seconds after which a peer counts as lost.
@@ -155,14 +142,14 @@ class PeerMonitor:
     def __init__(
         self,
         rank: int,
-        members: Sequence[Member],
+        hosts: Sequence[str],
         connections: Mapping[int, Connection],
         silence_s: float,
         *,
         end: Callable[[int], Any] = os._exit,
         printer: Callable[[str], None] | None = None,
     ):
-        self.rank, self._members, self._silence_s = rank, members, silence_s
+        self.rank, self._hosts, self._silence_s = rank, hosts, silence_s
         self._end, self._print = end, printer or print_sentence
         self._beat_s = min(BEAT_S, silence_s / 4)
         self._links = [Link(other, connection) for other, connection in connections.items()]
@@ -219,8 +206,8 @@ class PeerMonitor:
 
     def name(self, rank: int | None = None) -> str:
         """Name such as "process 3 on h3"; of this process by default."""
-        member = self._members[self.rank if rank is None else rank]
-        return f"process {member.rank} on {member.host}"
+        rank = self.rank if rank is None else rank
+        return f"process {rank} on {self._hosts[rank]}"
 
     def status_by_process(self) -> str:
         """On process 0, all statuses: "step 12: processes 0, 1, 2; data after step 11: process 3 on h3". Empty elsewhere."""
@@ -325,7 +312,7 @@ class PeerMonitor:
     def _statuses(self) -> list[PeerStatus]:
         with self._lock:
             seen = self._seen | {self.rank: progress.now()}
-        return [PeerStatus(rank, self._members[rank].host, seen[rank]) for rank in sorted(seen)]
+        return [PeerStatus(rank, self._hosts[rank], seen[rank]) for rank in sorted(seen)]
 
     def _read(self, link: Link) -> None:
         messages = link.connection.receive()
@@ -384,7 +371,7 @@ class PeerMonitor:
     def _names(self, ranks: list[int]) -> str:
         if len(ranks) == 1:
             return self.name(ranks[0])
-        hosts = dict.fromkeys(self._members[rank].host for rank in ranks)
+        hosts = dict.fromkeys(self._hosts[rank] for rank in ranks)
         return f"processes {listed(map(str, ranks))} on {listed(hosts)}"
 
     def _receive_notice(self, notice: StopNotice, but: Link | None = None) -> None:

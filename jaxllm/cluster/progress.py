@@ -75,11 +75,7 @@ _steps: deque[StepTime] = deque(maxlen=KEPT_STEPS)
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Sets the phase inside the block. Phases nest: when the block ends, the outer phase resumes, with its seconds from 0.
-
-    Raises:
-      ValueError: `name` is not in PHASES.
-    """
+    """Sets the phase inside the block. Phases nest: when the block ends, the outer phase resumes, with its seconds from 0."""
     if name not in PHASES:
         raise ValueError(f"{name!r} is not one of the phases {', '.join(PHASES)}")
     global _phase

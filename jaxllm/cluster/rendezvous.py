@@ -181,12 +181,8 @@ class Rendezvous:
         self.selector.register(listener, selectors.EVENT_READ, None)
 
     def release(self, ranks: Sequence[int], layout: str) -> Answer:
-        """Tells these processes, own rank first, that they are a run, and waits for their confirmation.
-
-        Raises:
-          RendezvousError: one is gone, or does not answer.
-          ConfigError: they do not fit together.
-        """
+        """Tells these processes, own rank first, that they are a run, and waits for their confirmation. RendezvousError if one
+        is gone, or does not answer; ConfigError if they do not fit together."""
         infos = self.choice.numbered(ranks)
         if sentence := why_incompatible(infos):
             raise ConfigError(sentence)
@@ -272,11 +268,7 @@ class Rendezvous:
             self.drop(connection)
 
     def _admit(self, connection: _Connection, info: ProcessInfo) -> bool:
-        """Registers a process. False if it has to be dropped.
-
-        Raises:
-          ConfigError: it does not fit, and is required.
-        """
+        """Registers a process. False if it has to be dropped, ConfigError if it does not fit and is required."""
         if info.rank in self.present:
             return False
         if None not in (info.launch_id, self.own.launch_id) and info.launch_id != self.own.launch_id:
@@ -379,15 +371,11 @@ class _Leader(Rendezvous):
                 raise RendezvousError(
                     checks.missing(self.launch.led_by(self.own.rank), self.infos, {self.own.rank, *self.connections})
                 )
-            self._look_for_a_rival(next(rivals, None))
+            if (rival := next(rivals, None)) is not None:
+                place = self.launch.led_by(rival)
+                with suppress(OSError, ConfigError, Unproven):
+                    raise _GivesWay(Visit(place, self.own, time.monotonic() + client.PROBE_S, client.PROBE_S))
             self.look(LOOK_S)
-
-    def _look_for_a_rival(self, rank: int | None) -> None:
-        if rank is None:
-            return
-        place = self.launch.led_by(rank)
-        with suppress(OSError, ConfigError, Unproven):
-            raise _GivesWay(Visit(place, self.own, time.monotonic() + client.PROBE_S, client.PROBE_S))
 
 
 class WaitingRoom(Rendezvous):

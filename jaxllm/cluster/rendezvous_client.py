@@ -202,11 +202,7 @@ def other_secret(address: str, own: ProcessInfo) -> ConfigError:
 
 def probe(address: str, launch: Launch, own: ProcessInfo) -> str:
     """Description of the listener at process 0's port, in parentheses, for a process that also has rank 0; empty if it is not a
-    jaxllm process.
-
-    Raises:
-      ConfigError: it is another process 0 of this same launch. It raises the same error.
-    """
+    jaxllm process. If it is another process 0 of this same launch, both raise the same ConfigError."""
     try:
         until_s = time.monotonic() + TRY_S
         Visit(replace(launch, host=address), own, until_s).answer(until_s)

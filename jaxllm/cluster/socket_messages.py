@@ -150,11 +150,8 @@ def greet(connection: socket.socket, channel: Channel, limit_s: float) -> None:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes | None:
-    """The secret of this run; None where none is given.
-
-    Raises:
-      ConfigError: it is given twice, is too short or too long, or its file cannot be read, or can be read by others.
-    """
+    """The secret of this run; None where none is given. ConfigError if it is given twice, is too short or too long, or its file
+    cannot be read, or can be read by others."""
     path = environ.get(SECRET_FILE)
     if path is None:
         secret = environ.get(SECRET)
@@ -211,6 +208,7 @@ class Connection:
         """Messages that came with others and are not looked at yet. `receive` gives them first."""
         self._longest_bytes, self._buffer = longest_bytes, b""
         connection.setblocking(False)
+        # Otherwise a second short message waits for the first one's acknowledgement, 40 ms on Linux.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def receive(self) -> list[dict[str, Any]] | None:
@@ -229,24 +227,16 @@ class Connection:
         return messages
 
     def read(self) -> None:
-        """Adds what has come to `unread`.
+        """Adds the messages that are complete with what has come to `unread`.
 
         Raises:
           OSError: the other end is closed, or there is nothing.
+          Unproven: it has another secret, or none.
           ValueError: it sends anything else.
         """
         received = self.socket.recv(65536)
         if not received:
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-        self.take(received)
-
-    def take(self, received: bytes) -> None:
-        """Adds the messages that are complete with these bytes to `unread`.
-
-        Raises:
-          Unproven: the other end has another secret, or none.
-          ValueError: they are not a message.
-        """
         *lines, self._buffer = (self._buffer + received).split(b"\n")
         prefix, longest = self.channel.prefix, self._longest_bytes + MAC_DIGITS + 1
         if len(self._buffer) > longest or not self._buffer.startswith(prefix[: len(self._buffer)]):
@@ -282,13 +272,10 @@ class Connection:
 
 
 def listen(port: int, address: str = "") -> socket.socket:
-    """Opens a port; 0 takes any free port. Unlike JAX's, it cannot be opened twice.
+    """Opens a port; 0 takes any free port. OSError if it is not allowed or taken: unlike JAX's, it cannot be opened twice.
 
     Args:
       address: IPv4 or IPv6, of this host; empty: all.
-
-    Raises:
-      OSError: the port is taken, or not allowed.
     """
     dual = not address and socket.has_dualstack_ipv6()
     host, family = address or ("::" if dual else "0.0.0.0"), socket.AF_INET6 if dual or ":" in address else socket.AF_INET
@@ -304,8 +291,6 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
         # thousand gets this very port and connects to itself.
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    # Otherwise a second short message waits for the first one's acknowledgement, 40 ms on Linux.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 

@@ -118,13 +118,8 @@ TICK_S = 1.0
 LONGEST_PAUSE_S = 300.0
 ONE_OF_SEVERAL = ("SLURM_JOB_ID", "JAXLLM_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 """If one of these is set, other supervisors may belong to this launch. SLURM's jobs have a name anyway."""
-PASSED_ON = {
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGHUP: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGTERM,
-    signal.SIGUSR2: signal.SIGTERM,
-}
+AS_SIGTERM = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = {signal.SIGINT: signal.SIGINT, **dict.fromkeys(AS_SIGTERM, signal.SIGTERM)}
 ORDERS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "KILL": signal.SIGKILL}
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -149,11 +144,8 @@ class Limits:
 
 
 def environment(outer: Mapping[str, str], limits: Limits) -> dict[str, str]:
-    """Environment of COMMAND in its first attempt: ours, and the variables of this launch.
-
-    Raises:
-      ValueError: JAXLLM_ATTEMPT is not valid.
-    """
+    """Environment of COMMAND in its first attempt: ours, and the variables of this launch. ValueError if JAXLLM_ATTEMPT is not
+    valid."""
     inner = dict(outer)
     if limits.restarts:
         attempt, most = outer.get("JAXLLM_ATTEMPT") or "0", MOST_ATTEMPTS // NESTED

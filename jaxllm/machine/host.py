@@ -34,24 +34,22 @@ def available_cpus() -> int:
     return len(allowed_cpus())
 
 
-def require_threads_and_files(count: int = THREADS) -> None:
-    """Starts threads and ends them again, in a few milliseconds: XLA's own code would abort where none starts.
-
-    Raises:
-      ConfigError: the system does not start so many, or does not let this process open FILES.
-    """
+def require_threads_and_files() -> None:
+    """ConfigError if the system does not start so many threads, or does not let this process open FILES. It starts them and
+    ends them again, in a few milliseconds: XLA's own code would abort where none starts."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < FILES:
         raise ConfigError(f"This process may open only {files} files, and a run needs about {FILES}: raise `ulimit -n`.")
     ended, started = threading.Event(), []
     try:
-        for number in range(count):
+        for number in range(THREADS):
             thread = threading.Thread(target=ended.wait, name=f"probe {number}", daemon=True)
             thread.start()
             started.append(thread)
     except RuntimeError:
         raise ConfigError(
-            f"The system starts only {len(started)} more threads for this user, and JAX needs about {count}: raise `ulimit -u`."
+            f"The system starts only {len(started)} more threads for this user, and JAX needs about {THREADS}: raise "
+            f"`ulimit -u`."
         ) from None
     finally:
         ended.set()
@@ -60,12 +58,8 @@ def require_threads_and_files(count: int = THREADS) -> None:
 
 
 def rename_if_free(aside: Path, path: Path) -> None:
-    """Gives a file a name that is not taken. On a file system without links it checks first, and two processes may pass the
-    check at once.
-
-    Raises:
-      FileExistsError: the name is taken.
-    """
+    """Gives a file a name that is not taken; FileExistsError if it is. On a file system without links it checks first, and two
+    processes may pass the check at once."""
     try:
         os.link(aside, path)
     except OSError as error:
@@ -133,14 +127,11 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def require_host_memory(needed_bytes: int, what: str) -> None:
-    """Compares with all memory that this process may have. The system would kill what exceeds it, after minutes and without a
-    word.
+    """ConfigError if it is more than all memory that this process may have. The system would kill what exceeds it, after
+    minutes and without a word.
 
     Args:
       what: the start of a sentence, such as "The model's weights".
-
-    Raises:
-      ConfigError: it is not that much.
     """
     total, _ = host_memory()
     if total is not None and needed_bytes > total:

@@ -51,7 +51,6 @@ MANIFEST = "manifest.json"
 HEX = 16
 """Digits of a key's hash that tell entries apart."""
 
-
 OPTIONS: dict[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": LEAST_S,
     # XLA's own caches write into the folder too, unbounded, and a compilation fails if they cannot.
@@ -296,7 +295,8 @@ def start(
     is_writer: bool = True,
     agree: Callable[[Iterable[str]], frozenset[str]] | None = None,
 ) -> None:
-    """Switches the cache on or off for this process. Call it before the first compilation; a later call may change it.
+    """Switches the cache on or off for this process. Call it before the first compilation; a later call may change it. It
+    raises ConfigError if `wanted` is no folder.
 
     Args:
       wanted: run.compilation_cache.
@@ -304,9 +304,6 @@ def start(
       environ: of this process. A variable of JAX that it has takes precedence.
       agree: (entries that this process sees) -> those that all processes of the run see. Each calls it once, at its first
         start, whatever its own folder.
-
-    Raises:
-      ConfigError: `wanted` is no folder.
     """
     global _store, _known, _has_asked
     use_key(environ)

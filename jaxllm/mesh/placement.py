@@ -42,7 +42,7 @@ def hosts_of(devices: Sequence[jax.Device]) -> dict[int, Hashable]:
     processes = {device.process_index for device in devices}
     # Devices of a topology that is only compiled for have process numbers too, but these are not our processes.
     if len(processes) > 1 and set(devices) <= set(jax.devices()):
-        named = {member.rank: member.host for member in distributed.members()}
+        named = dict(enumerate(distributed.hosts()))
         if processes <= named.keys():
             return {process: named[process] for process in processes}
     return {process: process for process in processes}

@@ -141,7 +141,7 @@ def absent_hosts(given: Config) -> int:
     """
     if given.launch.least_hosts is None:
         return 0
-    here = len({member.host for member in distributed.members()})
+    here = len(set(distributed.hosts()))
     room = math.ceil(_wanted(given) * here / jax.device_count())
     return max(len(distributed.absent_hosts()), room - here)
 
@@ -203,7 +203,7 @@ def adapted(config: Config) -> Config:
         return config
     if text := distributed.layout():
         return with_layout(config, text)
-    devices, hosts = jax.devices(), len({member.host for member in distributed.members()})
+    devices, hosts = jax.devices(), len(set(distributed.hosts()))
     if _wanted(config) <= len(devices) or hosts < config.launch.least_hosts or len(devices) % hosts:
         return config
     found = distributed.broadcast(layout(config, hosts, len(devices) // hosts, devices[0].device_kind) or "")

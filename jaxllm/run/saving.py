@@ -34,7 +34,6 @@ from jaxllm.weights.staging import GENERATION, copy_companions
 PERIODS = ("every_steps", "keep_every_steps", "store_every_steps", "export_every_steps")
 """Keys of the section checkpoint: a multiple of any of them is saved."""
 
-
 RISES = 1.5
 """Times its last value from which on a learning rate that rises when a run is resumed is said."""
 

@@ -75,14 +75,12 @@ class AdapterFolder(HuggingFaceFolder):
 
 
 def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder:
-    """Opens an adapter in PEFT's format and checks it. It does not read values.
+    """Opens an adapter in PEFT's format and checks it. It does not read values. ConfigError if the folder is no adapter, uses
+    what jaxllm does not support, or is for another network.
 
     Args:
       key: the option or key that the user set to `text`, for error messages.
       model: the `model` section of the network that it is for.
-
-    Raises:
-      ConfigError: the folder is no adapter, uses what jaxllm does not support, or is for another network.
     """
     path = Path(text)
     if not (path / ADAPTER_CONFIG).is_file() or not (path / WEIGHTS).is_file():
@@ -133,7 +131,7 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
                 moves.append(Move(name, folder.layer(entry, layer), entry.matrix, stored, name))
                 tensors[name] = (stored, entry.their_shape)
     layout = {WEIGHTS: tensors}
-    stream(moves, layout, aside, create=partial(new_file, metadata=FOR_TORCH))
+    stream(moves, layout, aside, partial(new_file, metadata=FOR_TORCH))
     lora = folder.model["lora"]
     # PEFT has the commit in a key of its own: huggingface.co/docs/peft/package_reference/config.
     name, _, revision = base.partition("@") if base and is_hub_name(base) and not Path(base).exists() else (base, "", "")

@@ -46,7 +46,6 @@ BLOCK = 2**23
 Index = Sequence[slice]
 """One slice with step 1 for each dim of a parameter."""
 
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BUFFERS = (".rotary_emb.inv_freq",)
 """Name suffixes of tensors that are not weights: old folders store the rotary frequencies, which follow from the config."""

@@ -39,7 +39,7 @@ from jaxllm.data.tokenizer import DOCUMENT_END, JsonTokenizer, byte_characters, 
 from jaxllm.model.layers import rotary_frequencies
 from jaxllm.untrusted import read_json
 from jaxllm.weights.folder import Folder, HuggingFaceFolder
-from jaxllm.weights.hf_convert import Conversion, config_json, progress, reads_bytes, write_companions
+from jaxllm.weights.hf_convert import Conversion, config_json, reads_bytes, write_companions
 from jaxllm.weights.safetensors import CODES, DTYPES, Described, Elements, Tensor, ValuesFile
 from jaxllm.weights.staging import companion_files, new_folder, require_new
 from jaxllm.weights.streaming import Move, nbytes, stream, total_bytes
@@ -51,9 +51,6 @@ from jaxllm.weights.weights import dtype_named, find_weights
 #
 # Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-TYPES = {code: GGMLQuantizationType[code] for code in CODES.values()}
-"""ggml's types, by the names that safetensors has for dtypes."""
-
 
 def new_gguf(header: GGUFWriter, path: Path, tensors: Described) -> dict[str, Tensor]:
     """Creates a file of full length for these tensors, whose values are still to be written.
@@ -62,7 +59,8 @@ def new_gguf(header: GGUFWriter, path: Path, tensors: Described) -> dict[str, Te
       header: with all keys, and without tensors.
     """
     for name, (dtype, shape) in tensors.items():
-        raw = TYPES[CODES[dtype]]
+        # ggml names dtypes as safetensors does.
+        raw = GGMLQuantizationType[CODES[dtype]]
         header.add_tensor_info(name, shape, np.dtype(np.float32), nbytes(dtype, shape), raw_dtype=raw)
     header.write_header_to_file(path)
     header.write_kv_data_to_file()
@@ -97,13 +95,10 @@ GEMMA_27B_LAYERS = 62
 
 
 def architecture(kind: str, model: ModelConfig) -> MODEL_ARCH:
-    """llama.cpp's architecture of a network.
+    """llama.cpp's architecture of a network. If llama.cpp computes it otherwise, a ConfigError says what.
 
     Args:
       kind: transformers' model_type.
-
-    Raises:
-      ConfigError: llama.cpp computes it otherwise. The message says what.
     """
     found = ARCHITECTURES[kind]
     for reason in _differences(found, model):
@@ -199,15 +194,12 @@ END = "<|endoftext|>"
 
 
 def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_name: str) -> None:
-    """Writes the keys of the tokenizer in a folder: vocabulary, merges or scores, special tokens, chat template and
-    the token that ends its turns.
+    """Writes the keys of the tokenizer in a folder: vocabulary, merges or scores, special tokens, chat template and the token
+    that ends its turns. ConfigError if llama.cpp cannot give a text the same ids.
 
     Args:
       vocab_size: that of the model, which may be larger.
       model_name: for error messages.
-
-    Raises:
-      ConfigError: llama.cpp cannot give a text the same ids.
     """
     content, tokenizer = read_json(folder / "tokenizer.json"), load_tokenizer(folder, for_documents=False)
     assert isinstance(tokenizer, JsonTokenizer), "a folder's"
@@ -399,8 +391,7 @@ def to_gguf(
     with new_folder(destination, total_bytes(layout), force, only=Path(destination).name) as aside:
         write_companions(folder, aside / "beside")
         describe_tokenizer(writer, aside / "beside", model.vocab_size, found.description)
-        with progress(moves, "to GGUF") as advance:
-            stream(moves, layout, aside, advance, partial(new_gguf, writer))
+        stream(moves, layout, aside, partial(new_gguf, writer), bar="to GGUF")
     dtypes = {dtype.name for dtype, _ in tensors.values()}
     return Conversion(found.description, destination, len(moves), total_bytes(layout), dtypes, 1)
 

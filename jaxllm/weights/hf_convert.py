@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,10 @@ from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
-from jaxllm.terminal import bytes_bar
 from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFolder, open_folder
 from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
-from jaxllm.weights.streaming import LARGEST_FILE, Advance, Move, describe_model, in_files, stream, total_bytes
+from jaxllm.weights.streaming import LARGEST_FILE, Move, describe_model, in_files, stream, total_bytes
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     layout = in_files(tensors, "weights")
     moves = _moves_in(folder)
     with new_folder(destination, total_bytes(layout), force) as aside:
-        with progress(moves, "from Hugging Face") as advance:
-            stream(moves, layout, aside, advance)
+        stream(moves, layout, aside, bar="from Hugging Face")
         # What jaxllm's parameters do not contain, for the conversion back.
         ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
         differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
@@ -176,8 +174,7 @@ def to_hf(
     moves, tensors = _moves_out(folder, wanted)
     layout = in_files(_in_their_order(folder, tensors), "model", largest_file)
     with new_folder(destination, total_bytes(layout), force) as aside:
-        with progress(moves, "to Hugging Face") as advance:
-            stream(moves, layout, aside, advance, partial(new_file, metadata=FOR_TORCH))
+        stream(moves, layout, aside, partial(new_file, metadata=FOR_TORCH), bar="to Hugging Face")
         if len(layout) > 1:
             homes = {tensor: file for file, inside in layout.items() for tensor in inside}
             index = {"metadata": {"total_size": total_bytes(layout)}, "weight_map": homes}
@@ -220,20 +217,11 @@ def adapter_to_peft(
 
 
 def parse_size(text: str) -> int:
-    """Parses a size such as 5GB or 500MiB into bytes.
-
-    Raises:
-      ConfigError: the text is not a size.
-    """
+    """Parses a size such as 5GB or 500MiB into bytes; ConfigError if it is none."""
     with suppress(ValidationError):
         if size := TypeAdapter(ByteSize).validate_python(text):
             return int(size)
     raise ConfigError(f"--max-shard-size={text} is not a size: write one such as 5GB or 500MiB.")
-
-
-def progress(moves: list[Move], what: str) -> AbstractContextManager[Advance]:
-    """A bar. Each tensor counts once when it is written and once when it is compared."""
-    return bytes_bar(what, 2 * sum(move.source.size * move.source.dtype.itemsize for move in moves))
 
 
 # ------------------------------------------------------------------------------------------------------------- in and out
@@ -275,14 +263,11 @@ def _in_their_order(folder: Folder, tensors: Described) -> Described:
 
 
 def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, Any]:
-    """The content of config.json.
+    """The content of config.json. ConfigError if transformers has no such network, or the number of positions is not known.
 
     Args:
       wanted: dtype of the weights; None: as stored.
       max_position: as in to_hf.
-
-    Raises:
-      ConfigError: transformers has no such network, or the number of positions is not known.
     """
     original, length = folder.original_config, folder.sequence_length
     if max_position is None and length is not None:

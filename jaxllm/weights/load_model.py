@@ -24,7 +24,7 @@ from jaxllm.config.hf_config import SHAPE_KEYS, VARIANTS
 from jaxllm.data.stores import is_address
 from jaxllm.machine.host import require_host_memory
 from jaxllm.mesh.placement import mesh_on_hosts
-from jaxllm.mesh.sharding import Parameter, layout, weight_rules
+from jaxllm.mesh.sharding import layout, weight_rules
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
@@ -180,12 +180,10 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
     mesh = mesh_on_hosts(config.parallel, devices)
     with jax.set_mesh(mesh):
         functions = parallelize(config, mesh)
-    opened = source.merged() if source.merges or source.arrays is None else None
-
-    def described(parameter: Parameter, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return stored if opened is None else stored.update(dtype=opened.dtype(tuple(parameter.path.split("."))))
-
-    like = jax.tree.map(described, functions.table, functions.master)
+    like = functions.master
+    if source.merges or source.arrays is None:
+        dtype_of = source.merged().dtype
+        like = jax.tree.map(lambda p, x: x.update(dtype=dtype_of(tuple(p.path.split(".")))), functions.table, like)
     if devices[0].platform == "cpu":
         size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         require_host_memory(size_bytes * jax.local_device_count() // jax.device_count(), f"The weights of {source.description}")

@@ -76,10 +76,6 @@ class Tensor:
     def dtype(self) -> np.dtype:
         return DTYPES[self.code]
 
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
     def read(self, box: Box | None = None, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """Reads a box of the tensor (default: all of it), and no other bytes. The tensor has at least one dim.
 
@@ -104,7 +100,7 @@ class Tensor:
 
     def elements(self, first: int = 0, size: int | None = None) -> Elements:
         """`size` elements from `first` on, in the file's order; default: all."""
-        count = self.nbytes // self.dtype.itemsize
+        count = (self.end - self.begin) // self.dtype.itemsize
         size = count if size is None else size
         return Elements(size, self.dtype, lambda begin, end: self.read([(first + begin, first + end)], (count,)))
 
@@ -115,11 +111,7 @@ class Tensor:
 
 
 class ValuesFile:
-    """An open file that is read, and with os.O_RDWR written, in pieces.
-
-    Raises:
-      ConfigError: the file cannot be read.
-    """
+    """An open file that is read, and with os.O_RDWR written, in pieces. ConfigError if it cannot be read."""
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY):
         self.path = path
@@ -130,11 +122,7 @@ class ValuesFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, row: np.ndarray, offset: int) -> None:
-        """Fills a byte array from the file.
-
-        Raises:
-          ConfigError: the file ends too early or cannot be read.
-        """
+        """Fills a byte array from the file. ConfigError if it ends too early or cannot be read."""
         view, done = row.data, 0
         while done < len(view):
             try:
@@ -164,10 +152,7 @@ class ValuesFile:
 
 class TensorFile(ValuesFile):
     """An open safetensors file. Opening checks the header: each tensor is within the file, has as many bytes as its shape and
-    dtype need, and follows the previous one without a gap.
-
-    Raises:
-      ConfigError: the file cannot be read or is damaged. The message names file and reason.
+    dtype need, and follows the previous one without a gap. A ConfigError names file and reason.
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY):

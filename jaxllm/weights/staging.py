@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_config import CONFIG
+from jaxllm.machine.host import rename_if_free
 
 # ------------------------------------------------------------------------------------------------------------- companions
 # The files that accompany weights: tokenizer, chat template, configs, license, model card.
@@ -38,12 +39,9 @@ def copy_companions(home: Path | None, target: Path, tokenizer: bool = True) -> 
 
 
 def companion_files(home: Path | None, tokenizer: bool = True) -> dict[str, Path]:
-    """The files that accompany weights, by their path in the folder `home`, or without those of the tokenizer.
-
-    Raises:
-      ConfigError: one is not a regular file, has more than LARGEST_BYTES, or is a link out of the folder to anything but a blob
-        of Hugging Face's cache.
-    """
+    """The files that accompany weights, by their path in the folder `home`, or without those of the tokenizer. ConfigError if
+    one is not a regular file, has more than LARGEST_BYTES, or is a link out of the folder to anything but a blob of Hugging
+    Face's cache."""
     patterns = (*BESIDE, *(OF_TOKENIZER if tokenizer else ()))
     files: dict[str, Path] = {}
     if home is None:
@@ -75,13 +73,10 @@ def _followed(path: Path, home: Path) -> Path:
 
 
 def require_new(destination: str, force: bool = False, is_file: bool = False) -> Path:
-    """Returns the destination as an absolute path.
+    """Returns the destination as an absolute path; ConfigError if it exists.
 
     Args:
       force: accept an existing folder, or a file if `is_file` is set. `new_folder` will move it aside.
-
-    Raises:
-      ConfigError: the destination exists.
     """
     target = Path(destination).absolute()
     kind = "file" if is_file else "folder"
@@ -97,15 +92,13 @@ def require_new(destination: str, force: bool = False, is_file: bool = False) ->
 
 @contextmanager
 def new_folder(destination: str, size_bytes: int, force: bool = False, only: str | None = None) -> Iterator[Path]:
-    """Yields a folder to write into. It becomes `destination` at the end of the block. If the block fails, it is deleted.
+    """Yields a folder to write into. It becomes `destination` at the end of the block. If the block fails, it is deleted. It
+    raises ConfigError if the destination exists or cannot be written.
 
     Args:
       size_bytes: approximate size. Refused at once if the disk has less space.
       force: what exists there is moved to DESTINATION.before-1, -2 ..., not deleted.
       only: the file of the folder that becomes `destination`. The rest is deleted.
-
-    Raises:
-      ConfigError: the destination exists or cannot be written.
     """
     target = require_new(destination, force, only is not None)
     # A name of its own: another process may be writing the same destination.
@@ -125,7 +118,8 @@ def new_folder(destination: str, size_bytes: int, force: bool = False, only: str
         if only is None:
             aside.rename(target)
         else:
-            _put(aside / only, target)
+            # Unlike a folder's, a file's rename would replace another file.
+            rename_if_free(aside / only, target)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{destination} could not be written ({reason}): remove the cause, or choose another.") from error
@@ -140,14 +134,3 @@ def remove_left(folder: Path) -> None:
             # A process that writes to it in spite of that can then no longer give a part of it the final name.
             aside = left.rename(left.with_name(f"{left.name}-removed"))
             shutil.rmtree(aside, ignore_errors=True)
-
-
-def _put(file: Path, target: Path) -> None:
-    """Gives a file its name, if nothing has it: unlike a folder's, a file's rename would replace another file."""
-    try:
-        os.link(file, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        # Not every file system has links.
-        file.rename(target)

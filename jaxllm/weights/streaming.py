@@ -10,6 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import BLOCK_BYTES
 from jaxllm.machine.host import versions
+from jaxllm.terminal import bytes_bar
 from jaxllm.weights.folder import FORMAT
 from jaxllm.weights.safetensors import DTYPES, Described, Elements, Tensor, new_file
 
@@ -28,8 +30,6 @@ LARGEST_FILE = 5 * 10**9
 EXPONENT = {DTYPES["F32"]: ("<u4", 0x7F800000), DTYPES["BF16"]: ("<u2", 0x7F80), DTYPES["F16"]: ("<u2", 0x7C00)}
 """The exponent bits. All of them are set in values that are not finite."""
 
-Advance = Callable[[int], Any]
-"""Called with the number of bytes processed since the last call."""
 Create = Callable[[Path, Described], Mapping[str, Tensor]]
 """Makes a file of some format for these tensors; safetensors.new_file is one."""
 Layout = Mapping[str, Described]
@@ -77,17 +77,11 @@ def in_files(tensors: Described, stem: str, largest: int = LARGEST_FILE) -> Layo
     return dict(zip(names, groups, strict=True))
 
 
-def stream(
-    moves: Sequence[Move],
-    layout: Layout,
-    folder: Path,
-    advance: Advance = lambda count: None,
-    create: Create = new_file,
-) -> None:
+def stream(moves: Sequence[Move], layout: Layout, folder: Path, create: Create = new_file, bar: str | None = None) -> None:
     """Writes the files of `layout` into `folder`, reads them again and compares.
 
     Args:
-      advance: called twice per tensor: after writing and after reading it again.
+      bar: what it does, for a bar, where each tensor counts once when it is written and once when it is compared.
 
     Raises:
       ConfigError: a value is not finite, does not fit into its dtype, or reads back differently. The message names the
@@ -97,17 +91,18 @@ def stream(
     targets: dict[str, Tensor] = {}
     for name, tensors in layout.items():
         targets |= create(folder / name, tensors)
-    sums = []
-    for move in moves:
-        sums.append(_move(move, targets[move.target]))
-        advance(move.source.size * move.source.dtype.itemsize)
-    for file in {tensor.file for tensor in targets.values()}:
-        file.sync()
-    for move, expected in zip(moves, sums, strict=True):
-        matrix = None if move.matrix is None else (move.matrix[1], move.matrix[0])
-        if checksum(targets[move.target].elements(move.first, move.source.size), matrix, move.dtype) != expected:
-            raise ConfigError(f"{move.name} reads back differently from {folder}: check the disk and the memory.")
-        advance(move.source.size * move.source.dtype.itemsize)
+    sizes, sums = [move.source.size * move.source.dtype.itemsize for move in moves], []
+    with nullcontext(lambda count: None) if bar is None else bytes_bar(bar, 2 * sum(sizes)) as advance:
+        for move, size in zip(moves, sizes, strict=True):
+            sums.append(_move(move, targets[move.target]))
+            advance(size)
+        for file in {tensor.file for tensor in targets.values()}:
+            file.sync()
+        for move, size, expected in zip(moves, sizes, sums, strict=True):
+            matrix = None if move.matrix is None else (move.matrix[1], move.matrix[0])
+            if checksum(targets[move.target].elements(move.first, move.source.size), matrix, move.dtype) != expected:
+                raise ConfigError(f"{move.name} reads back differently from {folder}: check the disk and the memory.")
+            advance(size)
 
 
 def _move(move: Move, target: Tensor) -> int:

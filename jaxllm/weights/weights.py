@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,10 @@ class OrbaxFolder(Folder):
 
     arrays: Path = Path()
     """The Orbax folder, {"params": ...}."""
-    _kept: tuple[tuple[str, ...], np.ndarray] | None = field(default=None, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
+        self._kept: tuple[tuple[str, ...], np.ndarray] | None = None
         self._handler = ocp.PyTreeCheckpointHandler()
         with in_one_sentence(self.arrays):
             found = self._handler.metadata(self.arrays)  # pyright: ignore[reportArgumentType]  # a pathlib path works
@@ -88,8 +88,11 @@ class OrbaxFolder(Folder):
         return dtype
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
-        whole = self._whole(path)
-        return whole if index is None else whole[tuple(index)]
+        if self._kept is None or self._kept[0] != path:
+            # Before the next one takes memory.
+            self._kept = None
+            self._kept = path, self._whole(path)
+        return self._kept[1] if index is None else self._kept[1][tuple(index)]
 
     def _described_at(self, path: tuple[str, ...]) -> Any:
         if path not in self._saved:
@@ -98,9 +101,6 @@ class OrbaxFolder(Folder):
 
     def _whole(self, path: tuple[str, ...]) -> np.ndarray:
         """Reads one parameter in the shape of the model."""
-        if self._kept is not None and self._kept[0] == path:
-            return self._kept[1]
-        self._kept = None
         entry, item = self.entries[path], self._described_at(path)
         arguments: Any = ocp.RestoreArgs(restore_type=np.ndarray)
         for name in reversed(("params", *path)):
@@ -118,8 +118,7 @@ class OrbaxFolder(Folder):
                 f"{entry.name} has shape {array.shape} in {self.arrays}, not {entry.shape}: it was saved by another model."
             )
         # Zeros pad layers for a pipeline, vocabulary rows for a mesh, and the dim that ZeRO shards.
-        self._kept = (path, array[tuple(slice(size) for size in entry.shape)])
-        return self._kept[1]
+        return array[tuple(slice(size) for size in entry.shape)]
 
 
 @contextmanager
@@ -280,11 +279,8 @@ def _tokenizer_in(home: Path) -> Path | None:
 
 
 def initial_weights(config: Config) -> WeightsSource | None:
-    """Finds the weights that train.init_from names. None if it is not set. Uses no device.
-
-    Raises:
-      ConfigError: there are none, or their model has another shape. The message names the key and both values.
-    """
+    """Finds the weights that train.init_from names. None if it is not set. Uses no device. ConfigError if there are none, or if
+    their model has another shape; the message names the key and both values."""
     if config.train.init_from is None:
         return None
     source = find_weights("train.init_from", config.train.init_from)
@@ -309,11 +305,8 @@ def initial_weights(config: Config) -> WeightsSource | None:
 
 
 def initial_adapter(config: Config) -> AdapterFolder | None:
-    """Opens the adapter that train.init_adapter names. None if it is not set.
-
-    Raises:
-      ConfigError: there is none, or model.lora describes another.
-    """
+    """Opens the adapter that train.init_adapter names. None if it is not set, ConfigError if there is none, or if model.lora
+    describes another."""
     if config.train.init_adapter is None:
         return None
     assert config.model.lora is not None, "refused by the config"
@@ -345,21 +338,16 @@ def read_initial(source: WeightsSource | None, adapter: AdapterFolder | None, pa
 
 def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     """Reads the parameters with the shardings and dtypes of `like` (nested dict of ShapeDtypeStructs). The optimizer moments of
-    a checkpoint are read only to verify its files.
+    a checkpoint are read only to verify its files. ConfigError if these are damaged, or hold values that are not finite.
 
     Args:
       table: Parallelized.table.
-
-    Raises:
-      ConfigError: the files are damaged, or hold values that are not finite.
     """
     if source.arrays is None or source.merges:
         params = load_params(source.merged(), like, table)
     else:
-        with ExitStack() as stack:
-            stack.enter_context(in_one_sentence(source.outline.path))
-            if source.checkpoint is not None:
-                stack.enter_context(verified(source.checkpoint))
+        verifies = nullcontext() if source.checkpoint is None else verified(source.checkpoint)
+        with in_one_sentence(source.outline.path), verifies:
             read = read_arrays(source.arrays, {"params": like}, {"params": table})["params"]
         params = restacked(read, like)
     for path, array in jax.tree_util.tree_leaves_with_path(params):

@@ -290,7 +290,7 @@ def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path):
     (tmp_path / "new").write_bytes(b"new")
     (tmp_path / "there").write_bytes(b"there")
     with pytest.raises(FileExistsError):
-        staging._put(tmp_path / "new", tmp_path / "there")
+        staging.rename_if_free(tmp_path / "new", tmp_path / "there")
     assert (tmp_path / "there").read_bytes() == b"there"
 
 

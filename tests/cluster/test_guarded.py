@@ -365,13 +365,13 @@ def monitors(monkeypatch):
     """monitors(rank): the monitor of one of three processes that have met."""
     monkeypatch.setattr(peer_monitor, "BEAT_S", 0.1)
     monkeypatch.setattr(peer_monitor, "LEAVE_S", 0.3)
-    members = [peer_monitor.Member(rank, f"h{rank}", 100 + rank) for rank in range(3)]
+    hosts = ["h0", "h1", "h2"]
     pairs = {rank: connected(*greeted()) for rank in (1, 2)}
     made = []
 
     def make(rank: int) -> PeerMonitor:
         to = {0: pairs[rank][0]} if rank else {other: server for other, (_, server) in pairs.items()}
-        made.append(PeerMonitor(rank, members, to, 30, end=make.ended.append, printer=make.ended.append))
+        made.append(PeerMonitor(rank, hosts, to, 30, end=make.ended.append, printer=make.ended.append))
         return made[-1]
 
     make.ended = []

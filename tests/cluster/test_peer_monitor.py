@@ -41,9 +41,9 @@ def connected(client: Channel | None = None, server: Channel | None = None) -> t
 class End:
     """One process's monitor inside this process: the sentences it printed, and the codes it would have exited with."""
 
-    def __init__(self, rank, members, connections, silence_s):
+    def __init__(self, rank, hosts, connections, silence_s):
         self.said, self.codes = [], []
-        self.monitor = PeerMonitor(rank, members, connections, silence_s, end=self.codes.append, printer=self.said.append)
+        self.monitor = PeerMonitor(rank, hosts, connections, silence_s, end=self.codes.append, printer=self.said.append)
 
     def ended(self) -> tuple[str, int]:
         until(lambda: self.codes, f"process {self.monitor.rank} ends")
@@ -61,12 +61,12 @@ def run(monkeypatch):
     made, spare = [], []
 
     def make(count: int, missing: tuple[int, ...] = (), silence_s: float = 30) -> dict[int, End]:
-        members = [SimpleNamespace(rank=rank, host=f"h{rank}", pid=100 + rank) for rank in range(count)]
+        hosts = [f"h{rank}" for rank in range(count)]
         pairs = {rank: connected() for rank in range(1, count)}
         make.others = {rank: pairs[rank][0].socket for rank in missing}
         spare.extend(make.others.values())
-        ends = {0: End(0, members, {rank: server for rank, (_, server) in pairs.items()}, silence_s)}
-        ends |= {rank: End(rank, members, {0: pairs[rank][0]}, silence_s) for rank in pairs if rank not in missing}
+        ends = {0: End(0, hosts, {rank: server for rank, (_, server) in pairs.items()}, silence_s)}
+        ends |= {rank: End(rank, hosts, {0: pairs[rank][0]}, silence_s) for rank in pairs if rank not in missing}
         made.extend(ends.values())
         return ends
 
@@ -162,7 +162,7 @@ def test_what_process_0_says_at_once_is_heard(run):
     while len(client.unread) < 2:
         client.read()
     client.unread.pop(0)
-    end = End(1, [peer_monitor.Member(rank, f"h{rank}", 7) for rank in range(2)], {0: client}, 30)
+    end = End(1, ["h0", "h1"], {0: client}, 30)
     assert end.ended() == ("the end", 2)
     end.monitor.close()
 
@@ -339,15 +339,13 @@ PROGRAM = """
 import os, sys, time
 from jaxllm.cluster.host_choice import ALL_REQUIRED
 from jaxllm.cluster.launchers import Launch
-from jaxllm.cluster.peer_monitor import Member
 from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous import meet
 from jaxllm.cluster.rendezvous_checks import ProcessInfo
 rank, count, port = map(int, sys.argv[1:])
 own = ProcessInfo(rank, count, f"h{rank}", os.getpid(), {}, f"h{rank}", [], cpu=True)
 answer, _ = meet(own, Launch("variables", "127.0.0.1", port, count, rank), ALL_REQUIRED)
-members = [Member(rank, *member) for rank, member in enumerate(answer.members)]
-monitor = PeerMonitor(rank, members, answer.connections, 4)
+monitor = PeerMonitor(rank, [host for host, _ in answer.members], answer.connections, 4)
 while len(monitor._seen) < (1 if rank else count - 1):
     time.sleep(0.1)
 print("here", flush=True)

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -122,15 +121,15 @@ def test_how_the_ranks_of_an_axis_lie():
 
 def test_hosts_are_those_that_processes_told(monkeypatch):
     devices, host_of = launch("abab")
-    members = [SimpleNamespace(rank=rank, host=host, pid=1) for rank, host in host_of.items()]
-    monkeypatch.setattr(distributed, "members", lambda: members)
+    hosts = list(host_of.values())
+    monkeypatch.setattr(distributed, "hosts", lambda: hosts)
     monkeypatch.setattr(jax, "devices", lambda: devices)
     assert hosts_of(devices) == host_of
     # A topology for compilation has its own numbers.
     others = [Device(process, 100 + process) for process in range(2)]
     assert hosts_of(others) == {0: 0, 1: 1}
     # Something else started JAX, so hosts are unknown.
-    monkeypatch.setattr(distributed, "members", lambda: members[:1])
+    monkeypatch.setattr(distributed, "hosts", lambda: hosts[:1])
     assert hosts_of(devices) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 

@@ -129,7 +129,7 @@ def test_hosts_that_the_launcher_did_not_start_are_counted(tiny_config, monkeypa
     given = tiny_config(*BATCH, f"parallel.data={4 if devices == 3 else 8}", "launch.least_hosts=2")
     config = with_layout(given, json.dumps({"parallel": {"data": devices}, "microbatch_sequences": 1}))
     monkeypatch.setattr(fewer_hosts.jax, "device_count", lambda: devices)
-    monkeypatch.setattr(distributed, "members", lambda: [SimpleNamespace(host=f"h{rank % hosts}") for rank in range(devices)])
+    monkeypatch.setattr(distributed, "hosts", lambda: [f"h{rank % hosts}" for rank in range(devices)])
     assert fewer_hosts.absent_hosts(given) == absent
     assert fewer_hosts.absent_hosts(tiny_config(*BATCH, "launch.least_hosts=2", "parallel.data=auto")) == 0
     assert fewer_hosts.absent_hosts(tiny_config(*BATCH, "parallel.data=8")) == 0
