@@ -12,9 +12,7 @@ import math
 import os
 import re
 import stat
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NoReturn, TypeVar, cast
@@ -44,24 +42,6 @@ Text = Annotated[str, Field(strict=True, max_length=LONGEST_TEXT)]
 
 class RefusedInput(ValueError):
     """Why a file or a message is not taken: a phrase, for use inside a sentence."""
-
-
-def program(code: str) -> tuple[str, ...]:
-    """Python's options for a program that has this process's modules, and none of the working directory, where a recipe or a
-    text of others may lie."""
-    return "-P", "-c", f"import sys\nsys.path = {sys.path!r}\n{code}"
-
-
-@contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """Sets a variable of the environment meanwhile. PYTHONSAFEPATH does for processes of multiprocessing what -P does."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        os.environ |= {} if before is None else {name: before}
 
 
 def read_bytes(path: Path, at_most: int = JSON_BYTES) -> bytes:
@@ -241,7 +221,7 @@ def reason_of(error: OSError | RefusedInput) -> str:
     return str(error.strerror or error) if isinstance(error, OSError) else str(error)
 
 
-_PORT, _WEB = re.compile(r"\d{1,5}"), re.compile(r"https?$", re.IGNORECASE)
+_PORT, _WEB = re.compile(r"\d{0,5}"), re.compile(r"https?$", re.IGNORECASE)
 # Python's Path leaves one slash of two.
 _SCHEME = re.compile(r"(?<=[A-Za-z0-9])(:/{1,2})(?=[^/\s])")
 # An address of a store may be a pattern.
@@ -257,11 +237,8 @@ def without_passwords(text: str) -> str:
         # The text is of anybody: each step takes time in proportion to it.
         url = part.split(maxsplit=1)[0] if part[:1].strip() else ""
         rest, authority = part[len(url) :], url.partition("/")[0]
-        _, has_colon, behind = authority.partition(":")
-        if has_colon and not _PORT.fullmatch(behind):
-            url = url[url.rfind("@") + 1 :]
-        else:
-            url = url[authority.rfind("@") + 1 :]
+        is_host = _PORT.fullmatch(authority.partition(":")[2])
+        url = url[(authority if is_host else url).rfind("@") + 1 :]
         if query := (_QUERY if _WEB.search(before[-5:]) else _QUERY_OF_STORE).search(url):
             url, asked = url[: query.start()], url[query.start() :]
             # What closes a quote or a sentence.

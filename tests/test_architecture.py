@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "cluster/distributed.py": "start-up; it hands the variables to launchers.py",
     "cluster/supervisor.py": "outside the process",
     "machine/xla_flags.py": "XLA_FLAGS must be set before JAX starts",
-    "data/prepare_workers.py": "tells the tokenizers of its own workers not to start threads",
+    "machine/host.py": "variables of the processes that it starts",
 }
 DOORS = {
     "untrusted.py": "bounded, no key twice, typed",

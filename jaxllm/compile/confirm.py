@@ -24,10 +24,10 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.display import readable
+from jaxllm.machine.host import variable
 from jaxllm.plan.fastest_remat import CONFIGURATION
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
 from jaxllm.plan.search import Progress
-from jaxllm.untrusted import variable
 
 log = logging.getLogger(__name__)
 

@@ -136,7 +136,7 @@ class ChatTemplate:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Of which the source consists: with the names of all fields that it reads."""
+        """The words of the source, with the names of all fields that it reads."""
         return frozenset(re.findall(r"\w+", self.source))
 
     def require_written(self, messages: Sequence[Message], text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -16,8 +15,8 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.shards import Task
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.machine.host import variable
 from jaxllm.terminal import bar, console
-from jaxllm.untrusted import variable
 
 _SECONDS_BETWEEN_LINES = 10.0
 _THREADS = "TOKENIZERS_PARALLELISM"
@@ -46,7 +45,7 @@ def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, sho
     begun = set()
     try:
         # A terminal sends Ctrl-C to the workers too. They ignore it, and this process ends them.
-        with _interrupts_ignored(), variable("PYTHONSAFEPATH", "1"):
+        with _interrupts_ignored(), variable("PYTHONSAFEPATH", "1"), variable(_THREADS, "false"):
             for _ in range(count):
                 ours, theirs = spawn.Pipe()
                 worker = spawn.Process(target=_work, args=(theirs, name, write), daemon=True)
@@ -92,7 +91,6 @@ def _run_workers(name: str, write: Write, tasks: Sequence[Task], count: int, sho
 
 def _work(connection: Connection, name: str, write: Write) -> None:
     """Runs a worker: it reports that it is ready, and makes the shards that it receives. It ends when its parent exits."""
-    os.environ[_THREADS] = "false"
 
     def say(*message) -> None:
         try:

@@ -10,10 +10,11 @@ import importlib.metadata
 import os
 import platform
 import resource
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from jaxllm.config.errors import ConfigError
@@ -192,3 +193,24 @@ def installed_version(package: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
+
+
+# ------------------------------------------------------------------------------------------------------ starting Python
+
+
+def program(code: str) -> tuple[str, ...]:
+    """Python's options for a program that has this process's modules, and none of the working directory, where a recipe or a
+    text of others may be."""
+    return "-P", "-c", f"import sys\nsys.path = {sys.path!r}\n{code}"
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Sets a variable of the environment meanwhile. PYTHONSAFEPATH does for processes of multiprocessing what -P does."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}

@@ -25,7 +25,7 @@ import yaml
 from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
 from jaxllm.json_lines import read_lines
-from jaxllm.machine.host import available_cpus, host_memory
+from jaxllm.machine.host import available_cpus, host_memory, program
 from jaxllm.rehearsal.faults import (
     NAMED_WITHIN_S,
     Fault,
@@ -40,7 +40,6 @@ from jaxllm.rehearsal.faults import (
 )
 from jaxllm.rehearsal.hosts import Hosts, Network, networks_are_possible
 from jaxllm.rehearsal.shrink import PEER_TIMEOUT_S, changes, count_devices, reads_own_text, shrink
-from jaxllm.untrusted import program
 
 LOOK_S = 0.01
 STALL_S = 600.0

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from jaxllm.checkpoint.files import saved_steps
 from jaxllm.cluster import distributed, progress
+from jaxllm.machine.host import program
 from jaxllm.run.hooks import Run
-from jaxllm.untrusted import program, reason_of
+from jaxllm.untrusted import reason_of
 from jaxllm.weights.staging import remove_left
 
 # It asks to end with its parent itself: between fork and exec Python code may hang, since JAX has threads.

@@ -1,4 +1,4 @@
-"""Processes that jaxllm starts take no module from the working directory, where a recipe or a text of others may lie."""
+"""Processes that jaxllm starts take no module from the working directory, where a recipe or a text of others may be."""
 
 import json
 import subprocess
