@@ -76,11 +76,7 @@ def shrink(config: Config, hosts: int, steps: int, folder: Path) -> Config:
 
 def count_devices(config: Config, hosts: int) -> int:
     """Devices of the rehearsal, all hosts together. With parallel.data=auto they are run.cpu_devices, or where these do not
-    divide over mesh and hosts, as few as do.
-
-    Raises:
-      ConfigError: as shrink.
-    """
+    divide over mesh and hosts, as few as do. Errors are those of shrink()."""
     parallel = config.parallel
     others = parallel.replica * parallel.pipe * parallel.context * parallel.tensor
     is_auto = parallel.data == AUTO
@@ -175,18 +171,9 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
     if parallel.virtual_stages > 1:
         microbatches = math.ceil(microbatches / parallel.pipe) * parallel.pipe
     batch = ranks * microbatches
-    values = {
-        **{"steps": steps, "sequence_length": S, "global_batch_sequences": batch, "microbatch_sequences": 1},
-        **{
-            "init_from": None,
-            "init_adapter": None,
-            "loss": "cross_entropy",
-            "eval_every_steps": None,
-            "eval_batches": None,
-            "length_schedule": (),
-            "batch_grows_to": None,
-        },
-    }
+    values: dict[str, Any] = dict.fromkeys(("init_from", "init_adapter", "eval_every_steps", "eval_batches", "batch_grows_to"))
+    values |= {"steps": steps, "sequence_length": S, "global_batch_sequences": batch, "microbatch_sequences": 1}
+    values |= {"loss": "cross_entropy", "length_schedule": ()}
     if train.batch_schedule:
         # As many batch sizes, each for as many steps.
         stage = max(1, steps // (len(train.batch_schedule) + 1))
