@@ -166,8 +166,10 @@ class MegatronStep(StepModel):
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)
-        # No activations are offloaded, and no weights.
-        self.policy, self.layers_on_host = policy_of("none", config.model), False
+        # No activations are offloaded, and no state.
+        self.policy, self.offload_state = policy_of("none", config.model), "none"
+        # Each layer has its own tensors: no stacks are copied.
+        self.has_own_layers = True
         self.fuses_attention, self.context_method = True, "ring"
         self.key_gradient_itemsize = self.itemsize
         self.sends_by_layer, self.rings_tensor = False, False
@@ -190,10 +192,6 @@ class MegatronStep(StepModel):
 
     def gradient_sums_s(self) -> float:
         """Zero, because Megatron accumulates inside the matmul."""
-        return 0.0
-
-    def stacks_s(self) -> float:
-        """Zero: each layer has its own tensors."""
         return 0.0
 
     def head(self) -> dict[str, float]:
@@ -227,9 +225,6 @@ class MegatronStep(StepModel):
         else:
             transfers.add("data", reduce_scatter_s(4 * parameters, group, links), backward_s)
             transfers.add("data", all_gather_s(self.itemsize * parameters, group, links), forward_s)
-
-    def add_state_offload(self, transfers: Transfers) -> None:
-        """Adds nothing: no state is offloaded."""
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds the time that a step waits for attention masks, which loaders make while the GPUs work. The slowest data rank
