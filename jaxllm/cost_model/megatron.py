@@ -54,7 +54,7 @@ known why a run there has no result."""
 
 
 def megatron_memory(config: Config) -> MemoryEstimate:
-    """Bytes of one device of stage 0, the fullest stage without rematerialisation.
+    """Bytes of one device of a resolved config's stage 0, the fullest stage without rematerialisation.
 
     With x = S b / (c t), a layer's matrices m = D H (2 N + 2 K) + 3 D F and its norms' 2 D
     (and biases and norms of heads, where a network has them),
@@ -70,9 +70,6 @@ def megatron_memory(config: Config) -> MemoryEstimate:
     For H = D / N that is D (12 + 4 K / N + 8 F / D) bytes a token and layer. As in the author's code, norms are divided by t,
     L / p is not rounded, and the 8 D p for embeddings is too large; the logits of a last stage are left out. Tied embeddings
     have no second matrix.
-
-    Args:
-      config: resolved.
     """
     model, parallel = config.model, config.parallel
     p, c, t = parallel.pipe, parallel.context, parallel.tensor

@@ -119,9 +119,7 @@ class Trial:
 
 def ways(group: Group, keep: Collection[str]) -> tuple[bool, ...]:
     """Values of Trial.to_host."""
-    if "remat" in keep:
-        return (offloads(group.remats[0]),)
-    return (False, True)
+    return (offloads(group.remats[0]),) if "remat" in keep else (False, True)
 
 
 class Fitting:

@@ -87,10 +87,8 @@ class Choice:
         """The config with these values, resolved. Nothing is validated again: a choice divides by construction."""
         parallel = self.settings
         train = {"microbatch_sequences": parallel.pop("microbatch_sequences")}
-        update: dict[str, Any] = {
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update=train),
-        }
+        update: dict[str, Any] = {"train": config.train.model_copy(update=train)}
+        update["parallel"] = config.parallel.model_copy(update=parallel)
         if config.run.cpu_devices is not None:
             # A recipe for a small test names CPU devices; a plan is for GPUs.
             update["run"] = config.run.model_copy(update={"cpu_devices": None})

@@ -64,7 +64,7 @@ class Hosts:
 
     def __init__(self, count: int, recipe: Path, folder: Path, network: Network | None, peer_timeout_s: float):
         self.lines: list[Line] = []
-        self._count, self._folder, self._network = count, folder, network
+        self._folder, self._network = folder, network
         self._supervisors: dict[int, subprocess.Popen[str]] = {}
         folder.mkdir()
         where = f"h0:{PORTS[0]}" if network else f"127.0.0.1:{free_port()}"

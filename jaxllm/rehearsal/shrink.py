@@ -135,12 +135,9 @@ def _model(config: Config) -> dict[str, Any]:
     kv_heads = min(model.num_kv_heads, 2) if t == 1 else min(model.num_kv_heads, t)
     heads = kv_heads if model.num_heads == model.num_kv_heads else 2 * max(kv_heads, t)
     width = max(heads * HEAD_DIM, LEAST_WIDTH)
-    values = {
-        "name": None,
-        **{"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM},
-        **{"hidden_size": width, "intermediate_size": math.lcm(2 * width, t)},
-        **{"compute_dtype": "float32", "matmul_dtype": "compute_dtype", "attention": "xla"},
-    }
+    values: dict[str, Any] = {"name": None, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM}
+    values |= {"hidden_size": width, "intermediate_size": math.lcm(2 * width, t)}
+    values |= {"compute_dtype": "float32", "matmul_dtype": "compute_dtype", "attention": "xla"}
     if model.sliding_window is not None and model.sliding_window < S:
         values["sliding_window"] = max(1, min(model.sliding_window, _sequence_length(config) // 2))
     # Windows alternate in each chunk, DiLoCo may cut it, and a last chunk with fewer layers than the others stays one.
