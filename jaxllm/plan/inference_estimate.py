@@ -135,7 +135,7 @@ class InferenceEstimate:
 
     @cached_property
     def remedies(self) -> list[tuple[str, int]]:
-        """Of each kind the mildest change with which it would fit with room to spare, and its bytes then; empty if it fits."""
+        """The mildest change of each kind with which it would fit with room to spare, and its bytes then; empty if it fits."""
         found, limit = [], FIT_SHARE * (self.capacity_bytes or 0)
         for candidates in _changes(self.config, self.use) if self.fits is False else ():
             sizes = ((words, use.peak_bytes(new, self.gpu)) for words, new, use in candidates if new is not None)
