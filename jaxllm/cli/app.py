@@ -197,11 +197,7 @@ def compile_(
         ),
     ] = False,
     against: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OTHER",
-            help="Compare with key=value (several may be given) or another recipe.",
-        ),
+        list[str] | None, typer.Option(metavar="OTHER", help="Compare with key=value (several may be given) or another recipe.")
     ] = None,
     save: Annotated[
         str | None,
@@ -485,7 +481,3 @@ def main() -> None:
         with command.make_context("jaxllm", sys.argv[1:]) as context:
             command.invoke(context)
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()

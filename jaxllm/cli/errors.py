@@ -110,11 +110,8 @@ def _end_of(error: OSError) -> NoReturn:
         sentence = "Nobody reads what this run prints any more (broken pipe): print into a file. The same command resumes it."
         _end(sentence if sys.argv[1:2] == ["train"] else "", broken_output=True)
     if error.errno in exit_codes.FULL:
-        _end(
-            f"{error.strerror} for {error.filename or 'what it prints or writes'}: make room there.",
-            code=code,
-            broken_output=True,
-        )
+        what = error.filename or "what it prints or writes"
+        _end(f"{error.strerror} for {what}: make room there.", code=code, broken_output=True)
     if error.filename is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else f"file {error.filename}"
         _end(f"{name} cannot be used ({error.strerror}): remove the cause, or name another path.", code=code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -86,13 +86,8 @@ def evaluate(
     from jaxllm.cluster.distributed import is_main_process
     from jaxllm.inference import predict
 
-    options = {
-        "sequence_length": sequence_length,
-        "stride": stride,
-        "by_position": by_position,
-        "tokenizer": tokenizer,
-        "adapter": adapter or (),
-    }
+    options: dict[str, Any] = {"sequence_length": sequence_length, "stride": stride, "by_position": by_position}
+    options |= {"tokenizer": tokenizer, "adapter": adapter or ()}
     with opt.progress_bar() as progress:
         score = predict.evaluate(model, text, overrides or [], **options, say=opt.tell, progress=progress)
     if is_main_process():

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from jaxllm.config.model_config import ModelConfig
 
 MIB = 2**20
-TERA = 1e12
 GIGA = 1e9
 PCIE_SHARE = 0.86
 """Share of a data sheet's PCIe figure that a large copy from pinned memory reaches. A packet of 256 bytes has 24 to 28 bytes of
@@ -252,7 +251,7 @@ def _gpu(row: tuple[str, str, int, float, Mapping[str, float], _Host, Chip]) -> 
     return Gpu(
         name=name,
         memory_bytes=memory_mib * MIB,
-        dense_flops=MappingProxyType({dtype: speed * TERA for dtype, speed in tflops.items()}),
+        dense_flops=MappingProxyType({dtype: speed * 1e12 for dtype, speed in tflops.items()}),
         memory_bandwidth_bytes_per_s=memory_gb_per_s * GIGA,
         gpus_per_host=host.gpus,
         link_bandwidth_bytes_per_s=host.nvlink_gb_per_s * GIGA or to_host / host.gpus_per_uplink,
@@ -285,8 +284,7 @@ def host_copy_bytes_per_s(gpu: Gpu, gpus: int, *, both_ways: bool) -> float:
     either direction takes its own bytes once. A PCIe link carries both directions at once at full speed.
     """
     link = gpu.host_bandwidth_bytes_per_s / min(gpus, gpu.gpus_per_uplink)
-    directions = 2 if both_ways else 1
-    return min(link, HOST_MEMORY_SHARE * gpu.host_memory_bandwidth_bytes_per_s / (gpus * directions))
+    return min(link, HOST_MEMORY_SHARE * gpu.host_memory_bandwidth_bytes_per_s / (2 * gpus if both_ways else gpus))
 
 
 def compute_capability(device: Any) -> Capability:

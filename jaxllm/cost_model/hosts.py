@@ -23,15 +23,12 @@ def named_devices(config: Config, gpus: int | None) -> int | None:
     Raises:
       ConfigError: the number is below one, or above MOST_GPUS.
     """
-    if gpus is not None and gpus < 1:
-        raise ConfigError(f"--gpus={gpus} is not valid: it should be at least 1.")
-    if gpus is not None and gpus > MOST_GPUS:
-        raise ConfigError(f"--gpus={shown(gpus)} is not valid: it should be at most {MOST_GPUS:,}.")
-    if gpus is not None:
-        return gpus
-    if config.run.cpu_devices is not None:
-        return config.run.cpu_devices
-    return None if config.parallel.data == AUTO else config.devices
+    if gpus is None:
+        return config.run.cpu_devices or (None if config.parallel.data == AUTO else config.devices)
+    if not 1 <= gpus <= MOST_GPUS:
+        limit = "at least 1" if gpus < 1 else f"at most {MOST_GPUS:,}"
+        raise ConfigError(f"--gpus={shown(gpus)} is not valid: it should be {limit}.")
+    return gpus
 
 
 def require_devices(config: Config, gpus: int | None) -> int:

@@ -138,11 +138,10 @@ def generation_moments(
     query, key = (tokens * b * n * model.head_dim for n in (model.num_heads // p.tensor, model.num_kv_heads // kv_ways))
     width, mlp = tokens * b * model.hidden_size, tokens * b * model.intermediate_size / p.tensor
     cache, of_prompt = cache_bytes(model, B, positions) // kv_ways, 2 * key * model.num_layers
-    gathered = GATHERED_LAYERS * b * size.layer.compute if size.zero else 0
     loop = {
         "prompt_keys_and_values": of_prompt,
         "hidden_states": width + 4 * tokens * model.head_dim,
-        "layer_weights": gathered,
+        "layer_weights": GATHERED_LAYERS * b * size.layer.compute if size.zero else 0,
     }
     rows, heads = tile_rows(S, B * model.num_heads * S), model.num_heads // p.tensor
     scores = B * heads * rows * S

@@ -94,12 +94,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         # starts no transfers early. In a ring a product is an array for each chunk, which its gradient, one array, cannot
         # overwrite.
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded -runs_ahead"),
-        Row(
-            "overwritten",
-            "mlp",
-            (-2, -2, -2),
-            "recomputes_products -pipelined -documents -sharded runs_ahead -sums_late",
-        ),
+        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded runs_ahead -sums_late"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products single -rings_tensor -runs_ahead"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products single -rings_tensor runs_ahead one_pass"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products chunked one_pass -runs_ahead"),

@@ -8,7 +8,6 @@ from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import HOPPER, chunks_in_reach, first_seen, require_runs, takes_cudnn, window_shares
-from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
@@ -90,7 +89,9 @@ class LayerCompute:
         self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
         frozen = config.frozen
         self.frozen = {spec.output for spec in layer_matmuls(model) if spec.path in frozen}
-        self.adapters = [] if model.lora is None else self.adapter_matmuls(model.lora)
+        targets, rank = (model.lora.targets, model.lora.rank) if model.lora else ((), 0)
+        adapted = [self.matmuls[spec.output] for spec in layer_matmuls(model) if spec.target in targets]
+        self.adapters = [pair for columns, length in adapted for pair in ((rank, length), (columns, rank))]
         """LoRA's matmuls, as in `matmuls`."""
         self.trained_parameters = sum(columns * length for columns, length in self.trained_matmuls())
         self.chunk_layers: float = config.chunk_layers
@@ -129,11 +130,6 @@ class LayerCompute:
             sizes = [size // split.get(dim, 1) for dim, size in zip(spec.dims, spec.shape, strict=True)]
             found[spec.output] = math.prod(sizes[spec.inputs :]), math.prod(sizes[: spec.inputs])
         return found
-
-    def adapter_matmuls(self, lora: LoraConfig) -> list[tuple[int, int]]:
-        targets = [spec.output for spec in layer_matmuls(self.model) if spec.target in lora.targets]
-        shapes = [self.matmuls[name] for name in targets]
-        return [pair for columns, length in shapes for pair in ((lora.rank, length), (columns, lora.rank))]
 
     def trained_matmuls(self) -> list[tuple[int, int]]:
         """Those whose weights have gradients."""

@@ -54,7 +54,7 @@ known why a run there has no result."""
 
 
 def megatron_memory(config: Config) -> MemoryEstimate:
-    """Bytes of one device of stage 0, the fullest stage without rematerialisation.
+    """Bytes of one device of a resolved config's stage 0, the fullest stage without rematerialisation.
 
     With x = S b / (c t), a layer's matrices m = D H (2 N + 2 K) + 3 D F and its norms' 2 D
     (and biases and norms of heads, where a network has them),
@@ -70,9 +70,6 @@ def megatron_memory(config: Config) -> MemoryEstimate:
     For H = D / N that is D (12 + 4 K / N + 8 F / D) bytes a token and layer. As in the author's code, norms are divided by t,
     L / p is not rounded, and the 8 D p for embeddings is too large; the logits of a last stage are left out. Tied embeddings
     have no second matrix.
-
-    Args:
-      config: resolved.
     """
     model, parallel = config.model, config.parallel
     p, c, t = parallel.pipe, parallel.context, parallel.tensor
@@ -166,8 +163,10 @@ class MegatronStep(StepModel):
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)
-        # No activations are offloaded, and no weights.
-        self.policy, self.layers_on_host = policy_of("none", config.model), False
+        # No activations are offloaded, and no state.
+        self.policy, self.offload_state = policy_of("none", config.model), "none"
+        # Each layer has its own tensors: no stacks are copied.
+        self.has_own_layers = True
         self.fuses_attention, self.context_method = True, "ring"
         self.key_gradient_itemsize = self.itemsize
         self.sends_by_layer, self.rings_tensor = False, False
@@ -190,10 +189,6 @@ class MegatronStep(StepModel):
 
     def gradient_sums_s(self) -> float:
         """Zero, because Megatron accumulates inside the matmul."""
-        return 0.0
-
-    def stacks_s(self) -> float:
-        """Zero: each layer has its own tensors."""
         return 0.0
 
     def head(self) -> dict[str, float]:
@@ -227,9 +222,6 @@ class MegatronStep(StepModel):
         else:
             transfers.add("data", reduce_scatter_s(4 * parameters, group, links), backward_s)
             transfers.add("data", all_gather_s(self.itemsize * parameters, group, links), forward_s)
-
-    def add_state_offload(self, transfers: Transfers) -> None:
-        """Adds nothing: no state is offloaded."""
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds the time that a step waits for attention masks, which loaders make while the GPUs work. The slowest data rank

@@ -231,7 +231,9 @@ class Step(StepSizes):
         """Terms while the weights arrive; empty if that is never the fullest moment."""
         if self.zero in (1, 2) and self.accumulates and self.runs_ahead and not self.sends_once:
             if self.pipelined:
-                return {**held, "microbatch_gradients": 0, "relayout": self.relayout()}
+                # Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix.
+                both = self.itemsize * (self.largest_stack + self.trained_embedding.compute)
+                return {**held, "microbatch_gradients": 0, "relayout": both}
             stack = {"relayout": 0 if self.has_own_layers else self.itemsize * self.largest_stack}
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
         if self.zero == 2 and not (self.accumulates or self.policy.offload):
@@ -265,7 +267,3 @@ class Step(StepSizes):
             # That gradient and the head's in a second layout each, as buffer listings of interleaved steps have them.
             size += self.itemsize * tokens * self.rows + FLOAT32 * self.head.compute
         return size
-
-    def relayout(self) -> float:
-        """Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix."""
-        return self.itemsize * (self.largest_stack + self.trained_embedding.compute)

@@ -39,17 +39,16 @@ class Exchange:
     H100s (ZeRO 1), a step of Llama 3 8B has 9 by this count and 9 in the program, and 11 in the outer step; a step of Llama 3.2
     1B 8 and 8."""
 
+    codes: bool
+    """Whether an all-reduce is an all-to-all and an all-gather of codes."""
+    hidden_share: float = 0.0
+    """Share of its time that runs beside a step, if the step takes as long (train.diloco_overlap): compiled for H100s, an
+    all-reduce does from the step's first kernel on; of codes the all-gather does, for which the all-to-all must be done."""
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that leave each replica, in rings; as many arrive."""
         return 2 * (self.replicas - 1) * self.rank_bytes * self.gpus // self.replicas
-
-    codes: bool = False
-    """Whether an all-reduce is an all-to-all and an all-gather of codes."""
-
-    hidden_share: float = 0.0
-    """Share of its time that runs beside a step, if the step takes as long (train.diloco_overlap): compiled for H100s, an
-    all-reduce does from the step's first kernel on; of codes the all-gather does, for which the all-to-all must be done."""
 
     def seconds(self, group: Group, links: Links) -> float:
         """Time on an idle network."""

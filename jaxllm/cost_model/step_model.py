@@ -56,7 +56,7 @@ class StepModel(LayerCompute):
         """Whether gradients travel over data x context layer by layer in each microbatch, and with ZeRO 3 also weights."""
         self.hides_messages = True
         """Whether a tick's messages between stages overlap with its compute."""
-        self.layers_on_host = self.parallel.offload_state == "all"
+        self.offload_state = self.parallel.offload_state
         self.one_way = host_copy_bytes_per_s(gpu, self.gpus_per_host, both_ways=False)
         self.both_ways = host_copy_bytes_per_s(gpu, self.gpus_per_host, both_ways=True)
         """Bytes per second in one direction."""
@@ -82,7 +82,8 @@ class StepModel(LayerCompute):
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
         add_times(terms, self.head())
         add_exchange(once, self.config, self.replica_group, self.links, sum(terms.values()))
-        self.add_state_offload(once)
+        if self.offload_state != "none":
+            once.add("offload_state", self.state_offload_s(self.offload_state))
         for times_s in (self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
@@ -340,7 +341,7 @@ class StepModel(LayerCompute):
     @property
     def activations_out_bytes_per_s(self) -> float:
         """The bandwidth of activations on their way to the host, with `all` beside weights on their way in."""
-        return self.both_ways if self.layers_on_host else self.one_way
+        return self.both_ways if self.offload_state == "all" else self.one_way
 
     def add_host(
         self,
@@ -352,7 +353,7 @@ class StepModel(LayerCompute):
         """Adds a tick's copies to the transfers behind its forward and backward compute, compute_s."""
         layers, size_bytes = self.config.chunk_layers, self.offloaded_bytes()
         at_once_s = 0.0
-        if self.layers_on_host:
+        if self.offload_state == "all":
             # Bytes of one layer on the host's link. The sums of a single microbatch are not read.
             parameters = self.layer_parameters / self.data_group.size
             weights, sums_out = parameters * self.itemsize, parameters * host_sum_itemsize(self.config)
@@ -367,13 +368,8 @@ class StepModel(LayerCompute):
         if size_bytes:
             behind_forward["offload"] = layers * size_bytes / self.activations_out_bytes_per_s
             behind_backward["offload"] = layers * size_bytes / self.one_way
-        if self.layers_on_host:
+        if self.offload_state == "all":
             behind_backward["offload_state"] = at_once_s + behind_backward.get("offload", 0.0)
-
-    def add_state_offload(self, transfers: Transfers) -> None:
-        """Adds state_offload_s, once a step."""
-        if self.parallel.offload_state != "none":
-            transfers.add("offload_state", self.state_offload_s(self.parallel.offload_state))
 
     def state_offload_s(self, state: str) -> float:
         """Time of an update with `state` as parallel.offload_state. Moments cross the host's link once each way, one direction

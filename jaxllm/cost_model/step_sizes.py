@@ -54,14 +54,9 @@ def parameters(model: ModelConfig, parallel: ParallelConfig, frozen: frozenset[s
     ranks = int(parallel.data) * parallel.context
     # Type checkers do not know that a frozen model of pydantic is hashable.
     found = _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
-    if not frozen:
-        return found
-
-    def of(path: str, elements: Elements) -> Elements:
-        shards = parallel.zero == 3 and (parallel.pipe == 1 or path.startswith(model_spec.LAYERS))
-        return elements if shards or path not in frozen else Elements(elements.compute, elements.compute)
-
-    return {path: of(path, elements) for path, elements in found.items()}
+    sharded = ("" if parallel.pipe == 1 else LAYERS) if parallel.zero == 3 else None
+    whole = {path for path in frozen if sharded is None or not path.startswith(sharded)}
+    return {path: Elements(one.compute, one.compute) if path in whole else one for path, one in found.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -87,9 +82,7 @@ def layer_parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, 
 
 def _elements(shape: dict[str, int], split: dict[str, int], ranks: int, is_matrix: bool) -> Elements:
     compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
-    if ranks == 1:
-        return Elements(compute, compute)
-    found = zero_shard(shape, split, ranks, is_matrix)
+    found = None if ranks == 1 else zero_shard(shape, split, ranks, is_matrix)
     if found is None:
         return Elements(compute, compute)
     dim, zeros = found
@@ -292,11 +285,8 @@ class StepSizes:
     @property
     def packing_bytes(self) -> float:
         """Bytes of the log-sum-exp of each document of a call, while attention runs backward."""
-        return (
-            FLOAT32 * self._documents_in_a_call * self.tokens * self.model.num_heads / self.parallel.tensor
-            if self.packed
-            else 0
-        )
+        of_document = FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor
+        return of_document * self._documents_in_a_call if self.packed else 0
 
     @property
     def _documents_in_a_call(self) -> int:

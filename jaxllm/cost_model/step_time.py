@@ -57,9 +57,6 @@ def estimate_step_time(
       convention: jaxllm or megatron, see the module docstring. In Megatron's, parallel.remat=full means Megatron's full
         recomputation; other values are ignored.
       fitted: other constants than the convention's own.
-
-    Raises:
-      ConfigError: the convention does not exist.
     """
     model = step_model(convention)
     return model(config, gpu, gpus_per_host, fitted or model.constants).time()

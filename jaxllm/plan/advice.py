@@ -178,13 +178,11 @@ def smallest_cluster(
 ) -> Change | None:
     """The smallest multiple of the present devices on which a step fits with every saving applied; None above MOST_GPUS."""
     trial = _Trial(config, capacity_bytes, None, None, estimate or partial(estimate_memory, gpu=gpu))
-    factors = (2, 3, 4, 6, *(2**power for power in range(3, 15)))
-    tried = (
-        trial.first_that_fits(_everything(config, factor, gpu and gpu.gpus_per_host))
-        for factor in factors
-        if config.devices * factor <= MOST_GPUS
-    )
-    return next((change for change in tried if change is not None), None)
+    for factor in (2, 3, 4, 6, *(2**power for power in range(3, 15))):
+        larger = _everything(config, factor, gpu and gpu.gpus_per_host)
+        if config.devices * factor <= MOST_GPUS and (change := trial.first_that_fits(larger)) is not None:
+            return change
+    return None
 
 
 def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:

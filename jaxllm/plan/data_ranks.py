@@ -16,8 +16,6 @@ therefore made the progress of least_steps = sum of 1 / (1 + N_i / B_i) noiseles
 Both are twice their minimum at B = least_tokens / least_steps. The law assumes that the learning rate is well chosen at every
 batch, and that gradients are equally noisy in all directions that matter. The result is an order of magnitude: experiments with
 branched runs found critical batches far above the noise scale (Merrill et al. 2025, "Critical Batch Size Revisited").
-
-No JAX.
 """
 
 from __future__ import annotations

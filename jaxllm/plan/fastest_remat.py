@@ -43,24 +43,6 @@ COPIES = 3
 """Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack and fetched
 (cost_model/layer_backward.py). Not where it turns whole stacks (_first)."""
 
-EstimateTime = Callable[[Config, Gpu, int], StepTime]
-"""Takes a resolved config, a kind of GPU and the GPUs per host."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Memory limits of a configuration, per GPU."""
-
-    device_bytes: float
-    """Limit for the estimate."""
-    host_bytes: float
-
-    def broken_by(self, memory: MemoryEstimate) -> str | None:
-        """The reason for rejection; None if it fits."""
-        if memory.peak_bytes > self.device_bytes:
-            return DOES_NOT_FIT
-        return HOST_FULL if memory.host_bytes > self.host_bytes else None
-
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -78,17 +60,13 @@ class SearchOptions:
     """Whether to rank by microbatch first."""
     estimate: EstimateMemory | None = None
     """Default: estimate_memory."""
-    step_time: EstimateTime = estimate_step_time
+    step_time: Callable[[Config, Gpu, int], StepTime] = estimate_step_time
+    """Takes a resolved config, a kind of GPU and the GPUs per host."""
     prune: bool = True
     """Whether to skip what needs more than a rejected neighbour (larger microbatches, and remat that keeps more), and what is
     slower than `best` others even with nothing recomputed."""
     best: int = 100
     """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
-
-    def limits(self, gpu: Gpu, gpus_per_host: int) -> Limits:
-        device_bytes = FIT_SHARE * gpu.capacity_bytes if self.device_bytes is None else self.device_bytes
-        host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if self.host_bytes_per_gpu is None else self.host_bytes_per_gpu
-        return Limits(device_bytes, host_bytes)
 
     def reaches(self) -> tuple[bool, ...]:
         """Values of `across_hosts` to try in turn."""
@@ -141,9 +119,7 @@ class Trial:
 
 def ways(group: Group, keep: Collection[str]) -> tuple[bool, ...]:
     """Values of Trial.to_host."""
-    if "remat" in keep:
-        return (offloads(group.remats[0]),)
-    return (False, True)
+    return (offloads(group.remats[0]),) if "remat" in keep else (False, True)
 
 
 class Fitting:
@@ -151,7 +127,10 @@ class Fitting:
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, options: SearchOptions):
         self.config, self.gpu, self.gpus_per_host = config, gpu, gpus_per_host
-        self.limits, self.keep, self.prune = options.limits(gpu, gpus_per_host), options.keep, options.prune
+        self.keep, self.prune = options.keep, options.prune
+        self.device_bytes = FIT_SHARE * gpu.capacity_bytes if options.device_bytes is None else options.device_bytes
+        host_bytes = options.host_bytes_per_gpu
+        self.host_bytes = host_bytes_per_gpu(gpu, gpus_per_host) if host_bytes is None else host_bytes
         self.estimate, self.step_time = options.estimate or partial(estimate_memory, gpu=gpu), options.step_time
         self.ladders: dict[tuple, Ladder] = {}
         self.tally = Tally()
@@ -209,7 +188,7 @@ class Fitting:
             if over is None:
                 return config, memory
             refused.append(over)
-            if memory.peak_bytes > HOPELESS * self.limits.device_bytes:
+            if memory.peak_bytes > HOPELESS * self.device_bytes:
                 break
         return None
 
@@ -218,7 +197,8 @@ class Fitting:
         choice = trial.choice(remat)
         config = choice.applied_to(self.config)
         memory = self.estimate(config.at_largest_batch)
-        over = self.limits.broken_by(memory)
+        over = HOST_FULL if memory.host_bytes > self.host_bytes else None
+        over = DOES_NOT_FIT if memory.peak_bytes > self.device_bytes else over
         if over == DOES_NOT_FIT and (self.tally.leanest is None or memory.peak_bytes < self.tally.leanest[1]):
             self.tally.leanest = choice, memory.peak_bytes
         return config, memory, over
@@ -277,4 +257,4 @@ class Fitting:
         if other.family != rung.family:
             least -= rung.whole
         host = memory.host_bytes - layers * (other.offloaded - rung.offloaded)
-        return least > self.limits.device_bytes or host > self.limits.host_bytes
+        return least > self.device_bytes or host > self.host_bytes

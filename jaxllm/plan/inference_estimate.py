@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError, sequence_unit
@@ -104,8 +106,6 @@ class InferenceEstimate:
     moments: Moments
     host_bytes: Terms
     """Bytes of one process that holds all GPUs of a host, by way to load or convert (load_host_bytes)."""
-    remedies: tuple[tuple[str, int], ...] = ()
-    """Changes with which it would fit, and its bytes then; empty if it does."""
 
     def __repr__(self) -> str:
         verdict = {None: "", True: ", which fits", False: ", which does not fit"}[self.fits]
@@ -132,6 +132,15 @@ class InferenceEstimate:
     def fits(self) -> bool | None:
         """None without a GPU."""
         return None if self.capacity_bytes is None else self.peak_bytes <= self.capacity_bytes
+
+    @cached_property
+    def remedies(self) -> list[tuple[str, int]]:
+        """The mildest change of each kind with which it would fit with room to spare, and its bytes then; empty if it fits."""
+        found, limit = [], FIT_SHARE * (self.capacity_bytes or 0)
+        for candidates in _changes(self.config, self.use) if self.fits is False else ():
+            sizes = ((words, use.peak_bytes(new, self.gpu)) for words, new, use in candidates if new is not None)
+            found += islice((one for one in sizes if one[1] <= limit), 1)
+        return found[:MOST_CHANGES]
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -213,10 +222,7 @@ def estimate_inference(
         require_runs(resolved.model, kind.chip.compute_capability, kind.name)
     per_host, because = choose_gpus_per_host(resolved.devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
     host = load_host_bytes(resolved, use.stored_dtype, per_host)
-    report = InferenceEstimate(resolved, use, kind, per_host, because, use.moments(resolved, kind), host)
-    if report.fits is False and kind is not None:
-        return replace(report, remedies=tuple(_remedies(resolved, use, kind))[:MOST_CHANGES])
-    return report
+    return InferenceEstimate(resolved, use, kind, per_host, because, use.moments(resolved, kind), host)
 
 
 def _with_batch(config: Config, use: Use) -> Config:
@@ -235,14 +241,6 @@ def _with_batch(config: Config, use: Use) -> Config:
             f"multiple of {sequence_unit(p.context, p.tensor)}."
         )
     return found
-
-
-def _remedies(config: Config, use: Use, gpu: Gpu) -> Iterator[tuple[str, int]]:
-    """The mildest change of each kind that fits with room to spare."""
-    for candidates in _changes(config, use):
-        sizes = ((words, new_use.peak_bytes(new, gpu)) for words, new, new_use in candidates if new is not None)
-        if found := next((one for one in sizes if one[1] <= FIT_SHARE * gpu.capacity_bytes), None):
-            yield found
 
 
 def _changes(config: Config, use: Use) -> Iterator[Iterator[tuple[str, Config | None, Use]]]:

@@ -20,9 +20,9 @@ class PipelineReport:
     """Data ranks, which share a batch's microbatches."""
     data_is_assumed: bool
     slot_bytes: int | None
-    """Bytes of one slot on one device; None for remat=none, which keeps all that autodiff needs."""
+    """Bytes that one chunk keeps of one microbatch on one device; None for remat=none, which keeps all that autodiff needs."""
     offloaded_slot_bytes: int
-    """Bytes of one slot in host memory."""
+    """The same in host memory."""
 
     @property
     def idle_share(self) -> float:
@@ -84,14 +84,9 @@ def pipeline_report(config: Config) -> PipelineReport:
     if p.data == AUTO:
         config = config.resolve(config.run.cpu_devices or p.replica * p.pipe * p.context * p.tensor)
     schedule = make_schedule(p.schedule, p.pipe, config.num_microbatches, p.virtual_stages)
-    return PipelineReport(schedule, int(config.parallel.data), assumed, *slot_bytes(config))
-
-
-def slot_bytes(config: Config) -> tuple[int | None, int]:
-    """Bytes that one chunk keeps of one microbatch, (on one device, in host memory), by the closed form of activations.py."""
-    model, p, policy = config.model, config.parallel, policy_of(config.parallel.remat, config.model)
-    if policy.everything:
-        return None, 0
-    held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(config))
-    tokens = config.chunk_layers * config.microbatch_sequences * config.train.sequence_length
-    return round(tokens * sum(held.kept.values())), round(tokens * sum(held.offloaded.values()))
+    model, policy, kept, offloaded = config.model, policy_of(p.remat, config.model), None, 0
+    if not policy.everything:
+        held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(config))
+        tokens = config.chunk_layers * config.microbatch_sequences * config.train.sequence_length
+        kept, offloaded = (round(tokens * sum(of_token.values())) for of_token in (held.kept, held.offloaded))
+    return PipelineReport(schedule, int(config.parallel.data), assumed, kept, offloaded)

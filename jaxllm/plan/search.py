@@ -82,7 +82,7 @@ def search(
         gpus=gpus,
         gpus_per_host=per_host,
         hosts_because=because,
-        host_bytes_per_gpu=run.fitting.limits.host_bytes,
+        host_bytes_per_gpu=run.fitting.host_bytes,
         candidates=ranked(run.candidates, options.largest_microbatch),
         rejected=run.fitting.tally.rejected(),
         meshes=run.meshes,
@@ -115,17 +115,12 @@ class _Run:
         counted."""
         found: list[Trial] = []
         for mesh in every:
-            reason, left = why_not(self.fitting.config, mesh, self.fitting.gpus_per_host, across), []
-            if reason is None:
-                left = [
-                    group
-                    for group in groups(self.fitting.config, mesh, self.options.keep)
-                    if group.microbatches or group.uneven_microbatches
-                ]
-                reason = None if left else KEPT_AWAY
+            reason = why_not(self.fitting.config, mesh, self.fitting.gpus_per_host, across)
+            every_group = () if reason else groups(self.fitting.config, mesh, self.options.keep)
+            left = [group for group in every_group if group.microbatches or group.uneven_microbatches]
             self.meshes += 1
-            if reason is not None:
-                self.fitting.tally.add(MESH, reason, 1, str(mesh))
+            if not left:
+                self.fitting.tally.add(MESH, reason or KEPT_AWAY, 1, str(mesh))
             for group in left:
                 found += self._of_group(group)
             if self.progress is not None:
@@ -244,8 +239,6 @@ def _smallest(group: Group, config: Config) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------------------------------- a plan without candidates
-# One sentence for a plan without candidates: the obstacle, and the cheapest changes that help.
-
 
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """Multiples of the present GPUs that are tried if nothing fits."""

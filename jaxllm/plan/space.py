@@ -87,10 +87,8 @@ class Choice:
         """The config with these values, resolved. Nothing is validated again: a choice divides by construction."""
         parallel = self.settings
         train = {"microbatch_sequences": parallel.pop("microbatch_sequences")}
-        update: dict[str, Any] = {
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update=train),
-        }
+        update: dict[str, Any] = {"train": config.train.model_copy(update=train)}
+        update["parallel"] = config.parallel.model_copy(update=parallel)
         if config.run.cpu_devices is not None:
             # A recipe for a small test names CPU devices; a plan is for GPUs.
             update["run"] = config.run.model_copy(update={"cpu_devices": None})
@@ -125,7 +123,17 @@ def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Me
       ConfigError: `keep` has a name that is not KEEPABLE, or one whose value the config leaves open; or the replicas do not
         divide the GPUs.
     """
-    check_keep(config, keep)
+    for name in keep:
+        if name not in KEEPABLE:
+            nearest = difflib.get_close_matches(name, KEEPABLE, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"choose among {', '.join(KEEPABLE)}."
+            raise ConfigError(f"--keep={name} is not a searched setting: {hint}")
+    if "data" in keep and config.parallel.data == AUTO:
+        raise ConfigError("--keep=data needs a number: set parallel.data, or leave it to the search.")
+    if "microbatch_sequences" in keep and config.train.microbatch_sequences is None:
+        raise ConfigError(
+            "--keep=microbatch_sequences needs a value: set train.microbatch_sequences, or leave out this --keep."
+        )
     if gpus % (replicas := config.parallel.replica):
         below, above = gpus // replicas * replicas, (gpus // replicas + 1) * replicas
         raise ConfigError(
@@ -248,21 +256,6 @@ def schedules(layers: int, pipe: int) -> tuple[tuple[str, int], ...]:
             choices.append((INTERLEAVED, virtual_stages))
             chunks.add(chunk)
     return tuple(choices)
-
-
-def check_keep(config: Config, keep: Collection[str]) -> None:
-    """Raises ConfigError for a name that is not searched, or one whose value the config leaves open."""
-    for name in keep:
-        if name not in KEEPABLE:
-            nearest = difflib.get_close_matches(name, KEEPABLE, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"choose among {', '.join(KEEPABLE)}."
-            raise ConfigError(f"--keep={name} is not a searched setting: {hint}")
-    if "data" in keep and config.parallel.data == AUTO:
-        raise ConfigError("--keep=data needs a number: set parallel.data, or leave it to the search.")
-    if "microbatch_sequences" in keep and config.train.microbatch_sequences is None:
-        raise ConfigError(
-            "--keep=microbatch_sequences needs a value: set train.microbatch_sequences, or leave out this --keep."
-        )
 
 
 def choice_in(config: Config) -> Choice:

@@ -64,7 +64,7 @@ class Hosts:
 
     def __init__(self, count: int, recipe: Path, folder: Path, network: Network | None, peer_timeout_s: float):
         self.lines: list[Line] = []
-        self._count, self._folder, self._network = count, folder, network
+        self._folder, self._network = folder, network
         self._supervisors: dict[int, subprocess.Popen[str]] = {}
         folder.mkdir()
         where = f"h0:{PORTS[0]}" if network else f"127.0.0.1:{free_port()}"
@@ -175,19 +175,24 @@ class Network:
         self._namespaces = {name: f"jaxllm-{os.getpid()}-{name}" for name in (SWITCH, *names)}
 
     def __enter__(self) -> Network:
-        remove_forgotten_namespaces()
+        for forgotten in _run("ip", "netns", "list").stdout.split():
+            # Its owner was killed.
+            if (found := re.fullmatch(r"jaxllm-(\d+)-h\w+", forgotten)) and not Path(f"/proc/{found[1]}").exists():
+                remove_namespace(forgotten)
         addresses = {SWITCH: 254} | {name: number for number, name in enumerate(self._names, start=1)}
         lines = ["127.0.0.1 localhost", *(f"{ADDRESSES}.{number} {name}" for name, number in addresses.items())]
         self._hosts_file.write_text("\n".join(lines) + "\n")
         try:
             self._lay_cables(addresses)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Ends all processes of the hosts, too."""
+        for namespace in self._namespaces.values():
+            remove_namespace(namespace)
 
     def on(self, name: str) -> list[str]:
         """Prefix of a command that runs on a host, or on the SWITCH. The process that is started becomes the command."""
@@ -200,11 +205,6 @@ class Network:
 
     def plug(self, name: str) -> None:
         self._ip("-n", self._namespaces[SWITCH], "link", "set", f"to-{name}", "up")
-
-    def close(self) -> None:
-        """Ends all processes of the hosts, too."""
-        for namespace in self._namespaces.values():
-            remove_namespace(namespace)
 
     def _lay_cables(self, addresses: Mapping[str, int]) -> None:
         switch = self._namespaces[SWITCH]
@@ -233,13 +233,6 @@ def remove_namespace(name: str) -> None:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     _run("ip", "netns", "delete", name)
-
-
-def remove_forgotten_namespaces() -> None:
-    """Removes the namespaces whose owner was killed."""
-    for name in _run("ip", "netns", "list").stdout.split():
-        if (found := re.fullmatch(r"jaxllm-(\d+)-h\w+", name)) and not Path(f"/proc/{found[1]}").exists():
-            remove_namespace(name)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -54,8 +54,7 @@ UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 EXAMINE = program("""
 import sys
 from pathlib import Path
-from jaxllm.checkpoint.files import changed
-from jaxllm.checkpoint.files import damage
+from jaxllm.checkpoint.files import changed, damage
 for folder in map(Path, sys.argv[1:]):
     reason = damage(folder) if folder.is_dir() else "it is missing"
     if reason := reason or changed(folder):
@@ -156,7 +155,6 @@ class _Watched:
         patience_s = self._config.run.peer_timeout_s
         hosts = self._hosts = Hosts(self._count, self._recipe, self._folder / "hosts", self._cables, patience_s)
         strikes: list[Strike] = []
-        unfinished = ""
         try:
             for rank in range(self._count):
                 hosts.power_on(rank)

@@ -76,11 +76,7 @@ def shrink(config: Config, hosts: int, steps: int, folder: Path) -> Config:
 
 def count_devices(config: Config, hosts: int) -> int:
     """Devices of the rehearsal, all hosts together. With parallel.data=auto they are run.cpu_devices, or where these do not
-    divide over mesh and hosts, as few as do.
-
-    Raises:
-      ConfigError: as shrink.
-    """
+    divide over mesh and hosts, as few as do. Errors are those of shrink()."""
     parallel = config.parallel
     others = parallel.replica * parallel.pipe * parallel.context * parallel.tensor
     is_auto = parallel.data == AUTO
@@ -139,12 +135,9 @@ def _model(config: Config) -> dict[str, Any]:
     kv_heads = min(model.num_kv_heads, 2) if t == 1 else min(model.num_kv_heads, t)
     heads = kv_heads if model.num_heads == model.num_kv_heads else 2 * max(kv_heads, t)
     width = max(heads * HEAD_DIM, LEAST_WIDTH)
-    values = {
-        "name": None,
-        **{"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM},
-        **{"hidden_size": width, "intermediate_size": math.lcm(2 * width, t)},
-        **{"compute_dtype": "float32", "matmul_dtype": "compute_dtype", "attention": "xla"},
-    }
+    values: dict[str, Any] = {"name": None, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM}
+    values |= {"hidden_size": width, "intermediate_size": math.lcm(2 * width, t)}
+    values |= {"compute_dtype": "float32", "matmul_dtype": "compute_dtype", "attention": "xla"}
     if model.sliding_window is not None and model.sliding_window < S:
         values["sliding_window"] = max(1, min(model.sliding_window, _sequence_length(config) // 2))
     # Windows alternate in each chunk, DiLoCo may cut it, and a last chunk with fewer layers than the others stays one.
@@ -175,18 +168,9 @@ def _train(config: Config, data: int, steps: int) -> dict[str, Any]:
     if parallel.virtual_stages > 1:
         microbatches = math.ceil(microbatches / parallel.pipe) * parallel.pipe
     batch = ranks * microbatches
-    values = {
-        **{"steps": steps, "sequence_length": S, "global_batch_sequences": batch, "microbatch_sequences": 1},
-        **{
-            "init_from": None,
-            "init_adapter": None,
-            "loss": "cross_entropy",
-            "eval_every_steps": None,
-            "eval_batches": None,
-            "length_schedule": (),
-            "batch_grows_to": None,
-        },
-    }
+    values: dict[str, Any] = dict.fromkeys(("init_from", "init_adapter", "eval_every_steps", "eval_batches", "batch_grows_to"))
+    values |= {"steps": steps, "sequence_length": S, "global_batch_sequences": batch, "microbatch_sequences": 1}
+    values |= {"loss": "cross_entropy", "length_schedule": ()}
     if train.batch_schedule:
         # As many batch sizes, each for as many steps.
         stage = max(1, steps // (len(train.batch_schedule) + 1))
