@@ -224,8 +224,9 @@ def reason_of(error: OSError | RefusedInput) -> str:
 _PORT, _WEB = re.compile(r"\d{0,5}"), re.compile(r"https?$", re.IGNORECASE)
 # Python's Path leaves one slash of two.
 _SCHEME = re.compile(r"(?<=[A-Za-z0-9])(:/{1,2})(?=[^/\s])")
-# An address of a store may be a pattern.
-_QUERY, _QUERY_OF_STORE = re.compile(r"[?#]"), re.compile(r"[?#][\w.%~-]+=")
+# To the end of the word, but for what closes a quote or a sentence. An address of a store may be a pattern.
+_END = r".*(?<!['\")\].,:;])"
+_QUERY, _QUERY_OF_STORE = re.compile(rf"[?#]{_END}"), re.compile(rf"[?#][\w.%~-]+={_END}")
 
 
 def without_passwords(text: str) -> str:
@@ -239,11 +240,7 @@ def without_passwords(text: str) -> str:
         rest, authority = part[len(url) :], url.partition("/")[0]
         is_host = _PORT.fullmatch(authority.partition(":")[2])
         url = url[(authority if is_host else url).rfind("@") + 1 :]
-        if query := (_QUERY if _WEB.search(before[-5:]) else _QUERY_OF_STORE).search(url):
-            url, asked = url[: query.start()], url[query.start() :]
-            # What closes a quote or a sentence.
-            url += asked[len(asked.rstrip("'\").,:;]")) :]
-        found += [slashes, url + rest]
+        found += [slashes, (_QUERY if _WEB.search(before[-5:]) else _QUERY_OF_STORE).sub("", url, count=1), rest]
         before = part
     return "".join(found)
 
