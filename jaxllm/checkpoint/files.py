@@ -129,10 +129,8 @@ def committed_steps(there: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tuple[int | None, dict[int, str]]:
     """Finds (the newest intact step in a folder of checkpoints, why each newer step is damaged). Steps in `refused`, with their
-    reasons, are not examined. (None, {}) if the folder holds no checkpoints.
-
-    Raises:
-      ConfigError: none is intact, or one cannot be read here.
+    reasons, are not examined. (None, {}) if the folder holds no checkpoints; ConfigError if none is intact, or one cannot be
+    read here.
     """
     reasons = dict(refused or {})
     for step in reversed(saved_steps(folder)):
@@ -150,21 +148,14 @@ def newest_whole(folder: Path, refused: Mapping[int, str] | None = None) -> tupl
 
 
 def newest_undamaged(folder: Path, refused: Mapping[int, str]) -> int:
-    """The newest step in a folder of checkpoints that is intact and not in `refused`; -1 if there is none.
-
-    Raises:
-      ConfigError: one cannot be read here.
-    """
+    """The newest step of a folder of checkpoints that is intact and not in `refused`; -1 without one. Raises as `damage`."""
     steps = (step for step in reversed(saved_steps(folder)) if step not in refused)
     return next((step for step in steps if damage(folder / str(step)) is None), -1)
 
 
 def damage(folder: Path, item: str = "") -> str | None:
     """The damage to a checkpoint, or to its `item` alone, that its metadata and the sizes of its files show; None if there is
-    none. `changed` finds changed bytes of arrays.
-
-    Raises:
-      ConfigError: a newer jaxllm wrote it, or it cannot be read here.
+    none; ConfigError if a newer jaxllm wrote it, or it cannot be read here. `changed` finds changed bytes of arrays.
     """
     try:
         meta = read_meta(folder)
@@ -211,11 +202,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def read_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """{path: (bytes, CRC32)} of the files in a checkpoint.
-
-    Raises:
-      OSError, ValueError: the list is missing or torn.
-    """
+    """{path: (bytes, CRC32)} of the files in a checkpoint. OSError or ValueError if the list is missing or torn."""
     return listed_in(read_bytes(folder / FILES, FILES_BYTES))
 
 

@@ -427,10 +427,8 @@ class StoredCheckpoints:
 @contextmanager
 def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[StoredCheckpoints | None, bool]]:
     """Holds checkpoint.store for this run; every process must call it. Yields its checkpoints on process 0, None on the others
-    and without a store; and whether there is one.
-
-    Raises:
-      ConfigError: on all processes, if another run holds the store, or it cannot be read and written.
+    and without a store; and whether there is one. ConfigError on all processes, if another run holds the store, or it cannot be
+    read and written.
     """
     if config.store is None:
         yield None, False

@@ -87,9 +87,9 @@ class Data:
 
     @property
     def ends(self) -> set[int]:
-        """Tokens that end what is learnt: those of answers, and of documents where there are any."""
-        rendered = self.chat_template is not None and all(part.source in CONVERSATIONS for part in self.config.data.sources)
-        of_documents = None if rendered or self.tokenizer is None else self.tokenizer.eos_id
+        """Tokens that end what is learnt: those of answers, and of documents if there are any. Bytes have no file to say it."""
+        documents = self.chat_template is None or any(part.source not in CONVERSATIONS for part in self.config.data.sources)
+        of_documents = self.tokenizer.eos_id if documents and self.tokenizer and self.tokenizer.folder else None
         return {token for token in (self.end_of_turn, of_documents) if token is not None}
 
     @cached_property
