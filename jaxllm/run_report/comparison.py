@@ -51,7 +51,7 @@ class ComparedRun:
             "least_eval_loss": _least(history.evaluated()[1]),
             "learning_rate": history.config.optimizer.learning_rate,
             "steps_to_common_loss": None if at is None else int(history.steps[at]),
-            "tokens_to_common_loss": None if at is None else finite(history.tokens[at]),
+            "tokens_to_common_loss": None if at is None else int(history.tokens[at]),
             "hours_to_common_loss": None if at is None else finite(history.hours[at]),
         }
 

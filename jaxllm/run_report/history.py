@@ -145,7 +145,7 @@ class History:
         evaluated, noise = self.evaluated()[1], self.noise_tokens
         return {
             "steps": int(self.steps[-1]),
-            "tokens": int(self.tokens[-1]) if math.isfinite(self.tokens[-1]) else None,
+            "tokens": int(self.tokens[-1]),
             "devices": self.devices,
             "loss": finite(self.smoothed_loss[-1]),
             "eval_loss": finite(evaluated[-1]) if evaluated.size else None,
@@ -264,14 +264,14 @@ def read_run(folder: str | Path) -> History:
         if not path.is_file():
             raise ConfigError(f"{folder} is not a run directory, because it has no {path.name}: give the run's run.dir.")
     kept = list(read_lines(metrics))
-    by_step = {line["step"]: line for _, line in kept if "loss" in line}
+    by_step = {line["step"]: line for _, line in kept if line.keys() >= {"loss", "tokens"}}
     if not by_step:
         raise ConfigError(f"{metrics} has no step yet: try again when the first step is done.")
     seen = {text for text, _ in kept}
     lost: dict[bytes, Mapping[str, Any]] = {}
     # Those of older versions have all lines of their time, including those that were kept.
     for path in sorted(folder.glob("metrics-*.jsonl")):
-        lost |= {text: line for text, line in read_lines(path) if text not in seen and "loss" in line}
+        lost |= {text: line for text, line in read_lines(path) if text not in seen and line.keys() >= {"loss", "tokens"}}
     written = _read_config(folder / "config.yaml")
     return History(
         folder,

@@ -258,6 +258,8 @@ def report_on(
     if history.config.train.diloco_steps is not None:
         why = "with DiLoCo, replicas step independently; the law holds for ranks that take every step together."
         return replace(report, why_not=why)
+    if not (history.batch_tokens > 0).all():
+        return replace(report, why_not="the tokens in its lines do not grow from step to step.")
     rate = history.tokens_per_s_per_device
     if kind is None and rate is None:
         return replace(report, why_not="no step's speed is known; name a GPU with --gpu.")

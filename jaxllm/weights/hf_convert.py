@@ -213,6 +213,9 @@ def adapter_to_peft(
     folder = found.unmerged()
     with new_folder(destination, 0, force) as aside:
         moves, nbytes = write_adapter(folder, aside, wanted, found.began_from)
+        # As PEFT's trainers do: with the template and the end tokens of training. A config.json would name a whole model.
+        copy_companions(found.outline.companions, aside)
+        (aside / CONFIG).unlink(missing_ok=True)
     return Conversion(found.description, destination, len(moves), nbytes, {move.dtype.name for move in moves}, 1)
 
 

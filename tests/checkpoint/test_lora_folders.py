@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +185,15 @@ def unmerged(halves, ids):
 def test_peft_loads_the_adapter_of_a_run(base, halves, ids, unmerged, config, tmp_path):
     folder, whole, _ = halves
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    kept = folder / "tokenizer"
+    kept.mkdir(exist_ok=True)
+    for name in ("config.json", "generation_config.json", "chat_template.jinja"):
+        (kept / name).write_text("{}")
     adapter_to_peft(str(folder), str(tmp_path / "adapter"))
+    shutil.rmtree(kept)
+    # What training ended answers with goes along; a config.json would say that it is a whole model.
+    beside = {"generation_config.json", "chat_template.jinja"}
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {WEIGHTS, ADAPTER_CONFIG, *beside}
     ours = in_peft_names(initial_adapter(whole.config), whole.state.params)
     jax.tree.map(np.testing.assert_array_equal, load_file(tmp_path / "adapter" / WEIGHTS), ours)
     network = peft.PeftModel.from_pretrained(network_of(case_config(CASE).model, draw_weights(CASE)), tmp_path / "adapter")
