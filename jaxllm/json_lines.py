@@ -13,7 +13,7 @@ from jaxllm.untrusted import read_lines as lines_of
 
 ALWAYS_NUMBERS = ("tokens", "unix_s", "start_unix_s")
 """What jaxllm writes as a finite number into each line that has it."""
-LEAST = 1e-30
+LEAST = 1e-60
 
 
 def read_lines(path: Path, containing: str = "", last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -221,27 +221,28 @@ def reason_of(error: OSError | RefusedInput) -> str:
     return str(error.strerror or error) if isinstance(error, OSError) else str(error)
 
 
-_PORT, _WEB = re.compile(r"\d{0,5}"), re.compile(r"https?$", re.IGNORECASE)
-# Python's Path leaves one slash of two.
-_SCHEME = re.compile(r"(?<=[A-Za-z0-9])(:/{1,2})(?=[^/\s])")
-# To the end of the word, but for what closes a quote or a sentence. An address of a store may be a pattern.
-_END = r".*(?<!['\")\].,:;])"
-_QUERY, _QUERY_OF_STORE = re.compile(rf"[?#]{_END}"), re.compile(rf"[?#][\w.%~-]+={_END}")
+_HOST, _WEB = re.compile(r"(\[[^\]@]*\]|[^:]*)(:\d{0,5})?"), re.compile(r"https?$", re.IGNORECASE)
+# Python's Path leaves one slash of two. A query ends with its word, but for what closes a sentence; a store's may be a pattern.
+_SCHEME = re.compile(r"(?<=[A-Za-z][A-Za-z0-9+.-])(:/{1,2})(?=[^/\s])")
+_QUERY, _QUERY_OF_STORE = (re.compile(rf"[?#]{begin}.*(?<!['\")\].,:;])") for begin in ("", r"[\w.%~-]+="))
 
 
 def without_passwords(text: str) -> str:
     """A text without what may be secret in its URLs: the user and the password before a host, and the query, where signatures
     are, to the end of the word. Half of all AWS keys have a slash, and others an @: a password ends at the last @."""
     first, *others = _SCHEME.split(text)
-    found, before = [first], first
-    for slashes, part in zip(others[::2], others[1::2], strict=True):
+    found, in_query = [first], False
+    for before, slashes, part in zip([first, *others[1::2]], others[::2], others[1::2], strict=False):
         # The text is of anybody: each step takes time in proportion to it.
-        url = part.split(maxsplit=1)[0] if part[:1].strip() else ""
+        url = part.split(maxsplit=1)[0]
         rest, authority = part[len(url) :], url.partition("/")[0]
-        is_host = _PORT.fullmatch(authority.partition(":")[2])
-        url = url[(authority if is_host else url).rfind("@") + 1 :]
-        found += [slashes, (_QUERY if _WEB.search(before[-5:]) else _QUERY_OF_STORE).sub("", url, count=1), rest]
-        before = part
+        if not in_query:
+            url = url[(authority if _HOST.fullmatch(authority) else url).rfind("@") + 1 :]
+            public = (_QUERY if _WEB.search(before[-5:]) else _QUERY_OF_STORE).sub("", url, count=1)
+            in_query = public != url
+            found += [slashes, public]
+        in_query = in_query and not rest
+        found.append(rest)
     return "".join(found)
 
 

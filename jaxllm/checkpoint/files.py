@@ -360,12 +360,7 @@ def verified(folder: Path) -> Iterator[None]:
 
 def changed(folder: Path, process: int = 0, processes: int = 1, stop: threading.Event | None = None) -> str | None:
     """The first file whose bytes are not those of the save, as a reason for damage; None if there is none, or after `stop`.
-
-    Args:
-      process, processes: of several processes, each verifies a share of the files.
-
-    Raises:
-      ConfigError: a file cannot be read here, for a reason other than damage.
+    Each of several processes verifies a share of the files. ConfigError if one cannot be read here for another reason.
     """
     stop = stop or threading.Event()
     if not (folder / FILES).is_file():

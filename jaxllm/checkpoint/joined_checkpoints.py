@@ -51,12 +51,10 @@ T = TypeVar("T")
 
 class JoinedCheckpoints(StoredCheckpoints):
     """The checkpoints of a run in its store, on each process. All create it together, and call `choose` and `begin` together.
+    ConfigError on all, if one cannot use the store.
 
     Args:
       store, lock: on process 0 the lock is held, on the others it is not used.
-
-    Raises:
-      ConfigError: on all processes, if one cannot use the store.
     """
 
     def __init__(self, store: Store, lock: StoreLock, run_dir: Path, config: CheckpointConfig, groups: DiskGroups):

@@ -89,9 +89,11 @@ def ending_at_ctrl_c() -> Iterator[None]:
         os._exit(INTERRUPTED)
 
     before = signal.signal(signal.SIGINT, end) if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
-    yield
-    if before is not None:
-        signal.signal(signal.SIGINT, before)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def _end_of_usage(error: Any) -> NoReturn:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -88,14 +88,27 @@ def _temporaries(text: str) -> Iterator[tuple[int, list[tuple[str, int, int]]]]:
 
 def _union(pieces: list[tuple[int, int, int, int]], instructions: int) -> np.ndarray:
     """int64 [instructions]: bytes that at least one piece (offset, size, first instruction, last) covers. Values that share
-    memory, as those of a loop do, count once."""
-    low, size, start, last = np.array(pieces, np.int64).reshape(-1, 4).T
-    high, used = low + size, np.zeros(instructions, np.int64)
-    begins, ends = (np.minimum(at, instructions) for at in (start, last + 1))
-    for edge, following in pairwise(np.unique([low, high])):
-        here = (low <= edge) & (edge < high)
-        changes = (np.bincount(at[here], minlength=instructions + 1) for at in (begins, ends))
-        used += (following - edge) * (np.subtract(*changes).cumsum()[:-1] > 0)
+    memory, as those of a loop do, count once.
+    """
+    edges = np.unique([edge for offset, size, _, _ in pieces for edge in (offset, offset + size)]).astype(np.int64)
+    lengths = np.diff(edges)
+    covering = np.zeros(len(lengths), np.int64)
+    starts: list[list[slice]] = [[] for _ in range(instructions + 1)]
+    ends: list[list[slice]] = [[] for _ in range(instructions + 1)]
+    for offset, size, start, end in pieces:
+        where = slice(*np.searchsorted(edges, [offset, offset + size]))
+        if start < instructions:
+            starts[start].append(where)
+            ends[min(end + 1, instructions)].append(where)
+    used, now = np.zeros(instructions, np.int64), 0
+    for t in range(instructions):
+        for where in ends[t]:
+            covering[where] -= 1
+            now -= lengths[where][covering[where] == 0].sum()
+        for where in starts[t]:
+            now += lengths[where][covering[where] == 0].sum()
+            covering[where] += 1
+        used[t] = now
     return used
 
 

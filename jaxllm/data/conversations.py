@@ -29,7 +29,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any
 
@@ -196,8 +196,8 @@ def _conversations(
                     raise _BrokenLine(reason)
                 yield f"{path}:{line}", (texts := read(record, tokenizer, template))
                 usable += 1
-                beside = [(name, record[name]) for name in record.keys() - _fields(record)]
-                for name, value in (*beside, *texts[-1].unread):
+                beside = {name: record[name] for name in record.keys() - _fields(record)}
+                for name, value in (beside | {name: value for text in reversed(texts) for name, value in text.unread}).items():
                     if name in unread or len(unread) < MOST_FIELDS:
                         count, example = unread.get(name, (0, value))
                         unread[name] = count + 1, example
@@ -233,7 +233,7 @@ def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTe
     answers: list[Any] = [[record[name]] if isinstance(record[name], dict) else record[name] for name in PAIR]
     if answers[0] == answers[1]:
         raise _BrokenLine("the chosen and the rejected answer are the same")
-    prompt = next((record[name] for name in PROMPT if name in record), None)
+    prompt, unread = next((record[name] for name in PROMPT if name in record), None), []
     if all(isinstance(answer, list) for answer in answers):
         same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False)))
         if isinstance(prompt, list) and answers[0][: len(prompt)] == answers[1][: len(prompt)] == prompt:
@@ -244,8 +244,9 @@ def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTe
             # Whole conversations; a prompt that is a text only repeats a message of them.
             if not same:
                 raise _BrokenLine("its answers do not begin with the same message, and it has no prompt")
-            if prompt is not None and prompt not in [message["content"] for message in _messages(answers[0][:same], "chosen")]:
-                raise _BrokenLine("its prompt is none of the messages with which both answers begin")
+            asked = [message["content"].strip() for message in _messages(answers[0][:same], "chosen")]
+            if prompt is not None and str(prompt).strip() not in asked:
+                unread = [("prompt that is none of the messages of its answers", prompt)]
             prompt, answers = answers[0][:same], [answer[same:] for answer in answers]
     elif isinstance(prompt, list):
         answers = [[{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer for answer in answers]
@@ -253,7 +254,7 @@ def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTe
         raise _BrokenLine("it has no prompt, and its answers are not lists of messages")
     beside = {name: record[name] for name in (*SYSTEM, *TOOLS) if name in record}
     chosen, rejected = (_read({**beside, "prompt": prompt, "completion": answer}, tokenizer, template) for answer in answers)
-    return chosen, rejected
+    return chosen, replace(rejected, unread=[*rejected.unread, *unread])
 
 
 def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:

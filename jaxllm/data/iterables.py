@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from glob import iglob
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,18 @@ def prepare(
         # Another call may be making the same folder: in a thread of this process, or in a container with its number.
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
-        broken, count = [], 0
+        broken, first, count = 0, [], 0
         with open(work / "texts.jsonl", "w", encoding="utf-8") as file:
             for count, row in enumerate(texts, 1):
                 text, reason = check_text(_text(row, text_key, count - 1), text_key)
-                broken += [f"row {count - 1} of texts: {reason}"] if text is None else []
+                if text is None:
+                    broken += 1
+                    first += [f"row {count - 1} of texts: {reason}"] if broken <= BROKEN_SHOWN else []
                 file.write(json.dumps({text_key: text}) + "\n")
-        if len(broken) == count:
-            raise ConfigError(f"texts holds no text ({broken[0] if broken else 'it is empty'}): check it and text_key.")
+        if broken == count:
+            raise ConfigError(f"texts holds no text ({first[0] if first else 'it is empty'}): check it and text_key.")
         if broken:
-            require_few_broken("texts", len(broken), count, broken[0], max_broken_share, "max_broken_share")
+            require_few_broken("texts", broken, count, first[0], max_broken_share, "max_broken_share")
         summary = prepare_files(
             [str(work / "texts.jsonl")],
             work / "prepared",
@@ -106,7 +109,7 @@ def prepare(
                 return _again(folder, tokenizer, reuse)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return replace(summary, folder=str(folder), broken_records=tuple(broken[:BROKEN_SHOWN]))
+    return replace(summary, folder=str(folder), broken_records=tuple(first))
 
 
 def _text(text: Any, text_key: str, number: int) -> str | None:
@@ -118,7 +121,7 @@ def _text(text: Any, text_key: str, number: int) -> str | None:
         text = text[text_key]
         if text is None:
             return None
-    if not number and isinstance(text, str) and _FILE.fullmatch(text):
+    if not number and isinstance(text, str) and _FILE.fullmatch(text) and any(iglob(text)):
         raise ConfigError(f"Row 0 of texts names a file ({shown(text)}): give its text, or use `jaxllm data prepare`.")
     if not isinstance(text, str):
         raise ConfigError(f"Row {number} of texts is {type(text).__name__}, not a string: give texts, or rows with text_key.")

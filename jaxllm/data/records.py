@@ -53,9 +53,11 @@ LONGEST_DOCUMENT = 2**32 - 2
 """Bytes, which with its end a length of 32 bits counts."""
 _ARCHIVES = {
     **{"gzip": rb"\x1f\x8b", "Zstandard": rb"\x28\xb5\x2f\xfd", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ"},
-    **{"a zip archive": rb"PK\x03\x04", "7z": rb"7z\xbc\xaf", "LZ4": rb'\x04"M\x18', "Parquet": rb"PAR1", "Arrow": rb"ARROW1"},
-    "a tar archive": rb"(?s:.{257})ustar",
+    **{"zip": rb"PK\x03\x04", "7z": rb"7z\xbc\xaf", "LZ4": rb'\x04"M\x18', "tar": rb"(?s:.{257})ustar"},
+    **{"Parquet": rb"PAR1[^ -~]", "Arrow": rb"ARROW1\0"},
 }
+"""How files begin."""
+_NAMES = "end its name in .jsonl, .gz, .zst, .parquet or .arrow if it is that, unpack it, or leave it out"
 FEW_BROKEN, BROKEN_SHARE = 10, 0.01
 """Records that a small input may lose, up to half of it; and the share that any may lose."""
 
@@ -191,7 +193,7 @@ def _read_text(part: Part, text_key: str, in_blocks: bool) -> Record:
     with open_input(part.file) as raw:
         try:
             content = decompressed(part.file.path, raw).read(at_most + 1)
-            require_text(part.file.path, content, {text_key})
+            require_text(part.file.path, content, {text_key}, _NAMES)
             if len(content) <= at_most:
                 return Record(content.decode("utf-8"), None, "", part.size)
             if not in_blocks:
@@ -206,19 +208,14 @@ def _read_text(part: Part, text_key: str, in_blocks: bool) -> Record:
             return Record(None, None, str(error), part.size)
 
 
-def require_text(path: str, content: bytes, fields: Collection[str]) -> None:
-    """Raises ConfigError if what is read as one text is an archive, or JSON lines with one of these fields."""
-    if archive := next((what for what, begin in _ARCHIVES.items() if re.match(begin, content)), None):
-        raise ConfigError(
-            f"{path} is {archive}, and its name does not end so that it is read (in .gz, .zst, .parquet or .arrow): rename or "
-            f"unpack it, or leave it out."
-        )
+def require_text(path: str, content: bytes, fields: Collection[str], fix: str) -> None:
+    """ConfigError if what is read as one text is an archive, or JSON lines with one of these fields. `fix` ends it."""
     objects = [_object(line)[0] or {} for line in content[:_CHUNK].split(b"\n", 2)[:2]]
+    what = next((what for what, begin in _ARCHIVES.items() if re.match(begin, content)), None)
     if len(objects) == 2 and all(not one.keys().isdisjoint(fields) for one in objects):
-        raise ConfigError(
-            f"{path} holds JSON lines and would be read as one text: end its name in .jsonl and tokenize it with `jaxllm data "
-            f"prepare`; conversations are data.source=chat."
-        )
+        what = "JSON lines"
+    if what:
+        raise ConfigError(f"{path} is {what}, and would be read as one text: {fix}.")
 
 
 def _blocks(of: InputFile) -> Iterator[bytes]:

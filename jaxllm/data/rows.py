@@ -151,7 +151,7 @@ def read_parquet(part: Part, text_key: str) -> Iterator[Record]:
             except (ArrowException, OSError) as error:
                 # The rest of the group is lost. Numbers of the next group stay right.
                 after = before + parquet.metadata.row_group(group).num_rows
-                lost = (after - number) * part.size // rows
+                lost = max(after - number, 0) * part.size // max(rows, 1)
                 yield Record(None, number + 1, f"damaged Parquet ({line_of(error)})", read, lost=lost)
                 number = after
 

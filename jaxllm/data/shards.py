@@ -160,7 +160,7 @@ def _write(
                     encode(before + record.read)
             elif record.text is None:
                 broken += 1
-                if len(kept) < BROKEN_KEPT:
+                if len(kept) < BROKEN_KEPT or record.lost:
                     where = {}
                     if record.number is not None:
                         first = records_before(part) if first is None else first

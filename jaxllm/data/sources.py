@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 # Folders beside the standard library's sources that are not part of it: installed packages, tests, byte code. pydoc_data holds
 # the manual, one file of prose that would dominate its part of the split.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
+_READS = "tokenize it with `jaxllm data prepare` for data.source=prepared, or, if it is conversations, set data.source=chat"
 MOST_FILES, MOST_BYTES = 100_000, 4 * GIB
 """Limits of texts that are read at the start of each run. The memory of a host holds them five times over, because the ids are
 made of all texts at once."""
@@ -398,7 +399,7 @@ def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
     for name in sorted(names):
         try:
             texts[name] = read_bytes(Path(name), MOST_BYTES)
-            require_text(name, texts[name], {"text", "messages", "conversations", "prompt"})
+            require_text(name, texts[name], {"text", "messages", "conversations", "prompt"}, _READS)
             texts[name].decode()
         except UnicodeDecodeError as error:
             where = f"{name} is not UTF-8 text (byte {error.start})"

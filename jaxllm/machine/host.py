@@ -212,5 +212,5 @@ def variable(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[name]
+        os.environ.pop(name, None)
         os.environ |= {} if before is None else {name: before}

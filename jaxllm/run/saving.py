@@ -213,7 +213,7 @@ def stop_at(learnt: set[int], folder: Path, tokenizer: Tokenizer) -> None:
 
 def _ends(said: dict[str, Any]) -> list[int]:
     named = said.get("eos_token_id")
-    return named if isinstance(named, list) else [] if named is None else [named]
+    return [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
 
 
 def require_same_run(folder: Path | str, meta: Meta, config: Config, fingerprint: str, place: str = "run.dir") -> None:

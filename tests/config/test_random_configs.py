@@ -69,6 +69,8 @@ def test_what_estimate_takes_a_run_takes(monkeypatch):
         if config is None or OF_THE_CALLER in (config.data.source, config.optimizer.name, config.train.loss):
             continue
         count, large = devices_of(config), max(config.model.hidden_size, config.train.global_batch_sequences)
+        if config.data.tokenizer not in (None, "bytes"):
+            continue
         if count > 8 or large > 128 or config.run.cpu_devices or config.model.attention.startswith("cudnn"):
             continue
         found, _ = refusal(estimate, config, None, count)

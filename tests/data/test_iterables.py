@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import grain
 import pytest
@@ -123,14 +124,15 @@ def test_what_is_no_text_is_named(tmp_path):
         (["", ""], "The inputs hold no text"),
         ("some text", "texts is a text itself: give a list of texts, or `jaxllm data prepare some text`"),
         (
-            ["texts/*.jsonl", "more.txt"],
-            r"Row 0 of texts names a file \(texts/\*\.jsonl\): give its text, or use `jaxllm data prepare`",
+            [f"{Path(__file__).parents[1]}/*.json", "more.txt"],
+            r"Row 0 of texts names a file \(.*\*\.json\): give its text, or use `jaxllm data prepare`",
         ),
     ):
         with pytest.raises(ConfigError, match=says):
             here(texts, tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
     assert here([{"content": "a"}, {"content": None}], tmp_path / "out", text_key="content").broken == 1
+    assert here(["config.json"], tmp_path / "spoken").documents == 1
     texts = [{"text": "a"}, {"text": None}, {"text": "\ud800"}]
     with pytest.raises(ConfigError) as refused:
         here(texts, tmp_path / "share")

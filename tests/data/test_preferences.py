@@ -98,16 +98,21 @@ def test_the_fingerprint_changes_with_what_is_preferred_and_with_the_border(read
         ({"chosen": [GOOD], "rejected": [BAD]}, "its answers do not begin with the same message, and it has no prompt"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "completion is not a list of messages"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "its rejected answer is null, neither a text nor messages"),
-        (
-            {"prompt": "Judge: 2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "its prompt is none of the messages with which both answers begin",
-        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"type": "function"}]}, "it offers tools, which are not"),
     ],
 )
 def test_lines_that_are_no_pair_are_named(read, record, reason):
     documents = read({"prompt": "a", "chosen": "b", "rejected": "c"}, record)
     assert f"1 of 2 lines skipped, the first {documents.description.split()[0]}:2: {reason}" in documents.description
+
+
+def test_a_prompt_that_the_answers_do_not_hold_is_counted(read, caplog):
+    for prompt, warnings in (("2+2? ", 0), ("Judge: 2+2?", 1)):
+        caplog.clear()
+        read({"prompt": prompt, "chosen": [USER, GOOD], "rejected": [USER, BAD]})
+        assert [record.getMessage().rpartition(": ")[0].rpartition(": ")[2] for record in caplog.records] == [
+            "prompt that is none of the messages of its answers (1 of them, such as Judge"
+        ] * warnings
 
 
 def config_of(tmp_path, records, data=(), train=()):

@@ -209,9 +209,12 @@ def test_what_is_shown_fits_a_line():
         ("az://box/a.jsonl?sv=2020&sig=K7MD, s3://b/a?X-Amz-Signature=K7 x", "az://box/a.jsonl, s3://b/a x"),
         ("s3:/AKIA:wJalr/K7MD@bucket/run is none; https:/me:pw@host/a?sig=K#token=K", "s3:/bucket/run is none; https:/host/a"),
         ("https://host/a#token=K7MD hf://datasets/o/n/a?token=K7MD", "https://host/a hf://datasets/o/n/a"),
+        ("https://h/p?path=C:/x&sig=K7 and https://h/p?next=https://g/y&sig=K7 x", "https://h/p and https://h/p x"),
+        ("https://h?sig=a,https://g?sig=K7", "https://h"),
+        ("https://me:p/w@[::1]:80/x and http://[::1]:80/x@y", "https://[::1]:80/x and http://[::1]:80/x@y"),
         # What only looks like it: a revision, a port, a pattern, and a path with an @.
         ("hf://datasets/o/n@main gs://b/c@d https://host:8080/@scope/x s3://b/a?*.txt s3://b/part-?/y=1 me@host: x", None),
-        ("a.jsonl:/tmp/x@y", None),
+        ("a.jsonl:/tmp/x@y D:/data/set#1=2/a.jsonl at 12:/x@y", None),
     ],
 )
 def test_no_message_has_a_password(text, public):
