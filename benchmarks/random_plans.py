@@ -23,6 +23,7 @@ from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.plan.fastest_remat import Fitting
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, recipe
 from jaxllm.plan.search import SearchOptions, search, why_nothing
 from jaxllm.plan.space import MOST_VIRTUAL_STAGES, REMATS
@@ -78,7 +79,8 @@ def candidate(config: Config, gpu: Gpu, gpus_per_host: int, rules: SearchOptions
     """A config with its estimates, as a plan judges it; None if it is above the planner's limits."""
     largest = config.at_largest_batch
     memory = estimate_memory(largest, gpu)
-    if rules.limits(gpu, gpus_per_host).broken_by(memory):
+    limits = Fitting(config, gpu, gpus_per_host, rules)
+    if memory.peak_bytes > limits.device_bytes or memory.host_bytes > limits.host_bytes:
         return None
     return Candidate(config, memory.peak_bytes, memory.host_bytes, estimate_step_time(largest, gpu, gpus_per_host))
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
+from hlo_walk import inputs, until
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import ON_HOST, Module
@@ -159,9 +160,9 @@ def host_copies(module):
     for at in module.walk():
         asynchronous = at.instruction.op == "fusion-start"
         if asynchronous or at.instruction.op in ("fusion", "copy", "dynamic-slice", "dynamic-update-slice"):
-            between, end = at.until("fusion-done") if asynchronous else ([], at.instruction)
+            between, end = until(at, "fusion-done") if asynchronous else ([], at.instruction)
             to_host = ON_HOST in end.result
-            if to_host or any(ON_HOST in one.result for one in at.inputs()):
+            if to_host or any(ON_HOST in one.result for one in inputs(at)):
                 spans_matmul = any(module.has_matmul(one) for one in between)
                 yield HostCopy(to_host, at.executed, at.loops, asynchronous, spans_matmul)
 
