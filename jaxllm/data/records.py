@@ -56,7 +56,6 @@ _ARCHIVES = {
     **{"zip": rb"PK\x03\x04", "7z": rb"7z\xbc\xaf", "LZ4": rb'\x04"M\x18', "tar": rb"(?s:.{257})ustar"},
     **{"Parquet": rb"PAR1[^ -~]", "Arrow": rb"ARROW1\0"},
 }
-"""How files begin."""
 _NAMES = "end its name in .jsonl, .gz, .zst, .parquet or .arrow if it is that, unpack it, or leave it out"
 FEW_BROKEN, BROKEN_SHARE = 10, 0.01
 """Records that a small input may lose, up to half of it; and the share that any may lose."""

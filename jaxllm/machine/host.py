@@ -64,7 +64,7 @@ def rename_if_free(aside: Path, path: Path) -> None:
     try:
         os.link(aside, path)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EACCES, errno.EINVAL, errno.EMLINK):
             raise
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
@@ -198,10 +198,14 @@ def installed_version(package: str) -> str | None:
 # ------------------------------------------------------------------------------------------------------ starting Python
 
 
+def own_path() -> list[str]:
+    """The folders of this process's modules, without the working directory: there a recipe or a text of others may be."""
+    return [folder for folder in sys.path if folder and isinstance(folder, str)]
+
+
 def program(code: str) -> tuple[str, ...]:
-    """Python's options for a program that has this process's modules, and none of the working directory, where a recipe or a
-    text of others may be."""
-    return "-P", "-c", f"import sys\nsys.path = {sys.path!r}\n{code}"
+    """Python's options for a program that has the modules of own_path()."""
+    return "-P", "-c", f"import sys\nsys.path = {own_path()!r}\n{code}"
 
 
 @contextmanager

@@ -134,13 +134,13 @@ class InferenceEstimate:
         return None if self.capacity_bytes is None else self.peak_bytes <= self.capacity_bytes
 
     @cached_property
-    def remedies(self) -> list[tuple[str, int]]:
+    def remedies(self) -> tuple[tuple[str, int], ...]:
         """The mildest change of each kind with which it would fit with room to spare, and its bytes then; empty if it fits."""
         found, limit = [], FIT_SHARE * (self.capacity_bytes or 0)
         for candidates in _changes(self.config, self.use) if self.fits is False else ():
             sizes = ((words, use.peak_bytes(new, self.gpu)) for words, new, use in candidates if new is not None)
             found += islice((one for one in sizes if one[1] <= limit), 1)
-        return found[:MOST_CHANGES]
+        return tuple(found[:MOST_CHANGES])
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

@@ -32,6 +32,7 @@ from pathlib import Path
 from jaxllm.cluster.launchers import FIRST_PORT, NUM_PORTS
 from jaxllm.cluster.supervisor import die_with_parent
 from jaxllm.config import ConfigError
+from jaxllm.machine.host import own_path
 
 SILENT_AFTER = 1.5
 """Times the peers' patience until a supervisor kills a frozen process: they must give it up first, or they would see a kill."""
@@ -71,7 +72,7 @@ class Hosts:
         given = {"JAXLLM_COORDINATOR": where, "JAXLLM_NUM_PROCESSES": count, "JAXLLM_LAUNCH_ID": f"rehearsal-{os.getpid()}"}
         # env starts the command with this process's own variables but for these.
         self._environment = ["env", *(f"--unset={name}" for name in LEFT_OUT), "PYTHONUNBUFFERED=1", "PYTHONSAFEPATH=1"]
-        self._environment.append(f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}")
+        self._environment.append(f"PYTHONPATH={os.pathsep.join(own_path())}")
         self._environment += [f"{name}={value}" for name, value in given.items()]
         limits = ["--restarts", "20", "--backoff-s", "1", "--anew-after", "10", "--silent-after"]
         supervisor = [sys.executable, "-m", "jaxllm.cluster.supervisor", *limits, str(peer_timeout_s * SILENT_AFTER)]

@@ -141,7 +141,7 @@ class Lab:
     def close(self) -> None:
         for daemon in self._daemons.values():
             end(daemon)
-        self._network.close()
+        self._network.__exit__()
 
     def on(self, host: str) -> list[str]:
         """Prefix of a command that shall run on a host; the command dies with this test."""
