@@ -24,7 +24,6 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.display import readable
-from jaxllm.machine.host import variable
 from jaxllm.plan.fastest_remat import CONFIGURATION
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
 from jaxllm.plan.search import Progress
@@ -208,8 +207,7 @@ def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | 
 
 @contextmanager
 def processes(workers: int) -> Iterator[Callable[[], Executor]]:
-    """Yields a function that starts a new process pool in place of the previous one. On exit, all processes end, busy or
-    not."""
+    """Yields a function that starts a new process pool in place of the previous one. On exit, all end, busy or not."""
     before = set(multiprocessing.active_children())
     pools: list[ProcessPoolExecutor] = []
 
@@ -235,7 +233,9 @@ def processes(workers: int) -> Iterator[Callable[[], Executor]]:
             return InlineExecutor()
 
     try:
-        # A pool starts its processes as they are needed.
+        # Here, because a browser has no such machine. A pool starts its processes as they are needed.
+        from jaxllm.machine.host import variable
+
         with variable("PYTHONSAFEPATH", "1"):
             yield start
     finally:
