@@ -13,8 +13,8 @@
 #   share_secret                    exports a secret for the processes of this launch, unless one is given
 #   forwarded_variables             prints the names of variables set here that processes on other hosts need too
 #
-# PYTHON       the interpreter to build the environment from; default: the first of python3, python3.12 and python3.11
-#              that is new enough
+# PYTHON       the interpreter to build the environment from; default: the newest of Python 3.13, 3.12 and 3.11 that is on the
+#              PATH or that pyenv has, since a newer Python gets a newer JAX (3.11: 0.10; from 3.12 on: 0.12)
 # JAXLLM_VENV  the folder of the environment; default: .venv in the checkout. `none` installs nothing and uses the
 #              current Python as it is, for machines that have JAX and no network
 
@@ -86,6 +86,7 @@ use_wheels() {
   venv=none
 }
 
+# The Python in use: PYTHON, or the first one of the PATH that is new enough.
 find_python() {
   local candidate
   if [[ -n "${PYTHON:-}" ]]; then
@@ -93,7 +94,7 @@ find_python() {
     command -v "$PYTHON"
     return
   fi
-  for candidate in python3 python3.12 python3.11; do
+  for candidate in python3 python3.13 python3.12 python3.11; do
     if is_new_enough "$candidate"; then
       command -v "$candidate"
       return
@@ -101,6 +102,27 @@ find_python() {
   done
   refuse "no Python 3.11 or newer found: install one, or set PYTHON to its path."
 }
+
+# For a new environment: PYTHON, or the newest one that can make environments, or else the Python in use.
+newest_python() {
+  local version candidate
+  if [[ -z "${PYTHON:-}" ]]; then
+    for version in 3.13 3.12 3.11; do
+      for candidate in "python$version" python3 "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python3; do
+        if is_version "$candidate" "$version" && can_make_venv "$candidate"; then
+          command -v "$candidate"
+          return
+        fi
+      done
+    done
+  fi
+  find_python
+}
+
+is_version() { [[ "$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" == "$2" ]]; }
+
+# Debian and Ubuntu ship Python without ensurepip and venv; one built by hand may lack the others, which pip and tests import.
+can_make_venv() { "$1" -c 'import bz2, ctypes, ensurepip, lzma, ssl, venv' >/dev/null 2>&1; }
 
 # Runs it rather than asks for its path: a version manager puts names on the PATH that lead nowhere.
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -117,9 +139,8 @@ except ModuleNotFoundError:
 
 make_venv() {
   local base
-  base="$(find_python)"
-  # Debian and Ubuntu ship Python without them.
-  "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+  base="$(newest_python)"
+  can_make_venv "$base" ||
     refuse "$base cannot make virtual environments: install its venv module (Debian: apt-get install python3-venv)."
   say "making a virtual environment in $venv with $("$base" --version)"
   "$base" -m venv "$venv" || refuse "cannot make a virtual environment in $venv: set JAXLLM_VENV to another folder."

@@ -1,4 +1,4 @@
-"""Prints pip constraints with the lowest versions that pyproject.toml allows, for launch/test.sh with JAXLLM_LOWEST=1."""
+"""Prints pip constraints with the lowest versions that pyproject.toml allows (launch/test.sh with JAXLLM_VERSIONS=lowest)."""
 
 import re
 import tomllib

@@ -4,8 +4,8 @@
 # of launchers and of comparisons with PyTorch, another third at each commit; with pytest arguments it runs all of them. --nightly
 # runs every test but those for GPUs, and runs them without the compilation cache of earlier runs (tests/program_cache.py). A
 # line every half minute says how long it still takes; a failed test is named at once (tests/progress.py). GPU tests are in
-# launch/gpu_check.sh. All checks run even if one fails; the exit code is that of the first failure. On Python 3.11 packages have
-# the versions of constraints/ci.txt, with JAXLLM_LOWEST=1 the lowest ones that pyproject.toml allows (in an environment of its own:
+# launch/gpu_check.sh. All checks run even if one fails; the exit code is that of the first failure. Packages have the versions of
+# constraints/ci.txt; with JAXLLM_VERSIONS=lowest or newest, those that pyproject.toml allows (in an environment of its own:
 # JAXLLM_VENV).
 # PYTHON and JAXLLM_VENV: see environment.sh.
 
@@ -13,10 +13,15 @@
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 constraints=constraints/ci.txt
-if [[ -n "${JAXLLM_LOWEST:-}" ]]; then
-  constraints="$(mktemp)"
-  "$(find_python)" launch/lowest_versions.py >"$constraints"
-fi
+case "${JAXLLM_VERSIONS:-}" in
+  "") ;;
+  newest) constraints="" ;;
+  lowest)
+    constraints="$(mktemp)"
+    "$(find_python)" launch/lowest_versions.py >"$constraints"
+    ;;
+  *) refuse "JAXLLM_VERSIONS=$JAXLLM_VERSIONS is neither lowest nor newest: correct or unset it." ;;
+esac
 markers="not slow and not gpu and not launcher and not notebook and not nightly"
 all=false
 limit=80m

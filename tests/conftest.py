@@ -22,6 +22,7 @@ import progress
 import pytest
 import real_material
 import selection
+from hypothesis import HealthCheck, settings
 from tiny import TINY
 
 from jaxllm.config import Config, RunConfig, load_config
@@ -35,6 +36,10 @@ from jaxllm.run_report import for_runs
 # Traces are many small objects that live long. By its own thresholds Python's garbage collector scans them again and again: of
 # tests/parallel/test_sending_once.py it took 18 s of 145 s on a busy machine, with these thresholds 3 s.
 gc.set_threshold(50_000, 20, 100)
+
+# A busy machine is no fault of a strategy.
+settings.register_profile("jaxllm", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("jaxllm")
 
 NUM_DEVICES = int(os.environ.get("JAXLLM_TEST_DEVICES", 8))
 

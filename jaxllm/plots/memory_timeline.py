@@ -69,7 +69,7 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
         try:
             curve = read_dump(folder)
         except FileNotFoundError:
-            raise ConfigError(f"XLA of JAX {jax.__version__} dumps no buffer assignment: use JAX 0.10 to draw one.") from None
+            raise ConfigError(f"XLA of JAX {jax.__version__} dumps no buffer assignment: use JAX 0.12 to draw one.") from None
     return curve, compiled.memory_analysis()
 
 

@@ -114,7 +114,7 @@ def test_host_bytes_are_close_to_what_numpy_allocates(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
-@pytest.mark.parametrize("case", [3, 8])
+@pytest.mark.parametrize("case", [5, 7])
 def test_an_evaluation_is_close_to_xlas_figure(case):
     count, length, stored, model, mesh = benchmark.EVALUATIONS[case]
     config = benchmark.configured(model, count, length, mesh)

@@ -155,6 +155,28 @@ def test_python_that_is_none_is_refused(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+def test_an_environment_gets_the_newest_python_that_can_make_one(tmp_path):
+    """3.13 of pyenv before 3.12 of the PATH; not one without ensurepip; what is in use stays the first of the PATH."""
+    path, roots = tmp_path / "bin", tmp_path / "pyenv"
+    path.mkdir()
+
+    def interpreter(file: Path, version: str, ensurepip: bool = True) -> Path:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        script = f'case "$2" in *print*) echo {version} ;; *ensurepip*) exit {int(not ensurepip)} ;; esac'
+        return executable(file, script)
+
+    def found(name: str) -> str:
+        return in_environment(name, PATH=f"{path}:/usr/bin:/bin", PYENV_ROOT=str(roots)).stdout.strip()
+
+    in_use = interpreter(path / "python3", "3.11")
+    interpreter(path / "python3.13", "3.13", ensurepip=False)
+    on_path = interpreter(path / "python3.12", "3.12")
+    assert found("newest_python") == str(on_path)
+    managed = interpreter(roots / "versions" / "3.13.1" / "bin" / "python3", "3.13")
+    assert found("newest_python") == str(managed)
+    assert found("find_python") == str(in_use)
+
+
 def test_python_without_venv_module_is_refused(tmp_path):
     # Accepts the version check and fails at everything else.
     bare = executable(tmp_path / "bare-python", 'case "$2" in *version_info*) exit 0 ;; *) exit 1 ;; esac')
