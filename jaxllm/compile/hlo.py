@@ -402,7 +402,7 @@ def origin(argument: str, op_name: str) -> str:
     if argument:
         path = argument.removeprefix("state.").removeprefix("params")
         return ".".join(re.findall(r"\w+", path)) or argument
-    dull = r"jit\(\w+\)|shard_map|while|body|closed_call|checkpoint|cond|branch_\d+_fun|custom_vjp_call|remat2?"
+    dull = r"jit\(\w+\)|shard_map|while|body|closed_call|eval_jaxpr|checkpoint|cond|branch_\d+_fun|custom_vjp_call|remat2?"
     words = [word for word in op_name.split("/") if word and not re.fullmatch(dull, word)]
     backward = "backward: " if any("transpose(" in word for word in words) else ""
     informative = [word for word in words if not re.fullmatch(r"(transpose|jvp|rematted_computation)\b.*", word)]

@@ -119,8 +119,8 @@ def generation_moments(
 
         cast      the weights in the compute dtype are made from the stored ones
         prefill   keys and values of the prompt are moved to the cache after all layers
-        decode    with grouped queries XLA rearranges keys or values in each step, in a copy, beside one layer's weights or its
-                  part of the cache (observed in all compiled programs; the reason is their layout for the matmul)
+        decode    with grouped queries XLA rearranges keys and values in each step, in a copy, beside one layer's weights or its
+                  part of the cache (all programs of JAX 0.12, for the layout of the matmul; JAX 0.10 copies one of the two)
         decode_head    the head is gathered (ZeRO) beside a copy of the cache
 
     Args:
@@ -156,7 +156,7 @@ def generation_moments(
         "cast": {"stored_weights": ITEMSIZE[stored] * size.all.master, **weights} if stored != model.compute_dtype else weights,
         "prefill_attention": {**weights, "cache": cache - shared, **loop, **attention},
         "prefill_feed_forward": {**weights, "cache": cache, **loop, "activations": width + 2 * mlp},
-        "decode": {**weights, "cache": cache, "cache_copy": copied / 2, "one_layer": layer},
+        "decode": {**weights, "cache": cache, "cache_copy": copied, "one_layer": layer},
     }
     if size.zero:
         moments["decode_head"] = {**weights, "cache": cache, "cache_copy": copied, "head_weights": head}

@@ -75,6 +75,7 @@ CALLS = {
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
+    "eval_jaxpr",
     "jit",
     "pjit",
     "remat",

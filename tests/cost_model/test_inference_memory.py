@@ -123,14 +123,17 @@ def test_an_evaluation_is_close_to_xlas_figure(case):
 
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
-def test_generating_is_close_to_xlas_figure():
-    *sizes, model, mesh = benchmark.GENERATIONS[10]
+@pytest.mark.parametrize("case", [4, 10])
+def test_generating_is_close_to_xlas_figure(case):
+    *sizes, model, mesh = benchmark.GENERATIONS[case]
     config = benchmark.configured(model, 1, 1024, mesh)
     programs = benchmark.compile_generation(config, gpu_devices(1, config.devices), *sizes)
     moments = generation_moments(config, *sizes, config.model.compute_dtype, H100)
     for name, program in zip(("prefill", "decode"), programs, strict=True):
         estimated = max(sum(terms.values()) for moment, terms in moments.items() if moment.startswith(name))
-        assert estimated == pytest.approx(benchmark.total_bytes(program.memory_analysis()), rel=0.1)
+        share = estimated / benchmark.total_bytes(program.memory_analysis())
+        # JAX 0.10 rearranges keys or values in a step, JAX 0.12 both, and the estimate counts both.
+        assert 0.9 < share < (1.1 if jax.__version_info__ >= (0, 11) or name == "prefill" else 1.2)
 
 
 # ----------------------------------------------------------------------------------------------------------------- report

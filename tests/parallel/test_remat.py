@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import primitives
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
@@ -24,7 +25,7 @@ from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, ch
 from jaxllm.parallel.layer_loop import remat
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.ring_attention import ring_attention
-from jaxllm.parallel.vjp_residuals import extract, kept_names, waits_on_host
+from jaxllm.parallel.vjp_residuals import CALLS, extract, kept_names, waits_on_host
 
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 POLICIES = ("none", "selective", "full")
@@ -55,6 +56,12 @@ def results(tiny_config, request):
     """Six layers and 64 positions, so that activations outweigh the gradients' accumulators."""
     sizes = ("model.num_layers=6", "train.sequence_length=64", f"model.scan_layers={request.param}")
     return {policy: gradients_and_memory(tiny_config(f"parallel.remat={policy}", *sizes)) for policy in POLICIES}
+
+
+def test_names_pass_through_every_call_of_this_jax():
+    """closed_call became eval_jaxpr in JAX 0.12."""
+    calls = ("call", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat")
+    assert {getattr(primitives, f"{name}_p").name for name in calls} - {"call"} <= CALLS
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
