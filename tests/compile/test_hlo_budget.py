@@ -18,6 +18,7 @@ def test_growth_is_named_and_shrinking_is_not():
     before = {"fusions": 40, "copies": 3, "all-gather": 2}
     now = {"fusions": 44, "copies": 2, "all-reduce": 1}
     assert budget.grown(before, now) == ["fusions 40 -> 44", "all-reduce 0 -> 1"]
+    assert budget.grown(before, now, sign=-1) == ["copies 3 -> 2", "all-gather 2 -> 0"]
     assert budget.grown(now, now) == []
 
 
