@@ -79,10 +79,7 @@ class Use:
         if self.purpose == "eval":
             rows = evaluation_rows(self.sequence_length)
             return f"{rows} window{'s' if rows > 1 else ''} of {self.sequence_length:,} tokens on each data rank at once"
-        s, positions = (
-            "s" if self.prompts > 1 else "",
-            cache_positions(self.prompt_tokens, self.max_new_tokens),
-        )
+        s, positions = "s" if self.prompts > 1 else "", cache_positions(self.prompt_tokens, self.max_new_tokens)
         return (
             f"{self.prompts:,} prompt{s} of up to {self.prompt_tokens:,} tokens, {self.max_new_tokens:,} new ones each; "
             f"{positions:,} positions in the cache"
