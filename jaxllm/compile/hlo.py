@@ -261,11 +261,7 @@ class Module:
         return self._flops[computation]
 
     def flops_of(self, instruction: Instruction, types: Mapping[str, str]) -> int:
-        """FLOPs of one instruction and of the computations it calls.
-
-        Args:
-          types: result types of the instructions in its computation, by name.
-        """
+        """FLOPs of one instruction and of the computations it calls. types: result types in its computation, by name."""
         target = match[1] if (match := TARGET.search(instruction.text)) else ""
         if instruction.op == "dot" or MATMULS.search(target):
             return matmul_flops(instruction, types)

@@ -104,11 +104,7 @@ def simulate_overlap(
 
 
 def by_kind(transfers: Iterable[Transfer], apart: int | None = None) -> tuple[Overlap, ...]:
-    """Groups transfers by kind and axes, those that send most first.
-
-    Args:
-      apart: Overlap.every_steps of exchanges between replicas.
-    """
+    """Groups transfers by kind and axes, those that send most first. apart: every_steps of exchanges between replicas."""
     groups: dict[tuple[str, tuple[str, ...]], list[Overlap]] = {}
     for transfer in transfers:
         groups.setdefault((transfer.collective.kind, transfer.collective.axes), []).append(_in_step(transfer))

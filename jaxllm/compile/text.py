@@ -1,8 +1,5 @@
 """Terminal output of `jaxllm inspect` (the mesh drawn, tables of layouts and bytes, memory under remat, the warnings) and of
 `jaxllm compile`.
-
-Console().print(render_inspect(report))
-Console().print(render(compile_report))
 """
 
 from __future__ import annotations
