@@ -45,9 +45,7 @@ from jaxllm.train.given import Given
 from jaxllm.untrusted import RefusedInput, checked, read_json
 
 # ------------------------------------------------------------------------------------------------------ programs of a run
-# The XLA programs of a training run, by name, so that all can be compiled before the run (compile/save.py).
-#
-# A Trainer takes the same functions with its arrays; here they get shapes.
+# All can be compiled before the run (compile/save.py). A Trainer takes these functions with its arrays; here they get shapes.
 
 INITIAL_STATE, EVALUATION, TOKEN_LOSSES = "initial state", "evaluation", "token losses"
 FIRST_ROUND = "start of the first round"

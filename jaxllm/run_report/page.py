@@ -1,7 +1,4 @@
-"""HTML page of `jaxllm report RUN`: one file with its charts inside, which loads nothing from a server.
-
-write(page(report), "report.html")
-"""
+"""HTML page of `jaxllm report RUN`: one file with its charts inside, which loads nothing from a server."""
 
 from __future__ import annotations
 

@@ -43,11 +43,7 @@ from jaxllm.weights.weights import dtype_named, find_weights
 
 
 def new_gguf(header: GGUFWriter, path: Path, tensors: Described) -> dict[str, Tensor]:
-    """Creates a file of full length for these tensors, whose values are still to be written.
-
-    Args:
-      header: with all keys, and without tensors.
-    """
+    """Creates a file of full length for these tensors, whose values are still to be written. The header has all keys."""
     for name, (dtype, shape) in tensors.items():
         # ggml names dtypes as safetensors does.
         raw = GGMLQuantizationType[CODES[dtype]]
@@ -423,10 +419,7 @@ def _plus_one(source: Elements, through: np.dtype) -> Elements:
 
 def _pairs_together(source: Elements, shape: tuple[int, ...]) -> Elements:
     """The query or key matrix of Llama with the rows of each head in llama.cpp's order. A rotary pair is one row in each half
-    of a head in Hugging Face's order, and two neighbours in llama.cpp's.
-
-    Args:
-      shape: [..., N, H, rest].
+    of a head in Hugging Face's order, and two neighbours in llama.cpp's. shape: [..., N, H, rest].
     """
     *outer, H, rest = shape
 

@@ -365,10 +365,8 @@ def export(
     memory for the largest parameter with all its layers, independent of the mesh in training.
 
     Args:
-      step: the checkpoint of a run directory; default: the newest.
       dtype: float32, bfloat16 or float16.
-      force: move an existing folder aside.
-      adapters: as in find_weights.
+      step, force, adapters: as in hf_convert.to_hf.
 
     Raises:
       ConfigError: the destination exists, there is nothing to export, or it cannot be written.
