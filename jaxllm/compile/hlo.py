@@ -212,7 +212,7 @@ class Module:
     """
 
     def __init__(self, text: str, axes: Mapping[str, int], branch_shares: Sequence[float] = ()):
-        self.axes, self.branch_shares, current = axes, branch_shares, None
+        self.text, self.axes, self.branch_shares, current = text, axes, branch_shares, None
         self.computations: dict[str, list[Instruction]] = {}
         self.entry: str = ""
         self._flops: dict[str, int] = {}
