@@ -175,7 +175,7 @@ def compile_for(config: Config, devices: Sequence[Any], capacity_bytes: int | No
     hosts = {device.process_index: number // PER_HOST for number, device in enumerate(devices)}
     # Each pretended GPU has a process, as if it were a host.
     with mock.patch.object(placement, "hosts_of", return_value=hosts):
-        lowered = aot.lower_step(config, devices)
+        lowered = aot.trace_step(config, devices).lowered
     options = aot.options_for(config, lowered, devices[0], capacity_bytes)
     if devices[0].platform != "cpu":
         options |= {"xla_gpu_shard_autotuning": False}

@@ -385,9 +385,8 @@ def report_(
 
     report: Any
     if len(runs) > 1:
-        from jaxllm.run_report.comparison import compare
-        from jaxllm.run_report.comparison_page import FILE_NAME
-        from jaxllm.run_report.comparison_page import comparison_page as page
+        from jaxllm.run_report.comparison import FILE_NAME, compare
+        from jaxllm.run_report.comparison import comparison_page as page
 
         if gpu is not None or gpus_per_host is not None:
             raise ConfigError("--gpu and --gpus-per-host predict more data ranks of one run: leave them out, or give one RUN.")

@@ -104,7 +104,7 @@ def compile_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Co
     """Compiles the train step of `config` for `devices`; with train.diloco_steps, the inner step, and with train.diloco_overlap
     one that synchronises a fragment too. It runs nothing and makes no array."""
     config = config.resolve(len(devices))
-    lowered = lower_step(config, devices)
+    lowered = trace_step(config, devices).lowered
     return lowered.compile(compiler_options=options_for(config, lowered, devices[0]))
 
 
@@ -114,11 +114,6 @@ def options_for(
     """Options to compile trace_step(config).lowered for devices of this kind. Args: capacity_bytes: see may_fit()."""
     options = compile_options(config, device, may_fit(config, device, capacity_bytes))
     return early_exchange(lowered, options, device) if exchanges_beside_steps(config) else options
-
-
-def lower_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """The lowered train step, as XLA receives it."""
-    return trace_step(config, devices).lowered
 
 
 @dataclass(frozen=True)

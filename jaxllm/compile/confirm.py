@@ -24,9 +24,8 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.display import readable
-from jaxllm.plan.fastest_remat import CONFIGURATION
+from jaxllm.plan.fastest_remat import CONFIGURATION, Progress
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
-from jaxllm.plan.search import Progress
 
 log = logging.getLogger(__name__)
 

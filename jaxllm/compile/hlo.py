@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -202,26 +202,21 @@ class Collective:
         return sum(math.prod(shape) for _, shape in self.buffers)
 
 
-@dataclass
 class Module:
     """An HLO module.
 
     Args:
       text: `compiled.as_text()`.
       axes: mesh axis names and sizes, in device order.
+      branch_shares: share of its runs in which a conditional with so many branches takes each; of another all branches count.
     """
 
-    text: str
-    axes: Mapping[str, int]
-    branch_shares: Sequence[float] = ()
-    """Share of its runs in which a conditional with so many branches takes each; of another conditional all branches count."""
-    computations: dict[str, list[Instruction]] = field(init=False)
-    entry: str = field(init=False)
-    _flops: dict[str, int] = field(init=False, default_factory=dict)
-
-    def __post_init__(self):
-        self.computations, current = {}, None
-        for line in self.text.splitlines():
+    def __init__(self, text: str, axes: Mapping[str, int], branch_shares: Sequence[float] = ()):
+        self.text, self.axes, self.branch_shares, current = text, axes, branch_shares, None
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry: str = ""
+        self._flops: dict[str, int] = {}
+        for line in text.splitlines():
             if (header := _HEADER.match(line)) and not line.startswith("HloModule"):
                 current = self.computations.setdefault(header[1], [])
                 if line.startswith("ENTRY"):
@@ -266,11 +261,7 @@ class Module:
         return self._flops[computation]
 
     def flops_of(self, instruction: Instruction, types: Mapping[str, str]) -> int:
-        """FLOPs of one instruction and of the computations it calls.
-
-        Args:
-          types: result types of the instructions in its computation, by name.
-        """
+        """FLOPs of one instruction and of the computations it calls. types: result types in its computation, by name."""
         target = match[1] if (match := TARGET.search(instruction.text)) else ""
         if instruction.op == "dot" or MATMULS.search(target):
             return matmul_flops(instruction, types)

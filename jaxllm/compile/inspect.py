@@ -101,8 +101,7 @@ def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...], gpu: G
         if work < available:
             message = (
                 f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output "
-                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {available} multiprocessors of "
-                f"{of}"
+                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {available} multiprocessors of {of}"
             )
             yield ConfigWarning("small", row.path, axis, message)
 
@@ -294,9 +293,7 @@ def inspect_config(
     kind = named or GPUS[REFERENCE_GPU]
     better = better_shape(config, named, per_host) if named else None
     sizes = axis_sizes(config.parallel)
-    _, tree = parameter_table(config)
-    table = jax.tree.leaves(tree)
-    rows = tuple(describe(parameter, config) for parameter in table)
+    rows = tuple(describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1]))
     padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
     held = Bytes(*map(sum, zip(*(astuple(row.bytes_per_device) for row in rows), strict=True)))
     return Report(

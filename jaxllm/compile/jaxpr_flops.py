@@ -104,9 +104,7 @@ def kernel_flops(jaxpr: Any, branch_shares: Sequence[float] = ()) -> int:
     """FLOPs of cuDNN's attention in one step of all devices, by its shapes (q [B, S, N, H], k [B, T, K, H]): 4 B S T N H
     forward and 10 backward, which recomputes the scores; half of that under a causal mask, and less in a window. Documents by
     halves divide it into rectangles, which count in full; packed ones count as one a sequence, as in hlo.attention_flops.
-
-    Args:
-      branch_shares: as matmul_flops has them; of another conditional all branches count.
+    branch_shares: as matmul_flops has them; of another conditional all branches count.
     """
     total = 0
     for visit in walk(jaxpr):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, operands, trip_count
 from jaxllm.config import ParallelConfig
@@ -103,22 +104,18 @@ def simulate_overlap(
 
 
 def by_kind(transfers: Iterable[Transfer], apart: int | None = None) -> tuple[Overlap, ...]:
-    """Groups transfers by kind and axes, those that send most first.
-
-    Args:
-      apart: Overlap.every_steps of exchanges between replicas.
-    """
-    groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
+    """Groups transfers by kind and axes, those that send most first. apart: every_steps of exchanges between replicas."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Overlap]] = {}
     for transfer in transfers:
-        groups.setdefault((transfer.collective.kind, transfer.collective.axes), []).append(transfer)
-    rows = [replace(_sum(*key, of), every_steps=apart if "replica" in key[1] else None) for key, of in groups.items()]
+        groups.setdefault((transfer.collective.kind, transfer.collective.axes), []).append(_in_step(transfer))
+    rows = [total(of, *key, every_steps=apart if "replica" in key[1] else None) for key, of in groups.items()]
     return tuple(sorted(rows, key=lambda row: -row.sent_bytes))
 
 
-def total(rows: Sequence[Overlap]) -> Overlap:
+def total(rows: Sequence[Overlap], kind: str = "all", axes: tuple[str, ...] = (), every_steps: int | None = None) -> Overlap:
     """Sums all rows into one."""
-    sums = {name: sum(getattr(row, name) for row in rows) for name in _SUMMED}
-    return Overlap("all", (), **sums)
+    sums = (sum(getattr(row, name) for row in rows) for name in _SUMMED)
+    return Overlap(kind, axes, *sums, every_steps=every_steps)
 
 
 def grouped(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> tuple[CollectiveRow, ...]:
@@ -146,21 +143,13 @@ def sent_bytes(kind: str, size_bytes: float, ranks: int) -> float:
 _SUMMED = ("count", "sent_bytes", "bare_bytes", "exposed_bytes", "flops_behind", "transfer_s", "exposed_s")
 
 
-def _sum(kind: str, axes: tuple[str, ...], members: Sequence[Transfer]) -> Overlap:
-    def over_step(value) -> float:
-        return sum(transfer.collective.executed * value(transfer) for transfer in members)
-
-    return Overlap(
-        kind,
-        axes,
-        count=sum(transfer.collective.executed for transfer in members),
-        sent_bytes=over_step(lambda t: t.sent_bytes),
-        bare_bytes=over_step(lambda t: 0 if t.collective.flops_behind else t.sent_bytes),
-        exposed_bytes=over_step(lambda t: t.sent_bytes * min(1.0, t.exposed_s / t.transfer_s) if t.transfer_s else 0),
-        flops_behind=over_step(lambda t: t.collective.flops_behind),
-        transfer_s=over_step(lambda t: t.transfer_s),
-        exposed_s=over_step(lambda t: t.exposed_s),
-    )
+def _in_step(transfer: Transfer) -> Overlap:
+    """A transfer in all its executions."""
+    c, sent = transfer.collective, transfer.sent_bytes
+    bare = 0 if c.flops_behind else sent
+    exposed = sent * min(1.0, transfer.exposed_s / transfer.transfer_s) if transfer.transfer_s else 0
+    figures: tuple[Any, ...] = (1, sent, bare, exposed, c.flops_behind, transfer.transfer_s, transfer.exposed_s)
+    return Overlap(c.kind, c.axes, *(c.executed * figure for figure in figures))
 
 
 class _Simulation:
@@ -172,7 +161,7 @@ class _Simulation:
         share = MEASURED.share_of_matmuls(gpu.chip.compute_capability >= HOPPER, is_fp8=bool(fp8_flops))
         self.flops_per_s = (fp8_flops or gpu.dense_flops["bfloat16"]) * share
         self.in_order = module.collectives()
-        self.collectives = {(c.computation, c.name): c for c in self.in_order}
+        self.alone = {(c.computation, c.name): self.on_idle_link(c) for c in self.in_order}
         self.exposed_s: dict[tuple[str, str], float] = {}
         """Exposed time by (computation, name of the instruction)."""
         self.times_s: dict[str, float] = {}
@@ -181,13 +170,8 @@ class _Simulation:
     def transfers(self) -> list[Transfer]:
         for computation in self.module.running():
             self.times_s[computation] = self.run(computation)
-        return [self.transfer(collective) for collective in self.in_order if collective.axes]
-
-    def transfer(self, collective: Collective) -> Transfer:
-        size = sum(byte_size(*buffer) for buffer in collective.buffers)
-        ranks = math.prod(self.module.axes[axis] for axis in collective.axes)
-        exposed_s = self.exposed_s[collective.computation, collective.name]
-        return Transfer(collective, sent_bytes(collective.kind, size, ranks), self.transfer_s(collective), exposed_s)
+        with_axes = ((c, (c.computation, c.name)) for c in self.in_order if c.axes)
+        return [replace(self.alone[key], collective=c, exposed_s=self.exposed_s[key]) for c, key in with_axes]
 
     def run(self, computation: str) -> float:
         """Seconds of one run of a computation. The computations that it calls must be simulated already."""
@@ -197,13 +181,13 @@ class _Simulation:
         free_s: dict[tuple[str, ...], float] = {}
         arrives_s: dict[str, float] = {}
         for instruction in among:
-            if collective := self.collectives.get((computation, instruction.name)):
-                begins_s = max(now_s, free_s.get(collective.axes, 0.0))
-                ends_s = free_s[collective.axes] = begins_s + self.transfer_s(collective)
-                if collective.asynchronous:
-                    arrives_s[collective.name] = ends_s
+            if transfer := self.alone.get((computation, instruction.name)):
+                axes = transfer.collective.axes
+                ends_s = free_s[axes] = max(now_s, free_s.get(axes, 0.0)) + transfer.transfer_s
+                if transfer.collective.asynchronous:
+                    arrives_s[instruction.name] = ends_s
                 else:
-                    self.exposed_s[computation, collective.name] = ends_s - now_s
+                    self.exposed_s[computation, instruction.name] = ends_s - now_s
                     now_s = ends_s
             elif started := done_of(instruction, arrives_s):
                 waited_s = max(0.0, arrives_s.pop(started) - now_s)
@@ -215,26 +199,22 @@ class _Simulation:
                 now_s += self.module.flops_of(instruction, types) / self.flops_per_s
         return now_s
 
-    def transfer_s(self, collective: Collective) -> float:
-        """Seconds of one execution on an idle link; 0 without participants. Axes that are not adjacent in the mesh count as if
-        they were."""
+    def on_idle_link(self, collective: Collective) -> Transfer:
+        """One execution with nothing else on the link; no time without participants. Axes that are not adjacent in the mesh
+        count as if they were."""
+        kind, axes, names = collective.kind, self.module.axes, list(self.module.axes)
         if not collective.axes:
-            return 0.0
-        axes, names = self.module.axes, list(self.module.axes)
+            return Transfer(collective, 0.0, 0.0, 0.0)
         n = math.prod(axes[axis] for axis in collective.axes)
         inner = names[max(names.index(axis) for axis in collective.axes) + 1 :]
         group, links = group_of(n, math.prod(axes[axis] for axis in inner), self.gpus_per_host), self.links
         if self.parallel is not None and self.parallel.names_replica_network and "replica" in collective.axes:
             group, links = over_replica_network(self.parallel, n, links)
         size = sum(byte_size(*buffer) for buffer in collective.buffers)
-        if collective.kind == "all-reduce":
-            return all_reduce_s(size, group, links)
-        if collective.kind == "reduce-scatter":
-            return reduce_scatter_s(n * size, group, links)
-        if collective.kind == "collective-permute":
-            return permute_s(size, group, links)
         # An all-to-all sends as much as an all-gather, less its own part.
-        return all_gather_s(size, group, links)
+        ways = {"all-reduce": all_reduce_s, "reduce-scatter": reduce_scatter_s, "collective-permute": permute_s}
+        transfer_s = ways.get(kind, all_gather_s)(n * size if kind == "reduce-scatter" else size, group, links)
+        return Transfer(collective, sent_bytes(kind, size, n), transfer_s, 0.0)
 
 
 def done_of(instruction: Instruction, under_way: Mapping[str, float]) -> str | None:

@@ -16,9 +16,10 @@ from jaxllm.compile.confirm import compiler, confirm, processes
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
+from jaxllm.plan.fastest_remat import Progress
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.quote import Quote, Terms, interruptions, quote
-from jaxllm.plan.search import Progress, SearchOptions, best_with_fp8, search, why_nothing
+from jaxllm.plan.search import SearchOptions, best_with_fp8, search, why_nothing
 from jaxllm.plan.sweep import OBJECTIVES, Objective, Sweep, longest_sequence, objective_line, smallest_cluster, sweep_gpus
 from jaxllm.terminal import console
 
@@ -67,9 +68,9 @@ def plan(
         raise ConfigError(f"--compile={compile} is not valid: it should be 0, for none, or more.")
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     count = require_devices(config, gpus)
-    options = SearchOptions(**{"largest_microbatch": objective == "microbatch", **rules})
+    options = SearchOptions(**{"largest_microbatch": objective == "microbatch", "progress": progress, **rules})
     way = {"gpus": smallest_cluster, "sequence": longest_sequence}.get(objective, search)
-    result = way(config, kind, count, gpus_per_host, options, progress=progress)
+    result = way(config, kind, count, gpus_per_host, options)
     if not result.candidates and not result.interrupted:
         raise ConfigError(why_nothing(result, options))
     try:
@@ -160,9 +161,8 @@ def outcome(
         raise KeyboardInterrupt
     swept = None
     if sweep is not None and not result.interrupted:
-        limits = SearchOptions(**rules, largest_microbatch=objective == "microbatch")
-        more: dict[str, Any] = {"known": result, "tokens": tokens, "progress": progress}
-        swept = sweep_gpus(result.config, kind, most, gpus_per_host, limits, **more)
+        limits = SearchOptions(**rules, largest_microbatch=objective == "microbatch", progress=progress)
+        swept = sweep_gpus(result.config, kind, most, gpus_per_host, limits, known=result, tokens=tokens)
     best = result.candidates[0]
     offer = quote(best.config, kind, result.gpus_per_host, best.tokens_per_s_per_gpu, terms)
     return Outcome(result, objective, objective_line(objective, config, most), offer, swept)

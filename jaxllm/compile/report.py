@@ -65,13 +65,10 @@ def warnings(
     if capacity is not None:
         yield from replicated_giants(config, capacity, fits)
     for row in collectives:
-        if not row.in_loops and row.kind == "all-gather":
-            average = row.bytes / row.count
-            if row.count >= MANY_GATHERS and average < SMALL_GATHER_BYTES:
-                yield (
-                    f"{row.count} all-gathers over {' x '.join(row.axes)} move {readable(average)} each on average: XLA did "
-                    f"not combine them."
-                )
+        average, is_gather = row.bytes / row.count, row.kind == "all-gather" and not row.in_loops
+        if is_gather and row.count >= MANY_GATHERS and average < SMALL_GATHER_BYTES:
+            sizes = f"{readable(average)} each on average"
+            yield f"{row.count} all-gathers over {' x '.join(row.axes)} move {sizes}: XLA did not combine them."
     for row in collectives:
         each = row.bytes / row.count
         if row.in_loops and not row.asynchronous and row.axes and each >= SMALL_BYTES:
@@ -353,10 +350,7 @@ def _compile(
         real_memory=again,
         collectives=collectives,
         largest_results=largest_results(module),
-        warnings=(
-            *warnings(config, collectives, text, capacity, fits),
-            *unknown_loop_warnings(unknown_loops),
-        ),
+        warnings=(*warnings(config, collectives, text, capacity, fits), *unknown_loop_warnings(unknown_loops)),
         jax_version=jax.__version__,
         overlap=overlap,
         exposed_transfers_s=None if gpu is None or unknown_loops else total(each_step).exposed_s,

@@ -1,8 +1,5 @@
 """Terminal output of `jaxllm inspect` (the mesh drawn, tables of layouts and bytes, memory under remat, the warnings) and of
 `jaxllm compile`.
-
-Console().print(render_inspect(report))
-Console().print(render(compile_report))
 """
 
 from __future__ import annotations
@@ -215,10 +212,8 @@ def render(report: CompileReport) -> Group:
     ]
     if report.collectives:
         legend = "hidden: asynchronous, with a matmul between start and done; bare: without; sync: all wait"
-        parts += [
-            Text(f"\nCollectives of one step, on one device ({legend})"),
-            Padding(collectives_table(report), (0, 0, 0, 2)),
-        ]
+        parts.append(Text(f"\nCollectives of one step, on one device ({legend})"))
+        parts.append(Padding(collectives_table(report), (0, 0, 0, 2)))
         if (left := len(report.collectives) - ROWS) > 0:
             parts.append(Text(f"  and {left} kinds that send less; --json has all"))
     if report.overlap:
@@ -235,13 +230,9 @@ def render(report: CompileReport) -> Group:
 def heading(report: CompileReport) -> list[Text]:
     """For what was compiled, and how long it took."""
     taken = f"compiled in {report.compile_s:.1f} s" + (", earlier (from the cache)" if report.cached else "")
-    return [
-        Text(
-            f"The train step for {report.gpus} x {report.gpu}, "
-            f"{hosts_text(report.gpus, report.gpus_per_host)} ({report.hosts_because}), {taken}"
-        ),
-        Text(f"  {axes_line(report.mesh)}; attention {report.attention}"),
-    ]
+    hosts = f"{hosts_text(report.gpus, report.gpus_per_host)} ({report.hosts_because})"
+    step = f"The train step for {report.gpus} x {report.gpu}, {hosts}, {taken}"
+    return [Text(step), Text(f"  {axes_line(report.mesh)}; attention {report.attention}")]
 
 
 def bytes_table(report: CompileReport) -> Table:

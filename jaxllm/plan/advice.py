@@ -26,7 +26,7 @@ from jaxllm.display import readable
 from jaxllm.plan.search import SearchOptions, search
 
 # ----------------------------------------------------------------------------------------------------------------- shapes
-# The one change of shapes that gains most: a padded vocabulary, another tensor size, other chunks of layers. No JAX.
+# A padded vocabulary, another tensor size, other chunks of layers.
 
 TILE = 128
 """Edge of a tile, to which a vocabulary is padded on each rank."""

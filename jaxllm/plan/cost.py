@@ -1,8 +1,4 @@
-"""Cost of a training run: days, GPU-hours and energy, from tokens, their FLOPs and achieved FLOP/s.
-
-cost = training_cost(300e9, WITH_RECOMPUTATION * 175e9, 140e12, gpus=1024)
-cost.days        33.9
-"""
+"""Cost of a training run: days, GPU-hours and energy, from tokens, their FLOPs and achieved FLOP/s."""
 
 from __future__ import annotations
 

@@ -113,9 +113,9 @@ class OverRanks:
 def over_data_ranks(
     config: Config,
     needed: StepsToLoss,
-    *,
     gpu: Gpu | None = None,
     gpus_per_host: int | None = None,
+    *,
     tokens_per_s_per_device: float | None = None,
     slower: float = 1.0,
 ) -> OverRanks:

@@ -43,6 +43,9 @@ COPIES = 3
 """Layers of activations, beyond those of all slots, that XLA holds at most: copied from their stack and fetched
 (cost_model/layer_backward.py). Not where it turns whole stacks (_first)."""
 
+Progress = Callable[[str, int, int], None]
+"""Called with (description of the work, amount done, total amount)."""
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -67,6 +70,7 @@ class SearchOptions:
     slower than `best` others even with nothing recomputed."""
     best: int = 100
     """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
+    progress: Progress | None = None
 
     def reaches(self) -> tuple[bool, ...]:
         """Values of `across_hosts` to try in turn."""

@@ -16,17 +16,10 @@ from typing import Any, Literal, get_args
 from jaxllm.config import Config, ConfigError, sequence_unit
 from jaxllm.config.attention import require_runs
 from jaxllm.config.types import ITEMSIZE
+from jaxllm.cost_model import inference_memory
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, find_gpu, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
-from jaxllm.cost_model.inference_memory import (
-    Moments,
-    cache_positions,
-    evaluation_moments,
-    evaluation_rows,
-    generation_moments,
-    load_host_bytes,
-    load_moments,
-)
+from jaxllm.cost_model.inference_memory import Moments, cache_positions, evaluation_rows, generation_moments
 from jaxllm.cost_model.memory import StageMemory, Terms
 from jaxllm.display import preformatted, readable
 from jaxllm.plan.advice import CHUNK_TOKENS, changed
@@ -71,9 +64,9 @@ class Use:
     def moments(self, config: Config, gpu: Gpu | None) -> Moments:
         """moment -> term -> bytes of one device."""
         if self.purpose == "load":
-            return load_moments(config, self.stored_dtype)
+            return inference_memory.load_moments(config, self.stored_dtype)
         if self.purpose == "eval":
-            return evaluation_moments(config, gpu, self.stored_dtype)
+            return inference_memory.evaluation_moments(config, gpu, self.stored_dtype)
         return generation_moments(config, self.prompts, self.prompt_tokens, self.max_new_tokens, self.stored_dtype, gpu)
 
     def peak_bytes(self, config: Config, gpu: Gpu | None) -> int:
@@ -221,7 +214,7 @@ def estimate_inference(
     if kind is not None and purpose != "load":
         require_runs(resolved.model, kind.chip.compute_capability, kind.name)
     per_host, because = choose_gpus_per_host(resolved.devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
-    host = load_host_bytes(resolved, use.stored_dtype, per_host)
+    host = inference_memory.load_host_bytes(resolved, use.stored_dtype, per_host)
     return InferenceEstimate(resolved, use, kind, per_host, because, use.moments(resolved, kind), host)
 
 

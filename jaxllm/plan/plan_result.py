@@ -1,8 +1,4 @@
-"""Results of a search: the candidates that fit, and the rejected ones with reasons. search.py fills them in.
-
-plan.best, plan.candidates, plan.rejected
-write_recipe(plan, "best.yaml", command="jaxllm plan ...")
-"""
+"""Results of a search: the candidates that fit, and the rejected ones with reasons. search.py fills them in."""
 
 from __future__ import annotations
 

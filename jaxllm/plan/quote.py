@@ -24,18 +24,8 @@ from jaxllm.cost_model.flops import parameter_count, state_bytes, train_flops_pe
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.cost import (
-    DAY_S,
-    HOUR_S,
-    OVERHEAD,
-    WITH_RECOMPUTATION,
-    YEAR_S,
-    TrainingCost,
-    board_watts,
-    parse_tokens,
-    readable_count,
-    training_cost,
-)
+from jaxllm.plan import cost
+from jaxllm.plan.cost import DAY_S, HOUR_S, OVERHEAD, WITH_RECOMPUTATION, YEAR_S, TrainingCost, parse_tokens, readable_count
 from jaxllm.plan.estimate import Estimate
 
 # ---------------------------------------------------------------------------------------------------------------- goodput
@@ -265,18 +255,18 @@ class Quote:
 
     def lines(self) -> Iterator[str]:
         """The quote as terminal text."""
-        cost = self.cost
-        unit, length_s = ("days", DAY_S) if cost.seconds < 2 * YEAR_S else ("years", YEAR_S)
+        gpus, tokens, watts = self.cost.gpus, self.cost.tokens, self.cost.watts_per_gpu
+        unit, length_s = ("days", DAY_S) if self.cost.seconds < 2 * YEAR_S else ("years", YEAR_S)
         took = self.seconds * (1 / length_s)
-        where = f"on {cost.gpus:,} GPU{'s' if cost.gpus > 1 else ''}, {self.gpu_hours.text(' GPU-hours')}"
-        yield f"{readable_count(cost.tokens)} tokens: {took.text(f' {unit}')} {where}"
+        where = f"on {gpus:,} GPU{'s' if gpus > 1 else ''}, {self.gpu_hours.text(' GPU-hours')}"
+        yield f"{readable_count(tokens)} tokens: {took.text(f' {unit}')} {where}"
         if (money := self.money) is not None:
             yield f"  price       {money.text()} at {self.terms.price:g} a GPU-hour"
         if (energy := self.energy_kwh) is None:
             yield "  energy      not known: the power of such a GPU is not known"
         else:
             used = energy.text(" kWh") if energy.expected < 1e4 else (energy * 1e-3).text(" MWh")
-            yield f"  energy      {used}: at most {cost.watts_per_gpu:.0f} W a board (data sheet, of that GPU or one of its"
+            yield f"  energy      {used}: at most {watts:.0f} W a board (data sheet, of that GPU or one of its"
             yield f"              generation) x {OVERHEAD} for hosts, network, cooling"
         if self.stops is not None:
             yield from self._failure_lines(self.stops)
@@ -347,11 +337,10 @@ def quote(
                 f"reached."
             )
         flops, rate = WITH_RECOMPUTATION * parameter_count(config.model), achieved * 1e12
-    gpus = config.devices
-    cost = training_cost(tokens, flops, rate, gpus, board_watts(gpu))
+    training = cost.training_cost(tokens, flops, rate, config.devices, cost.board_watts(gpu))
     speed = error_range(config, gpu, gpus_per_host) if achieved is None else None
-    stops = interruptions(config, gpu, gpus, gpus_per_host, terms)
-    offer = Quote(config, cost, terms, speed, stops, fits)
+    stops = interruptions(config, gpu, config.devices, gpus_per_host, terms)
+    offer = Quote(config, training, terms, speed, stops, fits)
     if stops is not None:
         _require_progress(stops, offer.interval_s, terms)
     return offer

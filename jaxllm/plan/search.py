@@ -38,18 +38,9 @@ WITHOUT_HOST = 24
 SHOWN = 256
 """Configurations between two reports of progress."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with (description of the work, amount done, total amount)."""
-
 
 def search(
-    config: Config,
-    gpu: Gpu,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    options: SearchOptions = SearchOptions(),
-    *,
-    progress: Progress | None = None,
+    config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> Plan:
     """Ranks the configurations of the space that fit by predicted tokens/s/GPU (plan_result.ranked). With train.batch_schedule
     the figures are those of a step with the largest batch that the run reaches.
@@ -67,7 +58,7 @@ def search(
     every = list(meshes(config, gpus, options.keep))
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     for across in options.reaches():
-        run = _Run(Fitting(config, gpu, per_host, options), options, progress)
+        run = _Run(Fitting(config, gpu, per_host, options), options)
         try:
             run.rank(run.trials(every, across))
             interrupted = False
@@ -99,7 +90,6 @@ class _Run:
 
     fitting: Fitting
     options: SearchOptions
-    progress: Progress | None
     candidates: list[Candidate] = field(default_factory=list)
     meshes: int = 0
     """Those looked at."""
@@ -123,8 +113,8 @@ class _Run:
                 self.fitting.tally.add(MESH, reason or KEPT_AWAY, 1, str(mesh))
             for group in left:
                 found += self._of_group(group)
-            if self.progress is not None:
-                self.progress("meshes", self.meshes, len(every))
+            if self.options.progress is not None:
+                self.options.progress("meshes", self.meshes, len(every))
 
         def key(trial: Trial) -> tuple:
             # Of the same least time those with less on the host first.
@@ -157,8 +147,8 @@ class _Run:
     def rank(self, trials: list[Trial]) -> None:
         """Finds the candidates among trials, which are in the order of their keys. The others are counted."""
         for number, trial in enumerate(trials):
-            if self.progress is not None and (number % SHOWN == 0 or number + 1 == len(trials)):
-                self.progress("configurations", number + 1, len(trials))
+            if self.options.progress is not None and (number % SHOWN == 0 or number + 1 == len(trials)):
+                self.options.progress("configurations", number + 1, len(trials))
             base = (trial.group, trial.microbatch_sequences)
             if self._is_slower(trial):
                 found = SLOWER
@@ -204,7 +194,7 @@ def best_with_fp8(plan: Plan, options: SearchOptions = SearchOptions()) -> Candi
     if model.multiplies_fp8 or plan.gpu.chip.compute_capability < FIRST_WITH["fp8"]:
         return None
     config = plan.config.model_copy(update={"model": model.model_copy(update={"matmul_dtype": "fp8"})})
-    found = search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1))
+    found = search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1, progress=None))
     if found.interrupted:
         raise KeyboardInterrupt
     return next(iter(found.candidates), None)

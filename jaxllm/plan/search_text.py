@@ -1,7 +1,4 @@
-"""A plan as terminal text, as `jaxllm plan` prints it, and as HTML for a notebook.
-
-Console().print(render(plan, rows=10))
-"""
+"""A plan as terminal text, as `jaxllm plan` prints it, and as HTML for a notebook."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""Searches over several numbers of GPUs or sequence lengths.
-
-sweep = sweep_gpus(config, gpu, 512)            the best config of 1, 2, 4 ... 512 GPUs, and where more stop paying
-smallest_cluster(config, gpu, 512)              the plan of the smallest number of GPUs on which any config fits
-longest_sequence(config, gpu, 64)               the plan of the longest sequence with which any config fits
-"""
+"""Searches over several numbers of GPUs or sequence lengths."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -17,8 +14,9 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import gpus_beside
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
+from jaxllm.plan.fastest_remat import Progress
 from jaxllm.plan.plan_result import Candidate, Plan, ranked
-from jaxllm.plan.search import Progress, SearchOptions, any_fits, search, why_nothing
+from jaxllm.plan.search import SearchOptions, any_fits, search, why_nothing
 
 Objective = Literal["speed", "gpus", "sequence", "microbatch"]
 """Objective of a plan; see objective_line()."""
@@ -82,21 +80,19 @@ def sweep_gpus(
     *,
     known: Plan | None = None,
     tokens: float | None = None,
-    progress: Progress | None = None,
 ) -> Sweep:
     """The best config of 1, 2, 4 ... up to `gpus`, or of so many for each replica, all with the config's global batch.
 
     Args:
       known: a plan of the same config and options, confirmed or not, to use for its number of GPUs.
     """
-    plans = []
-    counts: list[int] = sorted({*_doubling(gpus, config), *([] if known is None else [known.gpus])})
+    of_known, fastest = {} if known is None else {known.gpus: known}, replace(options, best=1, progress=None)
+    plans, counts = [], sorted({*_doubling(gpus, config), *of_known})
     for number, count in enumerate(counts):
-        of_known = known if known is not None and count == known.gpus else None
         host = host_size(count, gpus_per_host, config)
-        plans.append(of_known or search(config, gpu, count, host, replace(options, best=1)))
-        if progress is not None:
-            progress("numbers of GPUs", number + 1, len(counts))
+        plans.append(of_known.get(count) or search(config, gpu, count, host, fastest))
+        if options.progress is not None:
+            options.progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:
             break
     return sweep_of(plans, tokens)
@@ -150,13 +146,7 @@ def gradient_reduction_s(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[s
 
 
 def smallest_cluster(
-    config: Config,
-    gpu: Gpu,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    options: SearchOptions = SearchOptions(),
-    *,
-    progress: Progress | None = None,
+    config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> Plan:
     """The plan of the smallest number of GPUs, up to `gpus`, on which any config fits: among 1, 2, 4 ... for each replica, and
     among complete hosts between the last power that fails and the first that fits. A KeyboardInterrupt after that first one
@@ -166,16 +156,16 @@ def smallest_cluster(
       ConfigError: nothing fits on any of them.
       KeyboardInterrupt: interrupted before one was found.
     """
-    steps = _Steps("numbers of GPUs", progress)
+    made = _reporting("numbers of GPUs", options.progress)
 
     def fits(count: int, left: int) -> bool:
-        return steps.made(any_fits(config, gpu, count, host_size(count, gpus_per_host, config), options), left)
+        return made(any_fits(config, gpu, count, host_size(count, gpus_per_host, config), options), left)
 
     counts, replicas = _doubling(gpus, config), config.parallel.replica
     enough = next((count for number, count in enumerate(counts, 1) if fits(count, len(counts) - number)), None)
     if enough is None:
         most = max(counts, default=gpus)
-        last = search(config, gpu, most, host_size(most, gpus_per_host, config), options, progress=progress)
+        last = search(config, gpu, most, host_size(most, gpus_per_host, config), options)
         raise ConfigError(why_nothing(last, options))
     below = counts[counts.index(enough) - 1] if enough > replicas else 0
     # For each replica as many.
@@ -186,18 +176,12 @@ def smallest_cluster(
         smallest = next((count for number, count in enumerate(between, 1) if fits(count, len(between) - number)), enough)
     except KeyboardInterrupt:
         interrupted = True
-    plan = search(config, gpu, smallest, host_size(smallest, gpus_per_host, config), options, progress=progress)
+    plan = search(config, gpu, smallest, host_size(smallest, gpus_per_host, config), options)
     return replace(plan, interrupted=plan.interrupted or interrupted)
 
 
 def longest_sequence(
-    config: Config,
-    gpu: Gpu,
-    gpus: int,
-    gpus_per_host: int | None = None,
-    options: SearchOptions = SearchOptions(),
-    *,
-    progress: Progress | None = None,
+    config: Config, gpu: Gpu, gpus: int, gpus_per_host: int | None = None, options: SearchOptions = SearchOptions()
 ) -> Plan:
     """The plan of the longest sequence with which any config fits, a multiple of SEQUENCE_UNIT (or of a power of 2, if the
     config's own is shorter), with the config's global batch in sequences. It doubles the length, then halves the interval. Once
@@ -207,20 +191,20 @@ def longest_sequence(
       ConfigError: not even the shortest fits.
       KeyboardInterrupt: interrupted before one was found.
     """
-    steps = _Steps("sequence lengths", progress)
+    made = _reporting("sequence lengths", options.progress)
     start, unit = config.train.sequence_length, length_unit(config)
 
     def of(units: int) -> Config:
         return config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": units * unit})})
 
     def fits(units: int, left: int) -> bool:
-        return steps.made(any_fits(of(units), gpu, gpus, gpus_per_host, options), left)
+        return made(any_fits(of(units), gpu, gpus, gpus_per_host, options), left)
 
     low = start // unit
     while low and not fits(low, low.bit_length() - 1):
         low //= 2
     if not low:
-        last = search(of(1), gpu, gpus, gpus_per_host, options, progress=progress)
+        last = search(of(1), gpu, gpus, gpus_per_host, options)
         raise ConfigError(why_nothing(last, options))
     high, interrupted = 2 * low, False
     try:
@@ -232,7 +216,7 @@ def longest_sequence(
             low, high = (middle, high) if fits(middle, (high - low - 1).bit_length() - 1) else (low, middle)
     except KeyboardInterrupt:
         interrupted = True
-    plan = search(of(low), gpu, gpus, gpus_per_host, options, progress=progress)
+    plan = search(of(low), gpu, gpus, gpus_per_host, options)
     return replace(plan, interrupted=plan.interrupted or interrupted)
 
 
@@ -256,20 +240,16 @@ def objective_line(objective: Objective, config: Config, gpus: int) -> str:
     }[objective]
 
 
-@dataclass
-class _Steps:
-    """Reports progress of tries, whose total number is unknown."""
+def _reporting(what: str, progress: Progress | None) -> Callable[[bool, int], bool]:
+    """A function that reports a try, after which about `left` more follow, and returns its result."""
+    done = itertools.count(1)
 
-    what: str
-    progress: Progress | None
-    done: int = 0
-
-    def made(self, fits: bool, left: int) -> bool:
-        """Reports one try and returns its result; about `left` more follow."""
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.what, self.done, self.done + left)
+    def made(fits: bool, left: int) -> bool:
+        if progress is not None:
+            progress(what, number := next(done), number + left)
         return fits
+
+    return made
 
 
 def host_size(gpus: int, gpus_per_host: int | None, config: Config) -> int | None:

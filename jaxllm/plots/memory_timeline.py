@@ -63,7 +63,7 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
     """
     devices = aot.gpu_devices(config.devices // gpus_per_host, gpus_per_host, gpu)
     with tempfile.TemporaryDirectory() as folder:
-        lowered = aot.lower_step(config, devices)
+        lowered = aot.trace_step(config, devices).lowered
         options = aot.options_for(config, lowered, devices[0]) | dump_options(folder)
         compiled = lowered.compile(compiler_options=options)
         try:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -26,18 +27,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
 from jaxllm.json_lines import read_lines
 from jaxllm.machine.host import available_cpus, host_memory, program
-from jaxllm.rehearsal.faults import (
-    NAMED_WITHIN_S,
-    Fault,
-    History,
-    Kind,
-    Metrics,
-    Report,
-    Strike,
-    naming,
-    plan_faults,
-    steps_for,
-)
+from jaxllm.rehearsal.faults import NAMED_WITHIN_S, Fault, History, Kind, Report, Strike, naming, plan_faults, steps_for
 from jaxllm.rehearsal.hosts import Hosts, Network, networks_are_possible
 from jaxllm.rehearsal.shrink import PEER_TIMEOUT_S, changes, count_devices, reads_own_text, shrink
 
@@ -242,7 +232,7 @@ class _Watched:
         if before != (self._stepped_unix_s, len(self._committed), len(self._hosts.lines)):
             self._changed_s = time.monotonic()
 
-    def _metrics(self) -> list[Metrics]:
+    def _metrics(self) -> list[Mapping[str, Any]]:
         files = sorted(self._run_dir.glob("metrics*.jsonl"))
         found = {text: line for path in files for text, line in read_lines(path, containing='"loss"')}
         return sorted(found.values(), key=lambda line: line["unix_s"])

@@ -28,16 +28,13 @@ from jaxllm.run.metrics import Record
 EVERY = 20
 """Steps between decisions. At each, the loop waits for the running step."""
 
-Schedule = Sequence[Sequence[int]]
-"""As train.batch_schedule."""
-
 
 def doubles(batch_tokens: int, found: NoiseEstimate | None) -> bool:
     """The rule above, without the bound."""
     return found is not None and found.low >= 2 * batch_tokens
 
 
-def with_schedule(asked: Config, schedule: Schedule) -> Config:
+def with_schedule(asked: Config, schedule: Sequence[Sequence[int]]) -> Config:
     """`asked` with this train.batch_schedule, and the fewest steps that read at least its tokens."""
     config = asked.model_copy(update={"train": asked.train.model_copy(update={"batch_schedule": tuple(map(tuple, schedule))})})
     # Doubled batches need no more steps.

@@ -251,11 +251,7 @@ def log_p(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndar
 
 @dataclass(frozen=True)
 class Reference:
-    """log p_ref of each text.
-
-    Args:
-      train, held_out: what `log_p` returns for all samples of each source.
-    """
+    """log p_ref of each text: what `log_p` returns for all samples of each source."""
 
     train: list[np.ndarray]
     held_out: list[np.ndarray]

@@ -134,10 +134,7 @@ def _wanted(config: Config) -> int:
 
 def absent_hosts(given: Config) -> int:
     """Number of hosts that the run trains without (launch.least_hosts): those of its launch, and those for whose devices the
-    config's mesh has room, where the launcher started fewer. All processes know it.
-
-    Args:
-      given: the config that all hosts would use.
+    config's mesh has room, where the launcher started fewer. All processes know it. given: the config that all hosts would use.
     """
     if given.launch.least_hosts is None:
         return 0
@@ -242,11 +239,6 @@ def describe(given: Config, config: Config) -> str:
         f"{who} {'is' if count == 1 else 'are'} missing: training on {how}, the same batches in {now} "
         f"microbatch{'es' if now != 1 else ''}{of}; with all again when {returns}"
     )
-
-
-def say_missing(run: Run) -> None:
-    if missing := describe(run.asked, run.trainer.config):
-        run.console.say(missing)
 
 
 def register(run: Run) -> None:

@@ -136,10 +136,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory_lines(error: BaseException, config: Config, trainer: Any) -> list[str]:
     """One sentence with the failure and the fix; then the estimate, XLA's figure, and other changes that need less.
-
-    Args:
-      trainer: the run's Trainer; None before it exists.
-    """
+    trainer: None before it exists."""
     device = jax.local_devices()[0]
     config = config.resolve(jax.device_count()) if trainer is None else trainer.config
     compiled = None if trainer is None else trainer.compiled

@@ -45,9 +45,7 @@ from jaxllm.train.given import Given
 from jaxllm.untrusted import RefusedInput, checked, read_json
 
 # ------------------------------------------------------------------------------------------------------ programs of a run
-# The XLA programs of a training run, by name, so that all can be compiled before the run (compile/save.py).
-#
-# A Trainer takes the same functions with its arrays; here they get shapes.
+# All can be compiled before the run (compile/save.py). A Trainer takes these functions with its arrays; here they get shapes.
 
 INITIAL_STATE, EVALUATION, TOKEN_LOSSES = "initial state", "evaluation", "token losses"
 FIRST_ROUND = "start of the first round"
@@ -174,7 +172,7 @@ class Programs:
         The caller converts the state.
         """
         config, mesh = self._config if in_rounds else without_rounds(self._config), self._mesh
-        trainings = build_trainings(config, mesh, self._given)
+        self._trainings = trainings = build_trainings(config, mesh, self._given)
         self.training = training = trainings[1]
         self.functions = training.functions
         self.rounds = Rounds(config, mesh, training.shardings) if in_rounds else None  # type: ignore[arg-type]
@@ -186,22 +184,6 @@ class Programs:
         self.token_losses = wrapped(TOKEN_LOSSES, self.functions.token_losses)
         names = {phase.parts: layer_norms_name(config.length_of(phase)) for phase in config.phases}
         self._layer_norms = {parts: wrapped(name, trainings[parts].functions.layer_norms) for parts, name in names.items()}
-
-        def jitted(training: Training, step: Callable, exchanges: bool) -> Any:
-            def counted(state, batch):
-                self.traces += 1
-                return step(state, batch)
-
-            return training.jit_step(counted, exchanges)
-
-        # {(parts, whether it measures the noise scale, whether it synchronises a fragment): jitted step}
-        self._steps = {
-            (parts, measures, exchanges): jitted(training, step, exchanges)
-            for parts, training in trainings.items()
-            for measures, step in enumerate((training.step, training.measuring_step))
-            for exchanges in (False, True)[: 1 if training.outer is None else 2]
-            if step is not None
-        }
         self._programs: dict[tuple[int, int, bool, bool], Any] = {}
 
     def initial_state(self) -> State:
@@ -236,13 +218,21 @@ class Programs:
             config = config.in_phase(phase)
         device = self._mesh.devices.flat[0]
         options = xla_flags.compile_options(config, device, may_fit(config, device))
-        key = self._key(batch, step)
-        lowered = self._steps[key[1:]].lower(state, batch, *self._fragment(step))
+        microbatches, parts, measures, exchanges = key = self._key(batch, step)
+        training = self._trainings[parts]
+        own_step: Any = training.measuring_step if measures else training.step
+
+        def counted(state, batch):
+            self.traces += 1
+            return own_step(state, batch)
+
+        lowered = training.jit_step(counted, exchanges).lower(state, batch, *self._fragment(step))
         if jax.process_count() > 1:
             what = "lowered different train steps; give all hosts the same packages, flags and environment variables"
             distributed.require_same(fingerprint(lowered.as_text(), options), what)
-        taken = self.saved.take(step_name(key[0], self._config.length_of(phase), *key[2:]), lowered, options)
-        if taken is None and key[3] and exchanges_beside_steps(config):
+        name = step_name(microbatches, self._config.length_of(phase), measures, exchanges)
+        taken = self.saved.take(name, lowered, options)
+        if taken is None and exchanges and exchanges_beside_steps(config):
             options = early_exchange(lowered, options, self._mesh.devices.flat[0])
         self.current = self._programs[key] = taken or lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - started
@@ -265,7 +255,7 @@ class Programs:
         """(number of microbatches, parts of a sequence, whether the program measures the noise scale, whether it synchronises a
         fragment)"""
         every, parts = self._config.log.noise_scale_every, self._config.phase_at(step).parts
-        measures = every is not None and (parts, True, False) in self._steps and (step + 1) % every == 0
+        measures = every not in (None, 1) and (step + 1) % every == 0
         return len(batch["tokens"]), parts, measures, bool(self._fragment(step))
 
 
@@ -362,7 +352,7 @@ def fingerprint(stablehlo: str, options: dict[str, Any]) -> str:
     return hashlib.sha256(f"{sorted(options.items())}{module}{main}".encode()).hexdigest()
 
 
-def step_name(microbatches: int, length: int | None, measures: bool, exchanges: bool = False) -> str:
+def step_name(microbatches: int, length: int | None, measures: bool, exchanges: bool) -> str:
     """Name of a train step. length: of its sequences, if others differ. measures: it measures the noise scale, and others do
     not. exchanges: it synchronises a fragment of DiLoCo's replicas, and others do not."""
     name = f"train step of {microbatches} microbatch{'es' if microbatches > 1 else ''}"

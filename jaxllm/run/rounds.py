@@ -51,10 +51,7 @@ _GPU_OPTIONS: dict[str, Any] = {
 
 def early_exchange(lowered: Any, options: dict[str, Any], device: jax.Device) -> dict[str, Any]:
     """Options to compile a step with an exchange: `options`, and those with which the exchange begins as soon as it can. The
-    user's XLA_FLAGS take precedence.
-
-    Args:
-      lowered: the step. It is compiled once here.
+    user's XLA_FLAGS take precedence. The step, `lowered`, is compiled once here.
     """
     if device.platform == "cpu":
         return options
@@ -143,11 +140,7 @@ def layout_of_number(mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def layout_in(meta: Mapping[str, Any], layout: State) -> State:
-    """What to read from the checkpoint with this metadata.
-
-    Args:
-      layout: the state of the run, as ShapeDtypeStructs.
-    """
+    """What to read from the checkpoint with this metadata. layout: the state of the run, as ShapeDtypeStructs."""
     if not meta["config"]["train"].get("skip_spikes", False):
         layout = layout.with_recent(None)
     return diloco.as_saved(layout, meta) if isinstance(layout, diloco.DilocoState) else layout

@@ -341,11 +341,7 @@ class Trainer:
 
 
 class BatchQueue:
-    """Reads batches in a background thread, two ahead of the current step.
-
-    Args:
-      read: function from the number of steps done to the batch of the next step.
-    """
+    """Reads batches in a background thread, two ahead of the current step. read: steps done -> the batch of the next step."""
 
     def __init__(self, read: Callable[[int], Any]):
         self._read = read

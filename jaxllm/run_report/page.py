@@ -1,7 +1,4 @@
-"""HTML page of `jaxllm report RUN`: one file with its charts inside, which loads nothing from a server.
-
-write(page(report), "report.html")
-"""
+"""HTML page of `jaxllm report RUN`: one file with its charts inside, which loads nothing from a server."""
 
 from __future__ import annotations
 
@@ -14,23 +11,10 @@ import numpy as np
 
 from jaxllm.config import ConfigError
 from jaxllm.plan.data_ranks import OverRanks, RankRow
+from jaxllm.run_report import svg
 from jaxllm.run_report.history import COMPILING, DATA, DOWN, EVALUATING, REDONE, SAVING, STARTING, TRAINING, History, positive
 from jaxllm.run_report.summary import COMPILED, ESTIMATE, IN_USE, RunReport, duration
-from jaxllm.run_report.svg import (
-    BLUE,
-    GREEN,
-    GREY,
-    MOST_POINTS,
-    ORANGE,
-    PURPLE,
-    RED,
-    Curve,
-    Mark,
-    line_chart,
-    number,
-    parts_bar,
-    spread,
-)
+from jaxllm.run_report.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Curve, Mark, line_chart, number, spread
 from jaxllm.untrusted import in_lines
 
 FILE_NAME = "report.html"
@@ -104,7 +88,7 @@ def page(report: RunReport) -> str:
     ]
     if times_s:
         colored = [(name, seconds, _PART_COLORS[name]) for name, seconds in times_s.items()]
-        bar = parts_bar("From the first start to the last step", colored)
+        bar = svg.parts_bar("From the first start to the last step", colored)
         whole = sum(times_s.values()) or 1.0
         rows = [(name, duration(seconds), f"{seconds / whole:.1%}") for name, seconds in times_s.items() if seconds]
         table = _table(["", "time", "share"], rows)
@@ -154,7 +138,7 @@ def batch_chart(history: History) -> str:
     curves = [spread("batch", history.tokens, history.batch_tokens)]
     noise = positive(history.column("noise_scale_tokens"))
     if (measured := np.flatnonzero(np.isfinite(noise))).size:
-        measured = measured[:: math.ceil(measured.size / MOST_POINTS)]
+        measured = measured[:: math.ceil(measured.size / svg.MOST_POINTS)]
         low, high = (positive(history.column(f"noise_scale_{end}"))[measured] for end in ("low", "high"))
         curves.append(Curve("noise scale", history.tokens[measured], noise[measured], ORANGE, low, high))
     title = "Batch and noise scale" if len(curves) > 1 else "Batch (noise scale not measured)"

@@ -267,14 +267,8 @@ def report_on(
     slower = None if kind is None or rate is None else slower_than_predicted(history, kind, gpus_per_host, rate)
 
     def over(factor: float) -> OverRanks:
-        return over_data_ranks(
-            history.config,
-            steps_to_loss(batch, factor * noise),
-            gpu=kind,
-            gpus_per_host=gpus_per_host,
-            tokens_per_s_per_device=rate,
-            slower=slower or 1.0,
-        )
+        needed = steps_to_loss(batch, factor * noise)
+        return over_data_ranks(history.config, needed, kind, gpus_per_host, tokens_per_s_per_device=rate, slower=slower or 1.0)
 
     ends = tuple(over(factor) for factor in history.noise_factors if factor is not None)
     return replace(report, needed=steps_to_loss(batch, noise), over_ranks=over(1.0), by_interval=ends, slower=slower)

@@ -406,11 +406,7 @@ def _files_and_promises(key: str, path: Path) -> tuple[list[str], dict[str, str]
 
 
 def tensors_in(path: Path, files: Sequence[str], again: str) -> dict[str, Tensor]:
-    """Lists all tensors of the files in a folder. Each name must be unique.
-
-    Args:
-      again: what to do about a damaged file, for error messages.
-    """
+    """All tensors of the files in a folder. Each name must be unique. again: what to do about a damaged file, for messages."""
     found: dict[str, Tensor] = {}
     for name in files:
         if Path(name).name != name:

@@ -17,19 +17,9 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
-from gguf import (
-    GGML_QUANT_VERSION,
-    MODEL_ARCH,
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    GGUFWriter,
-    LlamaFileType,
-    RopeScalingType,
-    SpecialVocab,
-    TokenType,
-    get_tensor_name_map,
-)
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType, TokenType
 
 from jaxllm.config import ConfigError, ModelConfig
 from jaxllm.config.hf_kinds import KINDS
@@ -53,11 +43,7 @@ from jaxllm.weights.weights import dtype_named, find_weights
 
 
 def new_gguf(header: GGUFWriter, path: Path, tensors: Described) -> dict[str, Tensor]:
-    """Creates a file of full length for these tensors, whose values are still to be written.
-
-    Args:
-      header: with all keys, and without tensors.
-    """
+    """Creates a file of full length for these tensors, whose values are still to be written. The header has all keys."""
     for name, (dtype, shape) in tensors.items():
         # ggml names dtypes as safetensors does.
         raw = GGMLQuantizationType[CODES[dtype]]
@@ -138,7 +124,7 @@ def describe_network(writer: GGUFWriter, model: ModelConfig, positions: int, dty
     """
     writer.add_type("model")
     writer.add_file_type(FILE_TYPES[CODES[dtype]])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_context_length(positions)
     writer.add_vocab_size(model.vocab_size)
     writer.add_block_count(model.num_layers)
@@ -211,7 +197,7 @@ def describe_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int, model_
         raise ConfigError(f"{where} is no BPE that llama.cpp knows: use --to hf and another server.")
     tokens, types = _vocabulary(content, tokenizer, vocab_size)
     try:
-        special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
+        special = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
     except ValueError as error:
         raise ConfigError(f"{where} cannot be written ({error}): correct the files beside the weights.") from None
     if model.get("byte_fallback"):
@@ -398,7 +384,7 @@ def to_gguf(
 
 def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtype | None) -> tuple[list[Move], Described]:
     theirs = [name for entry in folder.entries.values() for name in entry.tensors]
-    names = get_tensor_name_map(arch, model.num_layers)
+    names = gguf.get_tensor_name_map(arch, model.num_layers)
     ours = {name: found for name in theirs if (found := names.get_name(name, (".weight", ".bias"))) is not None}
     moves, tensors = [], {}
     # Slabs of a Hugging Face folder are in its order already.
@@ -433,10 +419,7 @@ def _plus_one(source: Elements, through: np.dtype) -> Elements:
 
 def _pairs_together(source: Elements, shape: tuple[int, ...]) -> Elements:
     """The query or key matrix of Llama with the rows of each head in llama.cpp's order. A rotary pair is one row in each half
-    of a head in Hugging Face's order, and two neighbours in llama.cpp's.
-
-    Args:
-      shape: [..., N, H, rest].
+    of a head in Hugging Face's order, and two neighbours in llama.cpp's. shape: [..., N, H, rest].
     """
     *outer, H, rest = shape
 

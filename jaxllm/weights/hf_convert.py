@@ -346,11 +346,7 @@ def require_agreement(hugging_face: Path, ours: str | Path, step: int | None = N
 
 def verify(hugging_face: Path, ours: str | Path, step: int | None = None, adapters: Sequence[str] = ()) -> Agreement:
     """Compares the logits of random tokens, by transformers from one folder and by jaxllm from the other, in float32. It needs
-    memory for two copies of the model in float32.
-
-    Args:
-      step: the checkpoint if `ours` is a run directory; default: the newest.
-    """
+    memory for two copies of the model in float32."""
     import jax
     import torch
     from transformers import AutoModelForCausalLM

@@ -117,8 +117,7 @@ def load_model(
       compute_dtype: float32 or bfloat16; default: that of the training run, or the stored dtype (float32 for float16).
       parallel: keys of the config's parallel section, such as {"tensor": 2, "data": 4}; default: weights sharded over as
         many devices as divide them, as with ZeRO 3.
-      step: the checkpoint of a run directory; default: the newest.
-      adapter: as in open_model.
+      step, adapter: as in open_model.
 
     Raises:
       ConfigError: there is no model, or it does not fit the mesh.

@@ -69,10 +69,7 @@ def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct, sha
 
 def _read_padded(folder: Folder, path: tuple[str, ...], shape: tuple[int, ...], extra: int, box: Box) -> np.ndarray:
     """A box of a parameter in the layout of a mesh: padded with zeros, and with `extra` its first dim split in three for
-    virtual stages.
-
-    Args:
-      shape: of the whole parameter in that layout.
+    virtual stages. shape: of the whole parameter in that layout.
     """
     out, outer, inner = np.zeros([b - a for a, b in box], folder.dtype(path)), box[:extra], box[extra:]
     # For each [virtual stage, stage], the first layer of its chunk; once if layers are one dim.

@@ -15,7 +15,6 @@ from jaxllm.config.hf_config import CONFIG
 from jaxllm.machine.host import rename_if_free
 
 # ------------------------------------------------------------------------------------------------------------- companions
-# The files that accompany weights: tokenizer, chat template, configs, license, model card.
 
 GENERATION = "generation_config.json"
 BESIDE = (GENERATION, CONFIG, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "README*")

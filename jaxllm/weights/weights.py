@@ -20,20 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxllm.checkpoint import files
 from jaxllm.checkpoint.arrays import give_up, names_of, read_arrays, restacked
-from jaxllm.checkpoint.files import (
-    BACKSLASH,
-    META,
-    STATE,
-    DamagedError,
-    changed,
-    damage,
-    newest_whole,
-    read_meta,
-    require_plain_path,
-    verified,
-    why,
-)
 from jaxllm.cluster import distributed
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, VARIANTS, read_object, stored_section
@@ -129,7 +117,7 @@ def in_one_sentence(arrays: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"The weights in {arrays} cannot be read ({why(error)}): use others.") from None
+        raise ConfigError(f"The weights in {arrays} cannot be read ({files.why(error)}): use others.") from None
 
 
 @dataclass(frozen=True)
@@ -173,8 +161,8 @@ class WeightsSource:
         """The same with adapters apart. For a run, JAX must have started."""
         if self.arrays is None:
             return self.outline
-        if self.checkpoint is not None and (reason := changed(self.checkpoint)):
-            raise DamagedError(self.checkpoint, reason)
+        if self.checkpoint is not None and (reason := files.changed(self.checkpoint)):
+            raise files.DamagedError(self.checkpoint, reason)
         return OrbaxFolder(**about(self.outline), arrays=self.arrays)
 
     def merged(self) -> Folder:
@@ -235,7 +223,7 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
     if (path / MODEL).is_file() and (content := read_object(path / MODEL)).get("format") == 1:
-        require_plain_path(key, path, BACKSLASH)
+        files.require_plain_path(key, path, files.BACKSLASH)
         section = stored_section(content.get("model"), str(path / MODEL))
         return WeightsSource(Folder(path / WEIGHTS, str(path), section, _tokenizer_in(path)), (path / WEIGHTS).absolute())
     if (path / MODEL).is_file() or (path / CONFIG).is_file():
@@ -243,22 +231,22 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     if (path / "checkpoints").is_dir():
         folder = path / "checkpoints"
         if step is None:
-            step, _ = newest_whole(folder)
+            step, _ = files.newest_whole(folder)
         if step is None:
             raise ConfigError(f"{key}={text} is a run without a checkpoint yet: let it save one, or give another.")
         path = folder / str(step)
         if not path.is_dir():
             present = ", ".join(sorted((p.name for p in folder.iterdir() if p.name.isdecimal()), key=int)) or "none"
             raise ConfigError(f"{key}={text} has no checkpoint of step {step}: it has {present}.")
-    elif not (path / META).is_dir() and not (path / STATE).is_dir():
+    elif not (path / files.META).is_dir() and not (path / files.STATE).is_dir():
         raise ConfigError(
             f"{key}={text} holds no weights: give a run directory, one of its checkpoints (such as "
             f"runs/first/checkpoints/400), or a folder with {CONFIG} (Hugging Face) or {MODEL} (jaxllm)."
         )
-    require_plain_path(key, path, BACKSLASH)
-    if reason := damage(path):
+    files.require_plain_path(key, path, files.BACKSLASH)
+    if reason := files.damage(path):
         raise ConfigError(f"{key}: the checkpoint {path} is damaged ({reason}): give another.")
-    meta = read_meta(path)
+    meta = files.read_meta(path)
     run_dir = path.absolute().parent.parent
     config = meta["config"]
     section = stored_section(config["model"], f"The metadata of {path}")
@@ -270,8 +258,8 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", GIVEN, None})
     where, train = f"{run_dir} at step {meta['step']}", config["train"]
     more = {"sequence_length": train["sequence_length"], "trained_on_bytes": on_bytes}
-    outline = Folder(path / STATE, where, section, _tokenizer_in(run_dir), **more)
-    return WeightsSource(outline, (path / STATE).absolute(), path, train.get("init_from"))
+    outline = Folder(path / files.STATE, where, section, _tokenizer_in(run_dir), **more)
+    return WeightsSource(outline, (path / files.STATE).absolute(), path, train.get("init_from"))
 
 
 def _tokenizer_in(home: Path) -> Path | None:
@@ -346,7 +334,7 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     if source.arrays is None or source.merges:
         params = load_params(source.merged(), like, table)
     else:
-        verifies = nullcontext() if source.checkpoint is None else verified(source.checkpoint)
+        verifies = nullcontext() if source.checkpoint is None else files.verified(source.checkpoint)
         with in_one_sentence(source.outline.path), verifies:
             read = read_arrays(source.arrays, {"params": like}, {"params": table})["params"]
         params = restacked(read, like)
@@ -377,10 +365,8 @@ def export(
     memory for the largest parameter with all its layers, independent of the mesh in training.
 
     Args:
-      step: the checkpoint of a run directory; default: the newest.
       dtype: float32, bfloat16 or float16.
-      force: move an existing folder aside.
-      adapters: as in find_weights.
+      step, force, adapters: as in hf_convert.to_hf.
 
     Raises:
       ConfigError: the destination exists, there is nothing to export, or it cannot be written.

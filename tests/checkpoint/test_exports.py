@@ -103,8 +103,8 @@ def test_a_run_on_bytes_has_a_tokenizer_of_bytes(text, served):
 
 def test_a_checkpoint_copied_without_its_tokenizer_is_not_of_bytes(run, tmp_path, monkeypatch):
     path = shutil.copytree(run / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
-    meta = weights.read_meta(path)
-    monkeypatch.setattr(weights, "read_meta", lambda path: meta)
+    meta = weights.files.read_meta(path)
+    monkeypatch.setattr(weights.files, "read_meta", lambda path: meta)
     for tokenizer, on_bytes in ((None, True), ("bytes", True), ("words", False)):
         meta["config"]["data"]["tokenizer"] = tokenizer
         assert weights.find_weights("SRC", str(path)).outline.trained_on_bytes is on_bytes

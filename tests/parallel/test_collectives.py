@@ -7,7 +7,8 @@ import math
 import jax
 import pytest
 
-from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile import aot
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.flops import parameter_count
@@ -271,7 +272,7 @@ def test_the_step_does_not_grow_with_depth(tiny_config, zero):
 
     def size(layers):
         config = tiny_config(f"model.num_layers={layers}", f"parallel.zero={zero}")
-        return len(lower_step(config, jax.devices()).as_text())
+        return len(aot.trace_step(config, jax.devices()).lowered.as_text())
 
     assert size(32) == pytest.approx(size(4), rel=0.05)
 

@@ -8,7 +8,8 @@ import pytest
 from meshes import Run, assert_close
 from tiny import SMALL_MODEL
 
-from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices, lower_step
+from jaxllm.compile import aot
+from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.overlap import by_kind, simulate_overlap
 from jaxllm.config import ConfigError, load_config
@@ -120,7 +121,7 @@ def test_xla_multiplies_fp8(compiled):
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_xla_takes_cublaslt_where_it_may_not_take_triton():
-    step = lower_step(config(FP8, "parallel.tensor=1"), gpu_devices(1, 8))
+    step = aot.trace_step(config(FP8, "parallel.tensor=1"), gpu_devices(1, 8)).lowered
     text = step.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     # Forward, the gradients of inputs, those of weights.
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') >= 3 * 4
@@ -146,4 +147,4 @@ def test_nothing_more_is_sent(compiled):
 @needs_gpu_compiler
 def test_a_kind_of_gpu_without_it_is_refused_before_anything_is_compiled():
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU of Ada, Hopper or later"):
-        lower_step(config(FP8), gpu_devices(1, 8, GPUS["a100-80gb"]))
+        aot.trace_step(config(FP8), gpu_devices(1, 8, GPUS["a100-80gb"]))

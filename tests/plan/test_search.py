@@ -39,9 +39,9 @@ H100 = GPUS["h100-80gb"]
 AXES = ("pipe", "data", "context", "tensor")
 
 
-def find(config, gpu, gpus=8, gpus_per_host=None, *, progress=None, keep=(), **options):
+def find(config, gpu, gpus=8, gpus_per_host=None, *, keep=(), **options):
     given = SearchOptions(**{"estimate": estimate, "step_time": step_time, "keep": (*HELD, *keep), **options})
-    return search(config, gpu, gpus, gpus_per_host, given, progress=progress)
+    return search(config, gpu, gpus, gpus_per_host, given)
 
 
 def key(config):

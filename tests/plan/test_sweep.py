@@ -284,18 +284,17 @@ def test_ctrl_c_leaves_the_smallest_cluster_so_far():
 def test_every_try_is_told_of():
     calls = []
     gpu = gpu_for(37 * 1024 / FIT_SHARE + 2)
-    options = {
-        "options": SearchOptions(keep=HELD, estimate=by_length, step_time=step_time),
-        "progress": lambda *one: calls.append(one),
-    }
-    longest_sequence(small("train.sequence_length=1024"), gpu, 4, **options)
+    told = {"progress": lambda *one: calls.append(one)}
+    options = SearchOptions(keep=HELD, estimate=by_length, step_time=step_time, **told)
+    longest_sequence(small("train.sequence_length=1024"), gpu, 4, options=options)
     tries = [one[1:] for one in calls if one[0] == "sequence lengths"]
     # 1, 2, 4 ... 64 thousand; then 48, 40, 36, 38 and 37, after which the interval is empty.
     assert [done for done, _ in tries] == list(range(1, 13))
     assert all(done <= total for done, total in tries)
     assert tries[-1] == (12, 12)
     calls.clear()
-    smallest_cluster(small(), gpu_for(leanest(small(), 4) / FIT_SHARE + 2), 8, options=BOTH, progress=options["progress"])
+    options = dataclasses.replace(BOTH, **told)
+    smallest_cluster(small(), gpu_for(leanest(small(), 4) / FIT_SHARE + 2), 8, options=options)
     assert [one for one in calls if one[0] == "numbers of GPUs"][:3] == [("numbers of GPUs", n, 4) for n in (1, 2, 3)]
 
 

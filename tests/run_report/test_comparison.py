@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from jaxllm.cli.app import app
 from jaxllm.config import ConfigError, load_config
-from jaxllm.run_report.comparison import LETTERS, compare
-from jaxllm.run_report.comparison_page import comparison_page
+from jaxllm.run_report.comparison import LETTERS, compare, comparison_page
 from jaxllm.run_report.history import read_run
 
 
