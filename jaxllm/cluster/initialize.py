@@ -107,7 +107,13 @@ def initialize(
     address = "" if launch.process_id > 0 or environ.get("JAX_COORDINATOR_BIND_ADDRESS") else listening_address(launch)
     bind = join_address(address, launch.port) if address else None
     exit_code = exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT
-    _start_jax(launch, answer, devices, bind, peer_timeout_s, exit_code)
+    certificate = {}
+    if launch.secret is not None and own.proof == SECRET:
+        # Only a run with a secret, by a JAX that takes certificates, needs them.
+        from jaxllm.cluster import certificates
+
+        certificate = certificates.arguments(launch.secret, answer.salt)
+    _start_jax(launch, answer, devices, bind, peer_timeout_s, exit_code, certificate)
     return Meeting(launch, answer, room)
 
 
@@ -141,7 +147,13 @@ def _warn_if_open(launch: Launch, answer: Answer) -> None:
 
 
 def _start_jax(
-    launch: Launch, answer: Answer, devices: list[int] | None, bind: str | None, peer_timeout_s: float, exit_code: int
+    launch: Launch,
+    answer: Answer,
+    devices: list[int] | None,
+    bind: str | None,
+    peer_timeout_s: float,
+    exit_code: int,
+    certificate: dict[str, str],
 ) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler would swallow SIGTERM, and nothing here asks JAX for signals.
@@ -161,6 +173,7 @@ def _start_jax(
             # peer monitor, which says which process that was, has to be first.
             heartbeat_timeout_seconds=max(round(3 * peer_timeout_s), 2),
             shutdown_timeout_seconds=max(round(2 * peer_timeout_s), LEAST_SHUTDOWN_S),
+            **certificate,
         )
 
 
@@ -228,7 +241,17 @@ def _process_info(
         gpus,
         gpus_asked(environ),
         str(host_address),
+        _proof_for_jax(launch),
     )
+
+
+def _proof_for_jax(launch: Launch) -> str:
+    """By what JAX's coordinator and this process prove who they are; empty: JAX (0.10), or this system, has no way."""
+    files = [getattr(jax.config, f"jax_mtls_{kind}_file", None) for kind in ("cert", "key", "ca")]
+    if any(files):
+        return "JAX_MTLS_CERT_FILE"
+    can_prove = hasattr(jax.config, "jax_mtls_peer_uri_prefix") and hasattr(os, "memfd_create")
+    return SECRET if launch.secret is not None and can_prove else ""
 
 
 def code_hash() -> str:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import secrets
 import selectors
 import socket
 import threading
@@ -194,7 +195,7 @@ class Rendezvous:
             # Closed before JAX opens it: another program could take it between, and the supervisors would start all again.
             with listen(0) as free:
                 port = free.getsockname()[1]
-        run = Run(members, port, max(info.attempt for info in infos), absent, layout)
+        run = Run(members, port, max(info.attempt for info in infos), absent, layout, secrets.token_hex(32))
         # Everything but rank and devices is the same for all, and long for many processes.
         same = json.dumps(asdict(run))
         for number, rank in enumerate(ranks[1:], start=1):

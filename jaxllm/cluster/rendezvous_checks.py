@@ -24,23 +24,16 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class _Introduction:
-    """What a process of any version says of itself."""
+class ProcessInfo:
+    """Description that a process sends of itself. A message has MAX_INFO_BYTES at most, and with it each list."""
 
     rank: Rank
     count: Annotated[int, Field(strict=True, ge=1, le=MOST_PROCESSES)]
     """World size that its launcher gave it."""
     host: Name
     pid: Pid
-    versions: dict[Name, Any]
-    """Version of each package, for messages."""
-
-
-@dataclass(frozen=True)
-class ProcessInfo(_Introduction):
-    """Description that a process sends of itself. A message has MAX_INFO_BYTES at most, and with it each list."""
-
     versions: dict[Name, Name]
+    """Version of each package, for messages."""
     machine: Text
     """Identity of the host. Different hosts may share a name."""
     flags: list[Annotated[str, Field(strict=True)]]
@@ -55,6 +48,8 @@ class ProcessInfo(_Introduction):
     """GPUs that the launcher gave to this run on this host; None where it does not tell."""
     host_address: Name = ""
     """Address of the host's own name, resolved on that host; empty if it does not resolve."""
+    proof: Name = ""
+    """By what it proves to JAX's coordinator that it belongs to the run: the name of a variable; empty: by nothing."""
 
     def __str__(self) -> str:
         return f"process {self.rank} on {self.host}"
@@ -71,20 +66,16 @@ def parse_process_info(message: dict[str, Any], versions: Mapping[str, str]) -> 
     Args:
       versions: of process 0.
     """
+    theirs = message.get("versions")
+    if isinstance(theirs, dict) and theirs != versions:
+        named = {name: version for name, version in theirs.items() if isinstance(version, str)}
+        message = {key: message.get(key) for key in ("rank", "count", "host", "pid")} | {"versions": named}
+        message |= {"machine": "", "flags": []}
     try:
-        known = checked(message, _Introduction)
-        theirs = {name: version for name, version in known.versions.items() if isinstance(version, str)}
-        if theirs == versions:
-            info = checked(message, ProcessInfo)
-        else:
-            info = ProcessInfo(**{**vars(known), "versions": checked(theirs, _VERSIONS)}, machine="", flags=[])
+        info = checked(message, ProcessInfo)
     except RefusedInput:
         return None
     return info if info.rank < info.count else None
-
-
-# Pyright takes no Annotated for a type.
-_VERSIONS: Any = dict[Name, Name]
 
 
 def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:
@@ -116,6 +107,11 @@ def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicat
         return (
             f"{info.title} has other XLA_FLAGS than {first} ({_some(sorted(only)) or 'some are given twice'}): export the same "
             f"on all hosts."
+        )
+    if info.proof != first.proof:
+        return (
+            f"{info.title} proves who it is to JAX by {info.proof or 'nothing'}, {first} by {first.proof or 'nothing'}: set "
+            f"JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE and JAX_MTLS_CA_FILE for all processes, or for none."
         )
     return ""
 
