@@ -1,11 +1,11 @@
 """Mutual TLS for JAX's coordinator, by a certificate that all processes of a run derive from their secret.
 
-JAX takes paths of a certificate, its key and a CA, and each end requires that the CA has signed the other's certificate. Here one
-certificate is both, so that a process is taken if it has the key, and it has the key if it has the secret. No file travels.
+JAX takes the paths of a certificate, its key and a CA; each end requires that the CA has signed the other's certificate. Here
+one certificate is both: a process is taken if it has the key, and it has the key if it has the secret. No file travels.
 
-The certificate is X.509 in DER (RFC 5280, RFC 5480), signed by ECDSA on the curve P-256 (FIPS 186-5, SP 800-186): Python's
-library makes neither, and `cryptography` would be a dependency. The arithmetic takes another time for another key. What that
-could tell is little: each start has a new key, which signs its own certificate here, and then serves JAX's TLS library alone.
+The certificate is X.509 in DER (RFC 5280, RFC 5480), signed by ECDSA on the curve P-256 (FIPS 186-5, SP 800-186). Python's own
+library makes none, and `cryptography` would be a dependency. The time of this arithmetic depends on the key, but each start has
+a key of its own, which signs one certificate here. Handshakes are the business of JAX's TLS library.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ BASE = (
     0x4FE342E2FE1A7F9B8EE7EB4A7C0F9E162BCE33576B315ECECBB6406837BF51F5,
 )
 """P-256: points (x, y) with y^2 = x^3 - 3 x + b modulo P, and one whose multiples are ORDER points."""
-Point = tuple[int, int]
 
-INTEGER, BITS, BYTES, OID, TEXT, UTC, TIME, SEQUENCE, SET, URI, EXPLICIT = 2, 3, 4, 6, 12, 23, 24, 48, 49, 0x86, 0xA0
+INTEGER, BITS, BYTES, TEXT, UTC, TIME, SEQUENCE, SET, URI, EXPLICIT = 2, 3, 4, 12, 23, 24, 48, 49, 0x86, 0xA0
 """Tags of DER."""
-ECDSA_SHA256, EC_KEY, P256 = "2a8648ce3d040302", "2a8648ce3d0201", "2a8648ce3d030107"
-COMMON_NAME, ALTERNATIVE_NAMES = "550403", "551d11"
-"""Object identifiers."""
+ECDSA_SHA256, EC_KEY, P256 = map(bytes.fromhex, ("06082a8648ce3d040302", "06072a8648ce3d0201", "06082a8648ce3d030107"))
+COMMON_NAME, ALTERNATIVE_NAMES = map(bytes.fromhex, ("0603550403", "0603551d11"))
+"""Object identifiers, in DER."""
 PREFIX = "jaxllm://run/"
 """The certificate's name: a coordinator's address may be none of its host's names, so that JAX compares this instead."""
 
 
 def arguments(secret: bytes, salt: str) -> dict[str, str]:
     """Arguments of jax.distributed.initialize. The files are in this process's memory (Linux), and end with it."""
-    certificate, key = map(_in_memory, certificate_and_key(secret, salt))
-    return {
-        "mtls_cert_file": certificate,
-        "mtls_key_file": key,
-        "mtls_ca_file": certificate,
-        "mtls_peer_uri_prefix": PREFIX,
-    }
+    paths = []
+    for content in certificate_and_key(secret, salt):
+        descriptor = os.memfd_create("jaxllm")
+        os.write(descriptor, content)
+        paths.append(f"/proc/self/fd/{descriptor}")
+    certificate, key = paths
+    return {"mtls_cert_file": certificate, "mtls_key_file": key, "mtls_ca_file": certificate, "mtls_peer_uri_prefix": PREFIX}
 
 
 def certificate_and_key(secret: bytes, salt: str) -> tuple[bytes, bytes]:
     """In PEM; the same for the same arguments."""
-    key, once = (_number(secret, f"jaxllm certificate 1 {purpose} {salt}") for purpose in ("key", "signature"))
+    texts = (f"jaxllm certificate 1 {purpose} {salt}".encode() for purpose in ("key", "signature"))
+    # From 1 to ORDER - 1, each as likely: the remainder of 512 bits is negligibly uneven.
+    key, once = (1 + int.from_bytes(hmac.digest(secret, text, "sha512")) % (ORDER - 1) for text in texts)
     x, y = multiply(key, BASE)
     point = _der(BITS, b"\0\4", x.to_bytes(32), y.to_bytes(32))
-    curve, algorithm = _der(SEQUENCE, _oid(EC_KEY), _oid(P256)), _der(SEQUENCE, _oid(ECDSA_SHA256))
-    name = _der(SEQUENCE, _der(SET, _der(SEQUENCE, _oid(COMMON_NAME), _der(TEXT, b"jaxllm"))))
+    curve, algorithm = _der(SEQUENCE, EC_KEY, P256), _der(SEQUENCE, ECDSA_SHA256)
+    name = _der(SEQUENCE, _der(SET, _der(SEQUENCE, COMMON_NAME, _der(TEXT, b"jaxllm"))))
     # The clocks of hosts may differ, and no key outlives its run.
     valid = _der(SEQUENCE, _der(UTC, b"000101000000Z"), _der(TIME, b"99991231235959Z"))
-    names = _der(SEQUENCE, _oid(ALTERNATIVE_NAMES), _der(BYTES, _der(SEQUENCE, _der(URI, PREFIX.encode()))))
+    names = _der(SEQUENCE, ALTERNATIVE_NAMES, _der(BYTES, _der(SEQUENCE, _der(URI, PREFIX.encode()))))
     head = (_der(EXPLICIT, _integer(2)), _integer(1), algorithm, name, valid, name, _der(SEQUENCE, curve, point))
     body = _der(SEQUENCE, *head, _der(EXPLICIT + 3, _der(SEQUENCE, names)))
     certificate = _der(SEQUENCE, body, algorithm, _der(BITS, b"\0", _signature(body, key, once)))
@@ -61,28 +62,22 @@ def certificate_and_key(secret: bytes, salt: str) -> tuple[bytes, bytes]:
     return _pem("CERTIFICATE", certificate), _pem("PRIVATE KEY", _der(SEQUENCE, _integer(0), curve, _der(BYTES, private)))
 
 
-def multiply(number: int, point: Point) -> Point:
+def multiply(number: int, point: tuple[int, int]) -> tuple[int, int]:
     """The sum of `number` times the point; 0 < number < ORDER."""
-    result = None
-    for bit in f"{number:b}":
-        result = result and _add(result, result)
+    result = point
+    for bit in f"{number:b}"[1:]:
+        result = _add(result, result)
         if bit == "1":
-            result = _add(result, point) if result else point
-    assert result is not None
+            result = _add(result, point)
     return result
 
 
-def _add(one: Point, other: Point) -> Point:
+def _add(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     """The sum of two points of which neither is the other's negative, as in `multiply`."""
     (x1, y1), (x2, y2) = one, other
     slope = (3 * x1 * x1 - 3) * pow(2 * y1, -1, P) if one == other else (y2 - y1) * pow(x2 - x1, -1, P)
     x = (slope * slope - x1 - x2) % P
     return x, (slope * (x1 - x) - y1) % P
-
-
-def _number(secret: bytes, purpose: str) -> int:
-    """From 1 to ORDER - 1, each as likely: 512 bits have a negligible remainder."""
-    return 1 + int.from_bytes(hmac.digest(secret, purpose.encode(), "sha512")) % (ORDER - 1)
 
 
 def _signature(content: bytes, key: int, once: int) -> bytes:
@@ -102,16 +97,5 @@ def _integer(value: int) -> bytes:
     return _der(INTEGER, value.to_bytes(value.bit_length() // 8 + 1))
 
 
-def _oid(digits: str) -> bytes:
-    return _der(OID, bytes.fromhex(digits))
-
-
 def _pem(kind: str, der: bytes) -> bytes:
     return f"-----BEGIN {kind}-----\n".encode() + base64.encodebytes(der) + f"-----END {kind}-----\n".encode()
-
-
-def _in_memory(content: bytes) -> str:
-    """A path at which this process alone, and its user's, can read the content."""
-    descriptor = os.memfd_create("jaxllm")
-    os.write(descriptor, content)
-    return f"/proc/self/fd/{descriptor}"
