@@ -178,7 +178,7 @@ def _exit_unstarted(launch: Launch, answer: Answer, limit_s: float, exit_code: i
     print_sentence(
         f"All {launch.num_processes} processes met at {launch.address}, but JAX did not start on all of them within "
         f"{limit_s} s: find the process that stopped in the others' output (process 0 is on {answer.members[0][0]}), or look "
-        f"for a proxy or firewall between the hosts, or JAX_MTLS_* that do not fit."
+        f"for a proxy or firewall between the hosts, or for JAX_MTLS_* files that do not fit."
     )
     os._exit(exit_code)
 
