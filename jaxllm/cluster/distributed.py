@@ -141,8 +141,7 @@ def _require_platforms() -> None:
 
 def _start_program_cache(wanted: str, launch: Launch | None, on_cpu: bool) -> None:
     """On CPU each process has its own entries. On GPUs all must find the same ones, because those that compile share out the
-    timing of kernels and wait for each other's results; and one process of each host writes.
-    """
+    timing of kernels and wait for each other's results; and one process of each host writes."""
     is_writer, agree = True, None
     if not on_cpu and jax.distributed.is_initialized():
         if launch is None or _meeting is None:
@@ -294,8 +293,7 @@ def gathered(value: Any) -> list[Any]:
 
 def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
     """combine(texts of all processes, by rank), called on process 0 and returned on all; every process must call it. It uses
-    the coordinator, not a device; process 0 may take a day to give its text.
-    """
+    the coordinator, not a device; process 0 may take a day to give its text."""
     if not jax.distributed.is_initialized():
         return combine([here])
     client, rank, count = coordination_client(), jax.process_index(), jax.process_count()
@@ -315,8 +313,7 @@ def exchange(here: str, combine: Callable[[list[str]], str]) -> str:
 class Board:
     """Key-value store shared by all processes of a run: each sees a text as soon as another has put it; nothing waits.
 
-    Every process must make its boards in the same order. A run of one process makes boards too, but must not use them.
-    """
+    Every process must make its boards in the same order. A run of one process makes boards too, but must not use them."""
 
     def __init__(self) -> None:
         self._folder = f"jaxllm/board/{next(_boards)}/"
@@ -350,8 +347,7 @@ def _verdict(here: str, different: dict[int, str]) -> str:
 
 def is_of_jax(error: BaseException) -> bool:
     """Whether a device, a collective or a barrier may have raised this error. Such an error does not tell which peer was lost.
-    In a step it is a JaxRuntimeError; where a step's result is copied to the host, as in a save, it is a ValueError.
-    """
+    In a step it is a JaxRuntimeError; where a step's result is copied to the host, as in a save, it is a ValueError."""
     return isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and re.search(r"\b(Gloo|NCCL)\b", str(error)) is not None
     )
@@ -367,8 +363,7 @@ def as_sentence(error: BaseException) -> str:
 @contextmanager
 def leaving_on_errors():
     """Wraps the work that the processes of a run do together. After an error inside, this process does not wait for the others
-    at exit, as JAX would for five minutes: they may hang in a collective that it never joins.
-    """
+    at exit, as JAX would for five minutes: they may hang in a collective that it never joins."""
     try:
         yield
     except BaseException as error:

@@ -12,8 +12,7 @@ BAD_INPUT = 2
 """A restart cannot help: the user has to change something."""
 
 RESTART = 75
-"""A signal stopped the run and the run saved: a restart resumes it. EX_TEMPFAIL of sysexits.h; SLURM's RequeueExit can name it.
-"""
+"""A signal stopped the run, which saved: a restart resumes it. EX_TEMPFAIL of sysexits.h; SLURM's RequeueExit can name it."""
 
 LOST = 76
 """A peer was lost, a step is stuck, or a store does not answer: restart from the last checkpoint."""

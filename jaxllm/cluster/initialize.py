@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
@@ -23,7 +23,7 @@ from jaxllm.cluster import exit_codes
 from jaxllm.cluster.host_choice import ALL_REQUIRED, Elastic
 from jaxllm.cluster.launchers import HOSTS, START_TIMEOUT_S, Launch, LaunchInfo, gpus_asked, join_address
 from jaxllm.cluster.rendezvous import WaitingRoom, meet
-from jaxllm.cluster.rendezvous_checks import ProcessInfo, listening_address
+from jaxllm.cluster.rendezvous_checks import ProcessInfo, addresses, listening_address
 from jaxllm.cluster.rendezvous_client import TRY_S, Answer, RendezvousError
 from jaxllm.cluster.socket_messages import SECRET, SECRET_FILE, connect
 from jaxllm.config import ConfigError
@@ -40,8 +40,7 @@ SPARE_FILES = 512
 """File descriptors of a process besides its connections to the others."""
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """Result of `initialize` for this process."""
 
     launch: Launch
@@ -107,7 +106,13 @@ def initialize(
     address = "" if launch.process_id > 0 or environ.get("JAX_COORDINATOR_BIND_ADDRESS") else listening_address(launch)
     bind = join_address(address, launch.port) if address else None
     exit_code = exit_codes.LOST if launch_info.restarts else exit_codes.BAD_INPUT
-    _start_jax(launch, answer, devices, bind, peer_timeout_s, exit_code)
+    options: dict[str, Any] = {"local_device_ids": devices, "coordinator_bind_address": bind}
+    if own.proof == SECRET and launch.secret is not None:
+        # Few runs need it: those with a secret, by a JAX that takes certificates.
+        from jaxllm.cluster import certificates
+
+        options |= certificates.arguments(launch.secret, answer.salt)
+    _start_jax(launch, answer, peer_timeout_s, exit_code, **options)
     return Meeting(launch, answer, room)
 
 
@@ -131,18 +136,11 @@ def _check_elastic(launch: Launch, elastic: Elastic) -> None:
 
 def _warn_if_open(launch: Launch, answer: Answer) -> None:
     if launch.secret is None and len({host for host, _ in answer.members}) > 1:
-        log.warning(
-            "The processes of this run share no secret: anyone who reaches port %d of %s can stop it; set %s or %s for all.",
-            launch.port,
-            launch.host,
-            SECRET,
-            SECRET_FILE,
-        )
+        reached = f"anyone who reaches port {launch.port} of {launch.host} can stop it"
+        log.warning("The processes of this run share no secret: %s; set %s or %s for all.", reached, SECRET, SECRET_FILE)
 
 
-def _start_jax(
-    launch: Launch, answer: Answer, devices: list[int] | None, bind: str | None, peer_timeout_s: float, exit_code: int
-) -> None:
+def _start_jax(launch: Launch, answer: Answer, peer_timeout_s: float, exit_code: int, **options: Any) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler would swallow SIGTERM, and nothing here asks JAX for signals.
     jax.config.update("jax_enable_preemption_service", False)
@@ -153,14 +151,13 @@ def _start_jax(
             launch.address,
             launch.num_processes,
             launch.process_id,
-            local_device_ids=devices,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind,
             initialization_timeout=limit_s + 60,
             # JAX sends a heartbeat in each half of its limit, so that it may count a process as lost after half of it: the
             # peer monitor, which says which process that was, has to be first.
             heartbeat_timeout_seconds=max(round(3 * peer_timeout_s), 2),
             shutdown_timeout_seconds=max(round(2 * peer_timeout_s), LEAST_SHUTDOWN_S),
+            **options,
         )
 
 
@@ -181,7 +178,7 @@ def _exit_unstarted(launch: Launch, answer: Answer, limit_s: float, exit_code: i
     print_sentence(
         f"All {launch.num_processes} processes met at {launch.address}, but JAX did not start on all of them within "
         f"{limit_s} s: find the process that stopped in the others' output (process 0 is on {answer.members[0][0]}), or look "
-        f"for a proxy or firewall between the hosts."
+        f"for a proxy or firewall between the hosts, or for JAX_MTLS_* files that do not fit."
     )
     os._exit(exit_code)
 
@@ -209,26 +206,24 @@ def _process_info(
     if gpus and chosen is not None:
         gpus = [gpus[index] for index in chosen if index < len(gpus)]
     name = socket.gethostname()
-    try:
-        host_address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        host_address = ""
     return ProcessInfo(
-        launch.process_id,
-        launch.num_processes,
-        name,
-        os.getpid(),
+        *(launch.process_id, launch.num_processes, name, os.getpid()),
         {"jaxllm": jaxllm.__version__, "JAX": jax.__version__, "jaxlib": jaxlib.__version__, "jaxllm's code": code_hash()[:10]},
         f"{name} {_boot_id()}",
         # The dump folder may contain the host's name.
         [flag for flag in flags.split() if not flag.startswith("--xla_dump_")],
-        launch_info.launch_id,
-        launch_info.attempt,
-        cpu,
-        gpus,
-        gpus_asked(environ),
-        str(host_address),
+        *(launch_info.launch_id, launch_info.attempt, cpu, gpus, gpus_asked(environ), next(iter(addresses(name)), "")),
+        _proof_for_jax(launch),
     )
+
+
+def _proof_for_jax(launch: Launch) -> str:
+    """By what JAX's coordinator and this process prove who they are; empty: JAX (0.10), or this system, has no way."""
+    files = [getattr(jax.config, f"jax_mtls_{kind}_file", None) for kind in ("cert", "key", "ca")]
+    if any(files):
+        return "JAX_MTLS_CERT_FILE"
+    can_prove = hasattr(jax.config, "jax_mtls_peer_uri_prefix") and hasattr(os, "memfd_create")
+    return SECRET if launch.secret is not None and can_prove else ""
 
 
 def code_hash() -> str:

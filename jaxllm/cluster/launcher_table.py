@@ -62,8 +62,8 @@ LAUNCHERS = {
     # pkg/runtime/framework/plugins/jax/jax.go of kubeflow/trainer.
     "jax": Launcher(
         "JAX's environment",
-        rank="JAX_PROCESS_ID",
-        count="JAX_NUM_PROCESSES",
+        "JAX_PROCESS_ID",
+        "JAX_NUM_PROCESSES",
         address="JAX_COORDINATOR_ADDRESS",
         port="JAX_COORDINATOR_PORT",
         advice="set JAX_COORDINATOR_ADDRESS=host:port for all processes,",
@@ -72,8 +72,8 @@ LAUNCHERS = {
     # its own store there (TORCHELASTIC_USE_AGENT_STORE).
     "torchrun": Launcher(
         "torchrun",
-        rank="RANK",
-        count="WORLD_SIZE",
+        "RANK",
+        "WORLD_SIZE",
         needs="TORCHELASTIC_RUN_ID",
         hosts="MASTER_ADDR",
         job="MASTER_PORT",
@@ -82,33 +82,24 @@ LAUNCHERS = {
     # docs.open-mpi.org, tuning-apps/environment-var.html.
     "open mpi": Launcher(
         "Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        count="OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
         here="OMPI_COMM_WORLD_LOCAL_SIZE",
         starts_by_slurm=True,
         advice=f"start with launch/mpi.sh, or give mpirun -x {COORDINATOR}=host:port",
     ),
     # Set by MVAPICH2's mpirun_rsh; the names are those that Hugging Face Accelerate reads.
     "mvapich": Launcher(
-        "MVAPICH",
-        rank="MV2_COMM_WORLD_RANK",
-        count="MV2_COMM_WORLD_SIZE",
-        here="MV2_COMM_WORLD_LOCAL_SIZE",
-        starts_by_slurm=True,
+        "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", here="MV2_COMM_WORLD_LOCAL_SIZE", starts_by_slurm=True
     ),
     # flux-core, flux-environment(7). It sets PMI_RANK and PMI_SIZE too.
-    "flux": Launcher(
-        "Flux",
-        rank="FLUX_TASK_RANK",
-        count="FLUX_JOB_SIZE",
-        advice=f"give flux run --env={COORDINATOR}=host:port",
-    ),
+    "flux": Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", advice=f"give flux run --env={COORDINATOR}=host:port"),
     # pals.h of HPE's PALS; SLURM's mpi/cray_shasta plugin sets the same. mpiexec takes its hosts from these variables if it
     # has no option for them.
     "pals": Launcher(
         "PALS",
-        rank="PALS_RANKID",
-        count="PMI_SIZE",
+        "PALS_RANKID",
+        "PMI_SIZE",
         hosts="PALS_HOSTLIST",
         host_files=("PALS_HOSTFILE", "PBS_NODEFILE"),
         job="PALS_APID",
@@ -117,19 +108,19 @@ LAUNCHERS = {
     # MPICH's Hydra and Intel MPI's; Flux RFC 13 describes PMI-1.
     "pmi": Launcher(
         "PMI (MPICH, Intel MPI)",
-        rank="PMI_RANK",
-        count="PMI_SIZE",
+        "PMI_RANK",
+        "PMI_SIZE",
         here="MPI_LOCALNRANKS",
         starts_by_slurm=True,
         advice=f"give mpiexec -genv {COORDINATOR} host:port",
     ),
     # lightning.ai, LSFEnvironment: set by IBM's jsrun.
-    "jsrun": Launcher("jsrun", rank="JSM_NAMESPACE_RANK", count="JSM_NAMESPACE_SIZE"),
+    "jsrun": Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     # slurm.schedmd.com, srun, "OUTPUT ENVIRONMENT VARIABLES". A batch script has SLURM_PROCID too, but no step.
     "slurm": Launcher(
         "SLURM",
-        rank="SLURM_PROCID",
-        count="SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
         count_else="SLURM_NTASKS",
         needs="SLURM_STEP_ID",
         hosts="SLURM_STEP_NODELIST",
@@ -138,41 +129,26 @@ LAUNCHERS = {
     # Kubeflow Training Operator 1.9, JAXJob: pkg/controller.v1/jax/envvar.go.
     "jaxjob": Launcher(
         "Kubeflow's JAXJob",
-        rank="PROCESS_ID",
-        count="NUM_PROCESSES",
+        "PROCESS_ID",
+        "NUM_PROCESSES",
         needs="COORDINATOR_ADDRESS",
         address="COORDINATOR_ADDRESS",
         port="COORDINATOR_PORT",
     ),
     # docs.skypilot.co, running-jobs/environment-variables.html: one address a line, in order of rank.
     "skypilot": Launcher(
-        "SkyPilot",
-        rank="SKYPILOT_NODE_RANK",
-        count="SKYPILOT_NUM_NODES",
-        hosts="SKYPILOT_NODE_IPS",
-        job="SKYPILOT_TASK_ID",
+        "SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", hosts="SKYPILOT_NODE_IPS", job="SKYPILOT_TASK_ID"
     ),
     # dstack.ai, docs/concepts/tasks, "System environment variables".
-    "dstack": Launcher(
-        "dstack",
-        rank="DSTACK_NODE_RANK",
-        count="DSTACK_NODES_NUM",
-        hosts="DSTACK_MASTER_NODE_IP",
-        job="DSTACK_RUN_NAME",
-    ),
+    "dstack": Launcher("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", hosts="DSTACK_MASTER_NODE_IP", job="DSTACK_RUN_NAME"),
     # docs.pytorch.org, distributed.html, "Environment variable initialization": set by DeepSpeed, Ray's TorchTrainer,
     # Kubeflow's PyTorchJob, Volcano's pytorch plugin. Batch scripts set these too, sometimes wrongly, so that they come after
     # others. Torch in the same process may keep its store at MASTER_PORT.
     "pytorch": Launcher(
-        "PyTorch's environment",
-        rank="RANK",
-        count="WORLD_SIZE",
-        hosts="MASTER_ADDR",
-        job="MASTER_PORT",
-        here="LOCAL_WORLD_SIZE",
+        "PyTorch's environment", "RANK", "WORLD_SIZE", hosts="MASTER_ADDR", job="MASTER_PORT", here="LOCAL_WORLD_SIZE"
     ),
     # kubernetes.io, concepts/workloads/controllers/job, "Completion mode".
-    "kubernetes": Launcher("Kubernetes", rank="JOB_COMPLETION_INDEX"),
+    "kubernetes": Launcher("Kubernetes", "JOB_COMPLETION_INDEX"),
 }
 """By key, nearest to the process first."""
 

@@ -30,6 +30,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from jaxllm.cluster import launcher_table
 from jaxllm.cluster.exit_codes import MOST_ATTEMPTS, NESTED
@@ -47,20 +48,16 @@ MOST_BRACKETS = 8
 def expand_node_list(node_list: str) -> list[str]:
     """Hosts of SLURM's short form, in its order: h[1-3,7],gpu-[001-004]x are h1 h2 h3 h7 gpu-001x and so on. ConfigError if the
     text is not one, or has more than MOST_PROCESSES hosts."""
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list)
+    parts, hosts, why = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list), [], ""
     try:
         if not parts or ",".join(parts) != node_list or any(part.count("[") > MOST_BRACKETS for part in parts):
             raise ValueError
         hosts = list(itertools.islice((host for part in parts for host in _expand(part)), MOST_PROCESSES + 1))
     except ValueError:
-        raise ConfigError(
-            f"The SLURM node list {shown(node_list)} cannot be read: set {COORDINATOR}=host:port instead."
-        ) from None
-    if len(hosts) > MOST_PROCESSES:
-        raise ConfigError(
-            f"The SLURM node list {shown(node_list)} has more than {MOST_PROCESSES:,} hosts: correct it, or set "
-            f"{COORDINATOR}=host:port instead."
-        )
+        why = "cannot be read"
+    if why or len(hosts) > MOST_PROCESSES:
+        why = why or f"has more than {MOST_PROCESSES:,} hosts"
+        raise ConfigError(f"The SLURM node list {shown(node_list)} {why}: set {COORDINATOR}=host:port instead.")
     return hosts
 
 
@@ -144,8 +141,7 @@ class LaunchInfo:
     """Write end of a pipe: one byte a second shows that this process is not frozen."""
 
 
-@dataclass(frozen=True)
-class _Coordinator:
+class _Coordinator(NamedTuple):
     """Address of process 0, and where it comes from."""
 
     text: str = ""
@@ -194,8 +190,7 @@ def find(environ: Mapping[str, str]) -> Launch | None:
     bind, secret = environ.get(BIND, ""), read_secret(environ)
     if bind and not _is_name(bind):
         raise not_an_address(bind)
-    place = (host, port, count, rank, limit_s, coordinator.port_from, id_from, count_from)
-    return Launch(key, *place, by_rank, bind, secret)
+    return Launch(key, host, port, count, rank, limit_s, coordinator.port_from, id_from, count_from, by_rank, bind, secret)
 
 
 def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
@@ -212,13 +207,8 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     launch_id = environ.get(LAUNCH_ID) or environ.get("SLURM_JOB_ID") or None
     if launch_id and len(launch_id) > LONGEST_TEXT:
         raise ConfigError(f"{LAUNCH_ID}={shown(launch_id)} is not valid: give a name of at most {LONGEST_TEXT:,} characters.")
-    return LaunchInfo(
-        "alone" if key == "variables" and not given else key,
-        attempt,
-        launch_id,
-        restarts == "yes",
-        _whole_number(environ, BEAT_FD, 0) if environ.get(BEAT_FD) else None,
-    )
+    beat_fd = _whole_number(environ, BEAT_FD, 0) if environ.get(BEAT_FD) else None
+    return LaunchInfo("alone" if key == "variables" and not given else key, attempt, launch_id, restarts == "yes", beat_fd)
 
 
 def gpus_asked(environ: Mapping[str, str]) -> int | None:
@@ -262,11 +252,9 @@ def _alone(environ: Mapping[str, str], key: str) -> None:
     if sign is None:
         return
     name, by = sign
-    unclear = (
-        f"{launcher.count_name(environ)}=1 that it is alone"
-        if launcher
-        else "its rank, their number or the host of process 0 is unknown"
-    )
+    unclear = "its rank, their number or the host of process 0 is unknown"
+    if launcher:
+        unclear = f"{launcher.count_name(environ)}=1 that it is alone"
     raise ConfigError(
         f"{name}={shown(environ[name])} ({by}) says that this process is one of several, but {unclear}: set "
         f"{', '.join(REQUIRED)} for each process, or {NUM_PROCESSES}=1 for a run of its own."
@@ -301,12 +289,9 @@ def _own_coordinator(environ: Mapping[str, str], key: str) -> _Coordinator | Non
             address if has_port or not port else join_address(address, port), launcher.address, launcher.address
         )
     # Most texts of a job are no numbers, and a port that is taken (MASTER_PORT) must not be met again.
-    text = environ.get(launcher.job, "")
-    number = (
-        (number_or_none(environ, launcher.job) or zlib.crc32(text.encode(errors="surrogateescape"))) + PORTS_APART
-        if text
-        else None
-    )
+    number = None
+    if text := environ.get(launcher.job, ""):
+        number = PORTS_APART + (number_or_none(environ, launcher.job) or zlib.crc32(text.encode(errors="surrogateescape")))
     port_from = f"{launcher.job}, from which it is derived,"
     if key == "slurm":
         job, step = number_or_none(environ, "SLURM_JOB_ID", INT64), number_or_none(environ, "SLURM_STEP_ID", INT64)

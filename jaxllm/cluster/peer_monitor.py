@@ -120,10 +120,7 @@ LEAVE_S = 5.0
 processes."""
 
 CLOSED, SILENT = "its connection closed", "nothing heard for {:.0f} s"
-CAUSES = {
-    CLOSED: "it was killed or crashed",
-    SILENT: "it is frozen, or its host or network failed",
-}
+CAUSES = {CLOSED: "it was killed or crashed", SILENT: "it is frozen, or its host or network failed"}
 
 
 class PeerMonitor:
@@ -180,8 +177,7 @@ class PeerMonitor:
         """Call it with the error that is about to end this process with `code`, before the error is printed. If the error may
         come from a peer's loss, it waits for the notice of that loss; if the notice comes, this call does not return: the
         monitor's thread prints it and ends the process. The others exit with exit_codes.BAD_INPUT if `code` is that, otherwise
-        with exit_codes.LOST.
-        """
+        with exit_codes.LOST."""
         if perhaps_a_peer and self._has_notice.wait(GRACE_S):
             self._thread.join()
         with self._lock:
@@ -268,8 +264,7 @@ class PeerMonitor:
 
     def _stop(self, notice: StopNotice) -> None:
         """Prints the notice and ends the process, unless the process fails by itself. Nothing is left to watch afterwards (if
-        `end` returns).
-        """
+        `end` returns)."""
         until_s = time.monotonic() + (GRACE_S if notice.own_error else 0.0)
         while not self._failing and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.05))

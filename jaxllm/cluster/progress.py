@@ -144,8 +144,7 @@ def last_steps() -> list[StepTime]:
 
 def totals() -> dict[str, float]:
     """Seconds that this process has spent in each phase, the current one up to now. Time in a nested phase counts for the inner
-    one.
-    """
+    one."""
     with _lock:
         # Not _pass: that would reset the phase's seconds, which the watchdog reads.
         found = dict(_total_s)

@@ -7,8 +7,6 @@ sends its description and stays connected. Once all have arrived and fit togethe
 frees the port for JAX and releases them. Every process that came learns of any problem and reports the same sentence. The
 connections stay for the heartbeats (cluster/peer_monitor.py).
 
-    meet(info, launch, elastic)  -> Answer
-
 Process 0 leads, and all are required. With launch.least_hosts (host_choice.py) the host of process 0 may be the one that is
 gone. So any of the first LEADERS processes may lead: each looks whether one of them leads already, and joins it. If none does,
 process 0 leads at once, and process k after launch.wait_s and k times TURN_S. A leader that finds another one of a lower rank
@@ -30,6 +28,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import secrets
 import selectors
 import socket
 import threading
@@ -93,8 +92,7 @@ def meet(own: ProcessInfo, launch: Launch, elastic: Elastic) -> tuple[Answer, Wa
 
 class _Over(Exception):
     """The run that this process waited for, or its rendezvous, is over: all begin again, and are waited for again. It has an
-    argument if others lead, because more hosts can train without this one.
-    """
+    argument if others lead, because more hosts can train without this one."""
 
 
 def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: bool) -> tuple[Answer, WaitingRoom | None]:
@@ -114,8 +112,7 @@ def _meet_once(own: ProcessInfo, launch: Launch, elastic: Elastic, may_lead: boo
         if may_lead and time.monotonic() >= lead_at_s:
             # An earlier attempt may still hold the port.
             patience_s = PORT_WAIT_S if elastic.shrinks or own.attempt else 0.0
-            port = open_port(launch.led_by(own.rank), own, patience_s)
-            leader = _Leader(port, own, launch, elastic)
+            leader = _Leader(open_port(launch.led_by(own.rank), own, patience_s), own, launch, elastic)
             try:
                 gathered_s = time.monotonic() + (GATHER_S if own.rank else 0.0)
                 return leader.lead(max(began_s + elastic.wait_s, gathered_s))
@@ -194,7 +191,7 @@ class Rendezvous:
             # Closed before JAX opens it: another program could take it between, and the supervisors would start all again.
             with listen(0) as free:
                 port = free.getsockname()[1]
-        run = Run(members, port, max(info.attempt for info in infos), absent, layout)
+        run = Run(members, port, max(info.attempt for info in infos), absent, layout, secrets.token_hex(32))
         # Everything but rank and devices is the same for all, and long for many processes.
         same = json.dumps(asdict(run))
         for number, rank in enumerate(ranks[1:], start=1):
@@ -391,12 +388,7 @@ class WaitingRoom(Rendezvous):
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        own: ProcessInfo,
-        launch: Launch,
-        elastic: Elastic,
-        present: Mapping[int, ProcessInfo],
+        self, listener: socket.socket, own: ProcessInfo, launch: Launch, elastic: Elastic, present: Mapping[int, ProcessInfo]
     ):
         super().__init__(listener, own, launch, elastic)
         self.infos |= present

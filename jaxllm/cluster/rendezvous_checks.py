@@ -24,23 +24,16 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class _Introduction:
-    """What a process of any version says of itself."""
+class ProcessInfo:
+    """Description that a process sends of itself. A message has MAX_INFO_BYTES at most, and with it each list."""
 
     rank: Rank
     count: Annotated[int, Field(strict=True, ge=1, le=MOST_PROCESSES)]
     """World size that its launcher gave it."""
     host: Name
     pid: Pid
-    versions: dict[Name, Any]
-    """Version of each package, for messages."""
-
-
-@dataclass(frozen=True)
-class ProcessInfo(_Introduction):
-    """Description that a process sends of itself. A message has MAX_INFO_BYTES at most, and with it each list."""
-
     versions: dict[Name, Name]
+    """Version of each package, for messages."""
     machine: Text
     """Identity of the host. Different hosts may share a name."""
     flags: list[Annotated[str, Field(strict=True)]]
@@ -55,6 +48,8 @@ class ProcessInfo(_Introduction):
     """GPUs that the launcher gave to this run on this host; None where it does not tell."""
     host_address: Name = ""
     """Address of the host's own name, resolved on that host; empty if it does not resolve."""
+    proof: Name = ""
+    """By what it proves to JAX's coordinator that it belongs to the run: the name of a variable; empty: by nothing."""
 
     def __str__(self) -> str:
         return f"process {self.rank} on {self.host}"
@@ -71,20 +66,16 @@ def parse_process_info(message: dict[str, Any], versions: Mapping[str, str]) -> 
     Args:
       versions: of process 0.
     """
+    theirs = message.get("versions")
+    if isinstance(theirs, dict) and theirs != versions:
+        named = {name: version for name, version in theirs.items() if isinstance(version, str)}
+        message = {key: message.get(key) for key in ("rank", "count", "host", "pid")} | {"versions": named}
+        message |= {"machine": "", "flags": []}
     try:
-        known = checked(message, _Introduction)
-        theirs = {name: version for name, version in known.versions.items() if isinstance(version, str)}
-        if theirs == versions:
-            info = checked(message, ProcessInfo)
-        else:
-            info = ProcessInfo(**{**vars(known), "versions": checked(theirs, _VERSIONS)}, machine="", flags=[])
+        info = checked(message, ProcessInfo)
     except RefusedInput:
         return None
     return info if info.rank < info.count else None
-
-
-# Pyright takes no Annotated for a type.
-_VERSIONS: Any = dict[Name, Name]
 
 
 def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicate: ProcessInfo | None) -> str:
@@ -110,12 +101,16 @@ def why_rejected(info: ProcessInfo, first: ProcessInfo, launch: Launch, duplicat
             f"{info.host}: give each process its own {launch.id_from}."
         )
     if sorted(info.flags) != sorted(first.flags):
-        ours, theirs = set(first.flags), set(info.flags)
-        only = [f"{shown(flag, 200)} only for {info.rank}" for flag in theirs - ours]
-        only += [f"{shown(flag, 200)} only for 0" for flag in ours - theirs]
+        odd = set(info.flags) ^ set(first.flags)
+        only = [f"{shown(flag, 200)} only for {info.rank if flag in info.flags else first.rank}" for flag in odd]
         return (
             f"{info.title} has other XLA_FLAGS than {first} ({_some(sorted(only)) or 'some are given twice'}): export the same "
             f"on all hosts."
+        )
+    if info.proof != first.proof:
+        return (
+            f"{info.title} proves who it is to JAX by {info.proof or 'nothing'}, {first} by {first.proof or 'nothing'}: set "
+            f"JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE and JAX_MTLS_CA_FILE for all processes, or for none."
         )
     return ""
 
@@ -177,12 +172,9 @@ def missing(launch: Launch, infos: Mapping[int, ProcessInfo], there: Collection[
     hint = ""
     if is_loopback(launch.host):
         hint = f"; only processes of this host reach {launch.host}"
-    elif 0 not in there:
-        # Another process leads, at an address of its own.
-        pass
-    elif not is_local(launch.host):
+    elif 0 in there and not is_local(launch.host):
         hint = f"; {launch.host} is not an address of {infos[0].host}, where process 0 waits"
-    elif address := listening_address(launch):
+    elif 0 in there and (address := listening_address(launch)):
         hint = f"; process 0 listens at {address} alone, and at all addresses of its host with {BIND}=0.0.0.0"
     return (
         f"{names} of {launch.num_processes} did not come to {launch.address} within {launch.start_timeout_s} s{gone} "
@@ -278,7 +270,7 @@ def _unreachable(infos: Sequence[ProcessInfo]) -> str:
 
 def is_local(host: str) -> bool:
     """Whether a name leads to this host: a socket can bind to its address. False for a name that does not resolve."""
-    return any(map(_is_own, _addresses(host)))
+    return any(map(_is_own, addresses(host)))
 
 
 def listening_address(launch: Launch) -> str:
@@ -292,18 +284,19 @@ def listening_address(launch: Launch) -> str:
       ConfigError: JAXLLM_BIND is not an address of this host.
     """
     if launch.bind:
-        found = _addresses(launch.bind)
+        found = addresses(launch.bind)
         if len(found) != 1 or not _is_own(found[0]):
             raise not_an_address(launch.bind)
         return "" if ipaddress.ip_address(found[0]).is_unspecified else found[0]
-    found = _addresses(launch.host)
+    found = addresses(launch.host)
     if is_loopback(launch.host):
         # localhost is often both 127.0.0.1 and ::1. Clients try both.
         return next((one for one in sorted(found) if _is_own(one) and not ipaddress.ip_address(one).is_unspecified), "")
     return found[0] if len(found) == 1 and _is_own(found[0]) and not is_loopback(found[0]) else ""
 
 
-def _addresses(host: str) -> list[str]:
+def addresses(host: str) -> list[str]:
+    """What a name leads to; empty if it does not resolve."""
     try:
         return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
     except (OSError, UnicodeError):

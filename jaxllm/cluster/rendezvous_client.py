@@ -28,7 +28,6 @@ from jaxllm.cluster.socket_messages import (
     Sentence,
     Unproven,
     connect,
-    greet,
     keep_alive,
     listen,
 )
@@ -78,6 +77,8 @@ class Run:
     """Hosts of the launch that the run trains without."""
     layout: Text = ""
     """Keys of the config that differ on the hosts that are there, as JSON; empty: none."""
+    salt: Name = ""
+    """Random, so that each start has a certificate of its own (certificates.py)."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ class Visit(Connection):
         self._own, until_s = own, min(until_s, time.monotonic() + FIRST_REPLY_S)
         with self._closed_after_an_error():
             keep_alive(self.socket)
-            greet(self.socket, channel, until_s - time.monotonic())
+            if channel.is_guarded:
+                self.socket.sendall(channel.hello())
+                while not channel.greeted:
+                    self._read_until(until_s)
             self.send(json.dumps(asdict(own)))
             self._limit_s = self._next(until_s).wait_s
             if self._limit_s is None:
@@ -162,10 +166,7 @@ class Visit(Connection):
 
     def _next(self, until_s: float) -> Reply:
         while not self.unread:
-            if (left_s := until_s - time.monotonic()) <= 0:
-                raise TimeoutError
-            self.socket.settimeout(min(left_s, LONGEST_WAIT_S))
-            self.read()
+            self._read_until(until_s)
         reply = checked(self.unread.pop(0), Reply)
         if reply.unproven:
             raise Unproven
@@ -178,6 +179,12 @@ class Visit(Connection):
             ended.exit_code = 0
             raise ended
         return reply
+
+    def _read_until(self, until_s: float) -> None:
+        if (left_s := until_s - time.monotonic()) <= 0:
+            raise TimeoutError
+        self.socket.settimeout(min(left_s, LONGEST_WAIT_S))
+        self.read()
 
     @contextmanager
     def _closed_after_an_error(self) -> Iterator[None]:

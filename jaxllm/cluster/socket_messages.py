@@ -41,8 +41,6 @@ LEAST_BYTES, MOST_BYTES = 16, 4096
 """Limits for a secret. Launchers make 32 random bytes, as 64 hexadecimal digits."""
 NONCE_BYTES, MAC_DIGITS = 32, 64
 _HELLO = re.compile(rb"hello ([0-9a-f]{64})")
-LONGEST_HELLO = 256
-"""Limit for process 0's answer to a hello."""
 REFUSAL = '{"unproven": true}'
 """What process 0 sends, unsigned, to a client that has another secret or none. The latter reads it as a reply."""
 
@@ -124,29 +122,6 @@ class Channel:
 
     def _mac(self, by_server: bool, number: int, message: bytes) -> bytes:
         return hmac.digest(self._key, b"%d %d " % (by_server, number) + message, "sha256").hex().encode()
-
-
-def greet(connection: socket.socket, channel: Channel, limit_s: float) -> None:
-    """The client's part before its first message; nothing is sent without a secret.
-
-    Raises:
-      Unproven: process 0 has no secret.
-      OSError: there is no answer in time, or the connection breaks.
-      ValueError: something else answers.
-    """
-    if not channel.is_guarded:
-        return
-    connection.sendall(channel.hello())
-    until_s, answer = time.monotonic() + limit_s, b""
-    while not answer.endswith(b"\n"):
-        connection.settimeout(max(until_s - time.monotonic(), 0.001))
-        received = connection.recv(LONGEST_HELLO - len(answer))
-        if not received and len(answer) < LONGEST_HELLO:
-            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-        if not received or not answer.startswith(channel.prefix[: len(answer)]):
-            raise ValueError("not a message")
-        answer += received
-    channel.open(answer.removeprefix(channel.prefix).removesuffix(b"\n"))
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes | None:

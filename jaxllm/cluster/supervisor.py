@@ -35,8 +35,6 @@ from typing import IO, Literal, NoReturn
 from jaxllm.cluster import exit_codes
 from jaxllm.cluster.exit_codes import MOST_ATTEMPTS, NESTED
 
-# ----------------------------------------------------------------------------------------------------------------- output
-
 KEPT_BYTES = 2**20
 """Buffer for COMMAND's output while its reader does not read."""
 LAST_WORDS_S = 5.0
@@ -110,8 +108,6 @@ class Relay:
                 self._selector.unregister(self._sink)
             self._waits = blocked
 
-
-# ------------------------------------------------------------------------------------------------------------- supervisor
 
 TICK_S = 1.0
 """Interval between checks of the time limits. Signals, heartbeats and the end of COMMAND wake it up by themselves."""
@@ -395,27 +391,18 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(exit_codes.BAD_INPUT)
 
 
-def _number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = float("nan")
-        if not number >= least:
-            what = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"{text} is not valid: give a {what} of at least {least}")
-        return number
-
-    return read
+def _number(kind: Callable[[str], float], what: str, text: str) -> float:
+    with suppress(ValueError):
+        if (number := kind(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not valid: give a {what} of at least 0")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     usage = "python -m jaxllm.cluster.supervisor [OPTION ...] -- COMMAND..."
-    parser = _Parser(
-        prog="jaxllm.cluster.supervisor", usage=usage, description="Runs COMMAND, and again when it fails or freezes."
-    )
-    count, seconds, defaults = _number(int, 0), _number(float, 0), Limits()
+    parser = _Parser(usage=usage, description="Runs COMMAND, and again when it fails or freezes.")
+    count, seconds, defaults = partial(_number, int, "whole number"), partial(_number, float, "number"), Limits()
     parser.add_argument("--restarts", type=count, default=defaults.restarts, help="at most, in a row (%(default)s)")
     parser.add_argument("--backoff-s", type=seconds, default=defaults.backoff_s, help="before the first; doubles (%(default)s)")
     for option, limit in (("--silent-after", "silent_after_s"), ("--anew-after", "reset_after_s"), ("--hang-up", "hang_up_s")):

@@ -129,8 +129,7 @@ class Watchdog:
 
 def beat(pipe: int | None) -> None:
     """Sends one byte a second through the supervisor's pipe until the process ends; further calls with the same pipe do
-    nothing. With None, or anything but a pipe's write end, there is no supervisor.
-    """
+    nothing. With None, or anything but a pipe's write end, there is no supervisor."""
     if pipe is None or pipe in _beating:
         return
     try:

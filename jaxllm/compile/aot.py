@@ -22,7 +22,7 @@ from jaxllm.config import Config, ConfigError
 from jaxllm.config.rounds import exchanges_beside_steps
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.memory import may_fit
-from jaxllm.machine.host import installed
+from jaxllm.machine.host import installed, installed_version
 from jaxllm.machine.xla_flags import compile_options
 from jaxllm.mesh.placement import mesh_on_hosts
 from jaxllm.run.programs import batch_layout
@@ -51,7 +51,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {chip.compute_capability[0]} minor: {chip.compute_capability[1]} }}
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 12 }}
+dnn_version_info {{ major: {cudnn[0]} minor: {cudnn[1]} patch: {cudnn[2]} }}
 runtime_version {{ major: 13 }}
 device_description_str: "{name}"
 """
@@ -96,7 +96,9 @@ def gpu_devices(
     require_compiler(gpu)
     topology = f"1x{hosts}x{gpus_per_host}"
     bandwidth, name = round(gpu.memory_bandwidth_bytes_per_s), gpu.device_kind or gpu.name
-    target = _TARGET.format(chip=gpu.chip, bandwidth=bandwidth, memory=memory_bytes, name=name)
+    # The lowest that pyproject.toml allows where another package, such as CUDA 12's, brings it.
+    cudnn = (installed_version("nvidia-cudnn-cu13") or "9.12.0").split(".")
+    target = _TARGET.format(chip=gpu.chip, bandwidth=bandwidth, memory=memory_bytes, cudnn=cudnn, name=name)
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
 
 

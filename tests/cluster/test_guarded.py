@@ -459,7 +459,7 @@ def test_strangers_crowd_out_those_of_their_own_address(monkeypatch):
     ],
 )
 def test_process_0_listens_where_the_others_look_for_it(monkeypatch, host, found, expected):
-    monkeypatch.setattr(rendezvous_checks, "_addresses", lambda _: found)
+    monkeypatch.setattr(rendezvous_checks, "addresses", lambda _: found)
     monkeypatch.setattr(rendezvous_checks, "_is_own", lambda address: address != "10.96.0.1")
     assert listening_address(Launch("variables", host, 29500, 2, 0)) == expected
 
@@ -512,7 +512,7 @@ def test_no_other_address_is_open(place):
 
 
 def test_missing_processes_hint_at_the_address(monkeypatch):
-    monkeypatch.setattr(rendezvous_checks, "_addresses", lambda _: ["10.0.0.7"])
+    monkeypatch.setattr(rendezvous_checks, "addresses", lambda _: ["10.0.0.7"])
     monkeypatch.setattr(rendezvous_checks, "_is_own", lambda _: True)
     words = missing(Launch("variables", "h0", 29500, 2, 0), {0: call(0, 2)}, {0})
     assert "process 0 listens at 10.0.0.7 alone, and at all addresses of its host with JAXLLM_BIND=0.0.0.0)" in words

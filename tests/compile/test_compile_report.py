@@ -7,9 +7,11 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -19,6 +21,7 @@ from step_flops import step_matmul_flops
 from tiny import SMALL_MODEL
 
 from jaxllm.cli.app import app, main
+from jaxllm.compile import aot
 from jaxllm.compile import report as module
 from jaxllm.compile.aot import OLDEST, can_compile_for_gpus, compile_step, gpu_devices, trace_step
 from jaxllm.compile.hlo import origin
@@ -366,6 +369,20 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
     monkeypatch.setattr("jaxllm.compile.aot.can_compile_for_gpus", lambda: False)
     with pytest.raises(ConfigError, match=r"needs NVIDIA's packages: pip install 'jaxllm\[aot\]'"):
         compile_report(config(), H100, 8)
+
+
+@pytest.mark.parametrize(("installed", "told"), [("9.31.2.5", (9, 31, 2)), (None, (9, 12, 0))])
+def test_xla_is_told_the_installed_cudnn(installed, told, monkeypatch):
+    texts = []
+    monkeypatch.setattr(aot, "can_compile_for_gpus", lambda: True)
+    monkeypatch.setattr(aot, "installed_version", lambda package: installed if package == "nvidia-cudnn-cu13" else "0")
+    monkeypatch.setattr(
+        aot.topologies,
+        "get_topology_desc",
+        lambda target_config, **_: texts.append(target_config) or SimpleNamespace(devices=[]),
+    )
+    gpu_devices(1, 1)
+    assert re.findall(r"dnn_version_info \{ major: (\d+) minor: (\d+) patch: (\d+) \}", texts[0]) == [tuple(map(str, told))]
 
 
 @needs_gpu_compiler
