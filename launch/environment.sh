@@ -68,7 +68,7 @@ use_current_python() {
   python="$(find_python)"
   export PYTHONPATH="$checkout${PYTHONPATH:+:$PYTHONPATH}"
   local module
-  for module in jax flax optax orbax.checkpoint numpy pydantic yaml typer rich jaxtyping; do
+  for module in jax flax optax orbax.checkpoint numpy cryptography pydantic yaml typer rich jaxtyping; do
     has_module "$module" || refuse "JAXLLM_VENV=none, but $python has no $module: install it, or unset JAXLLM_VENV."
   done
 }

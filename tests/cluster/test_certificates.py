@@ -53,30 +53,6 @@ def context(files: tuple[Path, Path] | None, trusted: Path, *, is_server: bool) 
 # ------------------------------------------------------------------------------------------------------------- certificate
 
 
-@pytest.mark.parametrize("salt", map(str, range(8)))
-def test_another_library_reads_the_certificate_and_finds_it_signed(salt):
-    """Sizes of integers in DER differ from key to key."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    pem, key_pem = certificates.certificate_and_key(SECRET, salt)
-    found, key = x509.load_pem_x509_certificate(pem), serialization.load_pem_private_key(key_pem, None)
-    found.verify_directly_issued_by(found)
-    secret_number = key.private_numbers().private_value
-    derived = ec.derive_private_key(secret_number, ec.SECP256R1()).public_key().public_numbers()
-    assert key.public_key().public_numbers() == found.public_key().public_numbers() == derived
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == [certificates.PREFIX]
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 2**128, certificates.ORDER - 2, certificates.ORDER - 1])
-def test_multiples_of_a_point_are_those_of_another_library(number):
-    ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
-    public = ec.derive_private_key(number, ec.SECP256R1()).public_key().public_numbers()
-    assert certificates.multiply(number, certificates.BASE) == (public.x, public.y)
-
-
 def test_a_certificate_is_that_of_its_secret_and_its_salt():
     made = [certificates.certificate_and_key(*one) for one in ((SECRET, "a"), (SECRET, "a"), (SECRET, "b"), (OTHER, "a"))]
     assert made[0] == made[1]
