@@ -221,6 +221,7 @@ class StoreLock(HolderLock):
             self._seen = found.token, version
             return found
         except FileNotFoundError:
+            self._seen = "", {}
             return None
         except RefusedInput as error:
             # An object is written in whole, so this is none of jaxllm's, or of a newer one.
@@ -232,11 +233,11 @@ class StoreLock(HolderLock):
     def _write_holder(self, over: bool) -> None:
         seen = self._seen
         with suppress(FileExistsError):
-            self._store.write(self.file, self._me.beat(), over=seen[1] if over else False)
+            self._store.write(self.file, self._me.beat(), over=(over and seen[1]) or False)
         # The object may be this process's: the library asks again when no answer came. A server that ignores the condition
         # overwrites: the last of two starts holds the store.
         if (found := self._read()) is None or found.token != self._me.token:
-            if over and self._seen == seen:
+            if over and found is not None and self._seen == seen:
                 raise StoreError("it does not write over an object that has not changed (If-Match)")
             raise FileExistsError(self.file)
 

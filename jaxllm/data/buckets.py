@@ -65,7 +65,7 @@ def open_bucket(address: str) -> Any:
         for server in filter(None, (settings.get("endpoint_url"), settings.get("base_url"), *map(os.getenv, _SERVERS))):
             if not re.fullmatch(r"https?://[\w.:\[\]-]+(/\S*)?", server):
                 # The first request would end in a panic.
-                raise ValueError(f"{shown(server)} is no https://HOST")
+                raise ValueError(f"{shown(server)} is no plain https://HOST")
         retries: Any = {"max_retries": TRIES - 1, "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT_S)}}
         return kind(name, prefix=prefix or None, client_options=client, retry_config=retries, **settings)
     except ConfigError:
@@ -122,8 +122,9 @@ def _gs_settings() -> dict[str, Any]:
         # Without a token obstore asks Google's servers for one before it writes.
         anybody = {"credential_provider": lambda: {"token": "none", "expires_at": None}}
         given = {"base_url": server if "://" in server else f"http://{server}"} | given | anybody
-    if (folder := os.getenv("CLOUDSDK_CONFIG")) and not os.getenv("GOOGLE_APPLICATION_CREDENTIALS"):
-        given.setdefault("application_credentials", f"{folder}/application_default_credentials.json")
+    login = Path(os.getenv("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser() / "application_default_credentials.json"
+    if login.is_file() and not os.getenv("GOOGLE_APPLICATION_CREDENTIALS"):
+        given.setdefault("application_credentials", str(login))
     token = given.get("application_credentials")
     if token in ("anon", "google_default"):
         given["skip_signature"] = given.pop("application_credentials") == "anon"
@@ -138,7 +139,7 @@ def _of_fsspec(*protocols: str) -> dict[str, Any]:
 
     given: dict[str, Any] = {key: value for one in protocols for key, value in conf.get(one, {}).items()}
     given |= given.pop("client_kwargs", {})
-    return {_OF_FSSPEC[protocols[0]].get(key, key): value for key, value in given.items() if value not in (None, False)}
+    return {_OF_FSSPEC[protocols[0]].get(key, key): value for key, value in given.items() if value is not None}
 
 
 def answer(request: Callable[[], Awaitable[T]]) -> T:
@@ -165,7 +166,11 @@ async def asked(request: Callable[[], Awaitable[T]]) -> T:
     except exceptions.BaseError as error:
         if re.search(r"/latest/(api/token|meta-data)|/computeMetadata/", _words(error)):
             raise PermissionError("no credentials were found") from error
-        raise ConnectionError(_words(error).rpartition(" - ")[2].rstrip(": ")) from error
+        if re.search("<Code>(ExpiredToken|InvalidToken)<", _words(error)):
+            raise PermissionError("the session token has expired") from error
+        # What a server sends beside the status may repeat the token.
+        said = re.split("[<{]", _words(error))[0].rpartition(" - ")[2].rstrip(": ")
+        raise ConnectionError(said) from error
 
 
 async def listed(bucket: Any, folder: str = "", deep: bool = True) -> list[dict[str, Any]]:
@@ -181,7 +186,7 @@ async def listed(bucket: Any, folder: str = "", deep: bool = True) -> list[dict[
         if "NoSuchBucket" in str(error):
             raise FileNotFoundError("the bucket is not there") from error
         # Errors of a request for one object alone have types.
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, GenericError):
             await bucket.head_async("listed")
         raise
 

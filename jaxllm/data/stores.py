@@ -344,7 +344,7 @@ def refusal(address: str, error: BaseException) -> tuple[str, str, bool]:
     said = re.sub(r"[?]\S*", "", without_passwords(shown(line_of(error), 200))) or type(error).__name__
     if scheme == "hf" and status == HTTPStatus.UNAUTHORIZED:
         # To strangers the Hub says no more of what is private.
-        return "it is not there", "check its name, or set HF_TOKEN if it is private", False
+        raise ConfigError(f"{shown(address, 300)} is not there, or is private: check its name, or set HF_TOKEN.") from None
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return "it is not there", "check the address", False
     # Ceph and Google answer 403 or 400, with such words.

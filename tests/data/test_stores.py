@@ -278,6 +278,25 @@ def test_what_a_server_says_is_told_without_the_signature(servers, monkeypatch, 
     assert "password" not in said
 
 
+@only("store", ["s3", "gs"], indirect=True)
+@only(
+    ("status", "code", "says"),
+    [
+        (400, "ExpiredToken", "(the session token has expired): set "),
+        (400, "Other", "(it does not answer as it should, Server returned non-2xx status code: 400 Bad Request): run"),
+        (403, "SignatureDoesNotMatch", "(access is refused): set "),
+        (507, "Other", "(it is full): free space there"),
+    ],
+)
+def test_what_a_bucket_sends_beside_a_status_is_not_repeated(store, tmp_path, status, code, says):
+    sent = f"<Error><Code>{code}</Code><Message>words - more</Message><Token-0>hidden-token</Token-0></Error>".encode()
+    store.server.rule = lambda method, path: (status, sent)
+    said = refused(f"{store.root}/a/*.jsonl", tmp_path)
+    store.server.rule = None
+    assert says in said
+    assert "hidden" not in said
+
+
 def test_a_server_that_is_away_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.0)
     with serving(Server()) as server:
@@ -361,6 +380,7 @@ def test_profiles_are_read_and_what_is_not_read_of_them_is_named(servers, monkey
         ("s3", {"anon": True, "client_kwargs": {"endpoint_url": "URL"}}, ""),
         ("s3", {"key": "a", "secret": "b", "endpoint_url": "URL"}, ""),
         ("s3", {"default_block_size": 5}, "'default_block_size'.* is not valid"),
+        ("s3", {"key": "a", "secret": "hidden-key", "client_kwargs": {"verify": False}}, "'verify' is not valid"),
         ("gs", {"token": "anon", "endpoint_url": "URL"}, ""),
         ("gs", {"token": "/nowhere.json"}, "nowhere.json"),
         ("gs", {"consistency": "md5"}, "'consistency' is not valid"),
@@ -381,6 +401,21 @@ def test_what_was_set_for_fsspec_is_used_or_named(servers, monkeypatch, tmp_path
         return
     quick(monkeypatch)
     assert here([f"{scheme}://texts/a/one.jsonl"], tmp_path / "out").documents == 150
+
+
+def test_of_what_was_set_for_fsspec_headers_go_to_web_servers(servers, monkeypatch, tmp_path):
+    from fsspec.config import conf
+
+    store = servers("http")
+    stores._web.cache_clear()
+    monkeypatch.setitem(conf, "https", {"headers": {"X-Key": "hidden"}, "client_kwargs": {"trust_env": True}})
+    assert here([f"{store.root}/a/one.jsonl"], tmp_path / "out").documents == 150
+    assert stores._web().headers["X-Key"] == "hidden"
+    stores._web.cache_clear()
+    monkeypatch.setitem(conf, "https", {"ssl": False})
+    said = refused(f"{store.root}/a/one.jsonl", tmp_path)
+    assert said.startswith("FSSPEC_HTTPS or a file of fsspec's sets ssl, which has no effect: ")
+    stores._web.cache_clear()
 
 
 def test_gated_datasets_say_what_to_set(servers, monkeypatch, tmp_path):
