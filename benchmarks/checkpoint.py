@@ -54,16 +54,19 @@ QUIET_STEPS = 20
 KINDS = ("asynchronous", "synchronous")
 STORE_KINDS = ("disk", "disk and store", "during a copy")
 MOTO = """
-import logging, sys
+import logging, sys, urllib.request
 from moto.server import ThreadedMotoServer
 
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
-print(server.get_host_and_port()[1], flush=True)
+port = server.get_host_and_port()[1]
+create = urllib.request.Request(f"http://127.0.0.1:{port}/benchmark", method="PUT")
+urllib.request.urlopen(create).close()
+print(port, flush=True)
 sys.stdin.read()
 """
-"""A server of S3 that ends with the process that started it."""
+"""A server of S3 with a bucket, which ends with the process that started it."""
 
 
 def main() -> None:
@@ -240,7 +243,6 @@ def some_store(address: str) -> Iterator[str]:
             "AWS_DEFAULT_REGION": "us-east-1",
             **dict.fromkeys(names, "-"),
         }
-        Store("s3://benchmark/").ask("mkdir", "benchmark")
         address = "s3://benchmark"
     place = Store(f"{address.rstrip('/')}/benchmark-{secrets.token_hex(4)}")
     try:

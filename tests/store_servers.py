@@ -1,7 +1,8 @@
-"""Stores on loopback: moto's S3, an emulator of GCS, a server of files, and a Hub that answers as Hugging Face's does."""
+"""Stores on loopback: moto's S3, Google's XML API, a server of files, and a Hub that answers as Hugging Face's does."""
 
 import hashlib
 import http.client
+import itertools
 import json
 import logging
 import re
@@ -14,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from jaxllm.data.stores import filesystem
+from jaxllm.data.buckets import open_bucket
 
 # For all servers here: an answer's second packet would wait 40 ms for a delayed acknowledgement of the first.
 StreamRequestHandler.disable_nagle_algorithm = True
@@ -28,8 +29,7 @@ class Server(ThreadingHTTPServer):
       behind: the port of a server that requests are passed on to.
       rule: None, or a function from method and path to a status that refuses the request, a pair of one and the content of the
         answer, or None. It may wait.
-      seen: (method, path with query) of each request; at the end of the path the name of an object that GCS gets.
-      conditions: as `rule`, of the server itself.
+      seen: (method, path with query) of each request.
     """
 
     daemon_threads = True
@@ -38,7 +38,6 @@ class Server(ThreadingHTTPServer):
     def __init__(self, behind=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.failures, self.behind, self.seen, self.rule = {}, [], behind, [], None
-        self.conditions = lambda method, path: None
 
     @property
     def url(self):
@@ -46,6 +45,13 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request, client_address):
         """Clients that have enough go away."""
+
+    def pass_on(self, method, path, headers, body):
+        """The answer of the server behind: (status, headers, content)."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.behind, timeout=30)) as onward:
+            onward.request(method, path, body, headers)
+            found = onward.getresponse()
+            return found.status, dict(found.getheaders()), found.read()
 
     def answer(self, method, path, query, headers, body):
         """(status, headers, content) of a request."""
@@ -71,20 +77,14 @@ class Handler(BaseHTTPRequestHandler):
             # The client died.
             self.close_connection = True
             return
-        # gcsfs has an object's name beside its content.
-        name = re.search(rb'"name": "([^"]+)"', body[:2000]) if parts.path.startswith("/upload/") else None
-        path = f"{self.path}&name={name[1].decode()}" if name else self.path
-        server.seen.append((self.command, path))
-        refused = (server.rule and server.rule(self.command, path)) or server.conditions(self.command, path)
+        server.seen.append((self.command, self.path))
+        refused = server.rule and server.rule(self.command, self.path)
         if server.failures:
             status, headers, content = server.failures.pop(0), {}, b""
         elif refused:
             headers, (status, content) = {}, refused if isinstance(refused, tuple) else (refused, b"")
         elif server.behind:
-            with closing(http.client.HTTPConnection("127.0.0.1", server.behind, timeout=30)) as onward:
-                onward.request(self.command, self.path, body, dict(self.headers))
-                found = onward.getresponse()
-                status, headers, content = found.status, dict(found.getheaders()), found.read()
+            status, headers, content = server.pass_on(self.command, self.path, dict(self.headers), body)
         else:
             query = {key: values[0] for key, values in parse_qs(parts.query).items()}
             status, headers, content = server.answer(self.command, unquote(parts.path), query, self.headers, body)
@@ -240,75 +240,60 @@ def committed(store) -> list[int]:
     return [step for step, files in store.steps().items() if "files.json" in files]
 
 
-def forget_clients(scheme):
-    """fsspec keeps a client with the address that its server had."""
-    import fsspec
-
-    fsspec.get_filesystem_class(scheme).clear_instance_cache()
-    filesystem.cache_clear()
-
-
 @contextmanager
 def s3_door(bucket):
     """A server in front of moto's S3, which can refuse and hold requests, with a bucket; `client` is boto3's. The variables of
     this process name it."""
-    import boto3
-
-    with s3() as port, serving(Server(behind=port)) as door, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, s3() as port, serving(Server(behind=port)) as door:
         for name, value in s3_environment(door.url).items():
             patch.setenv(name, value)
-        door.client = boto3.client("s3", endpoint_url=door.url)
-        door.client.create_bucket(Bucket=bucket)
-        forget_clients("s3")
+        open_bucket.cache_clear()
+        door.client = client_of(door, bucket)
         yield door
-    forget_clients("s3")
+    open_bucket.cache_clear()
 
 
-@contextmanager
-def gcs():
-    """The port of an emulator of GCS. Clients find it by STORAGE_EMULATOR_HOST."""
-    from gcp_storage_emulator import server as module
+def client_of(door, bucket):
+    """boto3's client, with a new bucket."""
+    import boto3
 
-    read = module._read_raw_data
+    client = boto3.client("s3", "us-east-1", endpoint_url=door.url, aws_access_key_id="a", aws_secret_access_key="b")
+    client.create_bucket(Bucket=bucket)
+    return client
 
-    def read_whole(handler):
-        """gcsfs ends lines by a line feed: the emulator would take a content's last byte 13 for a part of such an end."""
-        content = read(handler)
-        return content and content.replace(b"\n--==0==", b"\r\n--==0==")
 
-    server = module.create_server("127.0.0.1", 0, in_memory=True)
-    with mock.patch.object(module, "_read_raw_data", read_whole):
-        server.start()
-        try:
-            yield server._api._httpd.server_address[1]
-        finally:
-            server.stop()
+class Google(Server):
+    """Google's XML API before a server that speaks S3, from which it differs by generations of objects and conditions on them:
+    https://cloud.google.com/storage/docs/xml-api/reference-headers and https://cloud.google.com/storage/docs/interoperability"""
+
+    def __init__(self, behind):
+        super().__init__(behind)
+        self._generations, self._next, self._gate = {}, itertools.count(1000), threading.Lock()
+
+    def pass_on(self, method, path, headers, body):
+        name, _, query = unquote(path).partition("?")
+        with self._gate:
+            wanted = {key.lower(): value for key, value in headers.items()}.get("x-goog-if-generation-match")
+            if wanted is not None and int(wanted) != self._generations.get(name, 0):
+                return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
+            # moto keeps one set of buckets for all its servers.
+            status, headers, content = super().pass_on(method, f"/google-{path[1:]}", headers, body)
+            is_part = "partNumber=" in query or "uploads" in query
+            if method in ("PUT", "POST") and status == 200 and not is_part:
+                self._generations[name] = next(self._next)
+            elif method == "DELETE" and "uploadId=" not in query:
+                status = status if self._generations.pop(name, None) else 404
+            if name in self._generations:
+                headers["x-goog-generation"] = str(self._generations[name])
+            return status, headers, content
 
 
 @contextmanager
 def gcs_door(bucket):
-    """A server in front of the emulator of GCS, as s3_door, with the condition of a lock, which the emulator lacks."""
-    from google.auth.credentials import AnonymousCredentials
-    from google.cloud import storage
-
-    with gcs() as port, serving(Server(behind=port)) as door, pytest.MonkeyPatch.context() as patch:
+    """As s3_door, of Google's."""
+    with pytest.MonkeyPatch.context() as patch, s3() as port, serving(Google(behind=port)) as door:
         patch.setenv("STORAGE_EMULATOR_HOST", door.url)
-        behind = {"api_endpoint": f"http://127.0.0.1:{port}"}
-        emulated = storage.Client("a-project", AnonymousCredentials(), client_options=behind).create_bucket(bucket)
-
-        def conditions(method, path):
-            if "ifGenerationMatch=0" in path and emulated.get_blob(path.rpartition("&name=")[2]) is not None:
-                return 412
-
-        door.conditions = conditions
-        forget_clients("gs")
-        # gcsfs asks Google's other servers for credentials and for the kind of a bucket, also in processes that start here.
-        patch.setenv("NO_GCE_CHECK", "true")
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        kinds = getattr(filesystem("gs"), "_storage_layout_cache", None)
-        if kinds is not None:
-            from gcsfs.extended_gcsfs import BucketType
-
-            kinds[bucket] = BucketType.NON_HIERARCHICAL
+        open_bucket.cache_clear()
+        door.client = client_of(door, bucket)
         yield door
-    forget_clients("gs")
+    open_bucket.cache_clear()

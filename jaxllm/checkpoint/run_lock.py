@@ -32,7 +32,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,7 +110,8 @@ class HolderLock(ABC):
 
     @abstractmethod
     def _write_holder(self, over: bool) -> None:
-        """Makes this process the holder. Raises FileExistsError if `over` is false and something is written."""
+        """Makes this process the holder. Raises FileExistsError if something is written; with `over` also a store, if
+        that is not what was read last."""
 
     @abstractmethod
     def _write_beat(self) -> None: ...
@@ -156,9 +157,11 @@ class HolderLock(ABC):
                     # A part of this run that does not reach the other: once it does, a restart joins it.
                     in_use.exit_code = exit_codes.LOST
                 raise in_use
-            self._write_holder(over=True)
-            if verdict == "gone":
-                return
+            # FileExistsError: another start was faster.
+            with suppress(FileExistsError):
+                self._write_holder(over=True)
+                if verdict == "gone":
+                    return
             # The old holder may live for another moment, and another start may have reached the same verdict.
             time.sleep(SETTLE_S)
             if (now := self._read()) is not None and now.token == self._me.token:

@@ -1,7 +1,6 @@
 """Objects below an address of an object store, and the lock on it. stored_checkpoints.py keeps checkpoints there.
 
-fsspec's libraries find credentials and servers by themselves (jaxllm/data/stores.py). Its asynchronous methods have a leading
-underscore and run in its loop, where they can be cancelled: https://filesystem-spec.readthedocs.io/en/latest/async.html
+Requests run in fsspec's loop, where they can be cancelled. jaxllm/data/buckets.py finds credentials and servers.
 """
 
 from __future__ import annotations
@@ -10,22 +9,25 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxllm.checkpoint.files import by_step, committed_steps
 from jaxllm.checkpoint.run_lock import HOLDER_BYTES, Holder, HolderLock, this_process
 from jaxllm.cluster import distributed, exit_codes
 from jaxllm.config import ConfigError
-from jaxllm.data.stores import filesystem, may_pass, refusal, status_of
+from jaxllm.data.buckets import asked, listed, open_bucket
+from jaxllm.data.stores import refusal
 from jaxllm.untrusted import MIB, RefusedInput, reason_of
 
+T = TypeVar("T")
+Version = dict[str, str]
+"""What obstore writes over: the ETag of an object on S3, its generation on Google's."""
 BEAT_S = 15.0
 """Between heartbeats: each is a request that stores bill."""
 SILENT_S = 4 * BEAT_S
 FILES_AT_ONCE, PIECES, PIECE = 4, 2, 16 * MIB
-"""Files under way, pieces of one that S3 gets beside each other, and their bytes: about 128 MiB are in memory."""
+"""Files under way, pieces of one that are sent beside each other, and their bytes: 275 MiB are in memory, measured."""
 ANSWER_S, SLOWEST = 30.0, MIB
 """Seconds for an answer, and bytes per second below which a store counts as silent."""
 
@@ -64,13 +66,12 @@ def unusable(address: str, error: OSError) -> ConfigError:
 
 
 class Store:
-    """The objects below an address s3://bucket/prefix or gs://bucket/prefix."""
+    """The objects below an address s3://bucket/prefix or gs://bucket/prefix. Each request raises ConfigError if a library, a
+    key or a setting is missing, so that processes which ask together fail together.
+    """
 
     def __init__(self, address: str):
         self.address = address
-        self._scheme = address.partition("://")[0]
-        self._fs = filesystem(self._scheme)
-        self._root = str(self._fs._strip_protocol(address)).rstrip("/")
         self._asked: set[Future] = set()
         self._closed = False
 
@@ -80,112 +81,118 @@ class Store:
         for future in tuple(self._asked):
             future.cancel()
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
+    def _ask(self, request: Callable[[Any], Awaitable[T]], timeout_s: float | None = None) -> T:
+        """The answer of the bucket within `timeout_s`, None for ANSWER_S. Raises FileNotFoundError, FileExistsError, and
+        StoreError if the store refuses, does not answer in time, or is closed.
         """
-        Args:
-          timeout_s: None: ANSWER_S.
+        bucket = open_bucket(self.address)
+        from fsspec.asyn import get_loop
 
-        Raises:
-          FileNotFoundError, FileExistsError: as the method.
-          StoreError: the store refuses, or does not answer in time, or is closed.
-        """
-        return self._wait_for(lambda: getattr(self._fs, f"_{method}")(*arguments, **options), timeout_s or ANSWER_S)
+        async def limited() -> T:
+            return await asyncio.wait_for(asked(lambda: request(bucket)), timeout_s or ANSWER_S)
 
-    def _wait_for(self, request: Callable[[], Awaitable[Any]], timeout_s: float) -> Any:
-        async def limited() -> Any:
-            return await asyncio.wait_for(request(), timeout_s)
-
-        future = asyncio.run_coroutine_threadsafe(limited(), self._fs.loop)
+        future = asyncio.run_coroutine_threadsafe(limited(), get_loop())
         self._asked.add(future)
         try:
             if self._closed:
                 future.cancel()
-            # The loop itself may hang, in a library's search for credentials.
-            return future.result(timeout_s + ANSWER_S)
-        except (FileNotFoundError, FileExistsError):
+            return future.result()
+        except (FileNotFoundError, FileExistsError, RefusedInput):
             raise
         except CancelledError:
             raise StoreError("the run has ended") from None
         except Exception as error:
             if isinstance(error, OSError) and error.errno in exit_codes.LASTING and error.__cause__ is None:
-                # The disk of this host: the libraries' own errors have a cause, or no number.
+                # The disk of this host: those of buckets have no number.
                 raise
-            # The libraries raise many types.
-            raise StoreError(*refusal(self.address, error), passes=may_pass(error)) from error
+            why, fix, passes = refusal(self.address, error)
+            raise StoreError(why, fix, passes=passes) from error
         finally:
             self._asked.discard(future)
 
-    def path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
     def read(self, name: str, limit: int) -> bytes:
         """Raises FileNotFoundError, RefusedInput for a larger one, StoreError."""
-        try:
-            content = self.ask("cat_file", self.path(name), start=0, end=limit + 1)
-        except StoreError as error:
-            if error.__cause__ is None or status_of(error.__cause__) != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                raise
-            # An empty object has no first byte.
-            content = b""
-        if len(content) > limit:
-            raise RefusedInput(f"{name} has more than {limit} bytes")
-        return content
+        return self.read_version(name, limit)[0]
 
-    def write(self, name: str, content: bytes, *, over: bool = True) -> None:
-        """Raises FileExistsError if `over` is false and there is such an object, StoreError."""
-        mode: dict[str, Any] = {} if over else {"mode": "create"}
-        self.ask("pipe_file", self.path(name), content, timeout_s=ANSWER_S + len(content) / SLOWEST, **mode)
+    def read_version(self, name: str, limit: int) -> tuple[bytes, Version]:
+        """As `read`, and what `write` takes to write over these very bytes."""
+
+        async def read(bucket: Any) -> tuple[bytes, Version]:
+            found = await bucket.get_async(name)
+            if found.meta["size"] > limit:
+                raise RefusedInput(f"{name} has more than {limit} bytes")
+            version = {key: found.meta[key] for key in ("e_tag", "version") if found.meta[key]}
+            return bytes(await found.bytes_async()), version
+
+        return self._ask(read)
+
+    def write(self, name: str, content: bytes, *, over: bool | Version = True) -> None:
+        """Writes over any object of this name, over none (False), or over one version alone. Raises FileExistsError if there is
+        another, StoreError.
+        """
+        # Conditions need one request.
+        options = {"use_multipart": False, "mode": over if isinstance(over, dict) else "overwrite" if over else "create"}
+        self._ask(lambda bucket: bucket.put_async(name, content, **options), ANSWER_S + len(content) / SLOWEST)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             with suppress(FileNotFoundError):
-                self.ask("rm_file", self.path(name))
+                self._ask(lambda bucket, name=name: bucket.delete_async(name))
 
     def steps(self, step: int | None = None) -> dict[int, dict[str, int]]:
         """{step: {name of a file in it: bytes}}, oldest first, complete or not. Lists all objects below the address, or of a
         step."""
         try:
-            found = self.ask("find", self._root if step is None else self.path(str(step)), detail=True, timeout_s=10 * ANSWER_S)
+            found = self._ask(lambda bucket: listed(bucket, "" if step is None else str(step)), 10 * ANSWER_S)
         except FileNotFoundError:
             return {}
-        return by_step({path.removeprefix(f"{self._root}/"): info["size"] for path, info in found.items()})
+        return by_step({one["path"]: one["size"] for one in found})
 
     def committed(self) -> list[int]:
         """The complete steps, oldest first."""
         return committed_steps(self.steps())
 
     def copy_in(self, files: dict[str, Path]) -> None:
-        size = sum(path.stat().st_size for path in files.values())
-        options: dict[str, Any] = {"chunksize": PIECE} | ({"max_concurrency": PIECES} if self._scheme == "s3" else {})
-        self._move("put", {str(path): self.path(name) for name, path in files.items()}, size, **options)
+        self._copy(
+            lambda bucket, name, path: bucket.put_async(name, path, chunk_size=PIECE, max_concurrency=PIECES),
+            files,
+            sum(path.stat().st_size for path in files.values()),
+        )
 
     def copy_out(self, files: dict[str, Path], size: int) -> None:
+        async def fetch(bucket: Any, name: str, path: Path) -> None:
+            found = await bucket.get_async(name)
+            with open(path, "wb") as file:
+                async for piece in found.stream(MIB):
+                    file.write(piece)
+
         for folder in {path.parent for path in files.values()}:
             folder.mkdir(parents=True, exist_ok=True)
-        self._move("get", {self.path(name): str(path) for name, path in files.items()}, size)
+        self._copy(fetch, files, size)
 
-    def _move(self, method: str, targets: dict[str, str], size: int, **options: Any) -> None:
-        """Copies files, {source: target}. The first that fails, and `close`, end the others before this returns."""
+    def _copy(self, copy: Callable[[Any, str, Path], Awaitable[Any]], files: dict[str, Path], size: int) -> None:
+        """Copies files, {name: path}. The first that fails, and `close`, end the others before this returns."""
+        waiting = [*files.items()]
 
-        async def move() -> None:
-            gate = asyncio.Semaphore(FILES_AT_ONCE)
+        async def some(bucket: Any) -> None:
+            while waiting:
+                await copy(bucket, *waiting.pop(0))
 
-            async def one(source: str, target: str) -> None:
-                async with gate:
-                    await getattr(self._fs, f"_{method}_file")(source, target, **options)
-
+        async def all_files(bucket: Any) -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for source, target in targets.items():
-                        group.create_task(one(source, target))
+                    for _ in range(FILES_AT_ONCE):
+                        group.create_task(some(bucket))
             except BaseExceptionGroup as errors:
-                raise (first := errors.exceptions[0]) from first.__cause__
+                raise errors.exceptions[0] from None
 
-        self._wait_for(move, 2 * ANSWER_S + size / SLOWEST)
+        self._ask(all_files, 2 * ANSWER_S + size / SLOWEST)
 
 
 class StoreLock(HolderLock):
-    """Lock of this process on a store. Only the creation is atomic there: a takeover writes and reads again, as on a disk."""
+    """Lock of this process on a store. It is created, taken over and renewed by conditional writes (compare-and-swap): of two
+    starts that see the same holder, or none, one writes, and a holder that was taken over cannot write over the new one.
+    """
 
     file = "holder.json"
 
@@ -194,6 +201,8 @@ class StoreLock(HolderLock):
         me = this_process(launch.launch_id, launch.attempt)
         super().__init__(f"checkpoint.store={store.address}", "checkpoint.store", me, (BEAT_S, SILENT_S))
         self._store = store
+        self._seen: tuple[str, Version] = ("", {})
+        """Token and version of the holder that was read last, together: the heartbeat reads in a thread of its own."""
 
     def take(self) -> None:
         """Returns when this process holds the store. Raises ConfigError if another run does, and StoreError."""
@@ -207,8 +216,12 @@ class StoreLock(HolderLock):
 
     def _read(self) -> Holder | None:
         try:
-            return Holder.from_json(self._store.read(self.file, HOLDER_BYTES))
+            content, version = self._store.read_version(self.file, HOLDER_BYTES)
+            found = Holder.from_json(content)
+            self._seen = found.token, version
+            return found
         except FileNotFoundError:
+            self._seen = "", {}
             return None
         except RefusedInput as error:
             # An object is written in whole, so this is none of jaxllm's, or of a newer one.
@@ -218,15 +231,20 @@ class StoreLock(HolderLock):
             ) from None
 
     def _write_holder(self, over: bool) -> None:
+        seen = self._seen
         with suppress(FileExistsError):
-            self._store.write(self.file, self._me.beat(), over=over)
+            self._store.write(self.file, self._me.beat(), over=(over and seen[1]) or False)
         # The object may be this process's: the library asks again when no answer came. A server that ignores the condition
         # overwrites: the last of two starts holds the store.
-        if not over and ((found := self._read()) is None or found.token != self._me.token):
+        if (found := self._read()) is None or found.token != self._me.token:
+            if over and found is not None and self._seen == seen:
+                raise StoreError("it does not write over an object that has not changed (If-Match)")
             raise FileExistsError(self.file)
 
     def _write_beat(self) -> None:
-        self._store.write(self.file, self._me.beat())
+        token, version = self._seen
+        if token == self._me.token:
+            self._store.write(self.file, self._me.beat(), over=version)
 
     def _remove(self) -> None:
         self._store.remove([self.file])

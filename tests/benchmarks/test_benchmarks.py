@@ -57,7 +57,7 @@ def test_the_cost_of_a_save_is_measured_both_ways():
 @pytest.mark.slow
 def test_the_cost_of_a_copy_to_a_store_is_measured_against_a_disk():
     pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
+    pytest.importorskip("obstore")
     finished = run("--store", "--quick", "--json", script=CHECKPOINT)
     assert finished.returncode == 0, finished.stderr
     report = json.loads(finished.stdout)

@@ -20,8 +20,7 @@ from tiny import TINY
 from jaxllm.cli.app import app
 from jaxllm.run.loop import fit
 
-pytest.importorskip("fsspec")
-pytest.importorskip("s3fs")
+pytest.importorskip("obstore")
 pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 CHECKOUT = Path(__file__).parents[2]

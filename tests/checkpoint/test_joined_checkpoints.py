@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from hosts_in_threads import Run, plain_copy, values_in, whole_values, write_part
-from store_servers import Server, committed, forget_clients, gcs, serving
+from store_servers import committed, gcs_door
 
 from jaxllm.checkpoint import host_shares
 from jaxllm.checkpoint.files import describe_run, saved_steps
@@ -15,10 +15,9 @@ from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.store import Store
 from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
-from jaxllm.data.stores import filesystem
+from jaxllm.data import buckets
 
-pytest.importorskip("fsspec")
-pytest.importorskip("s3fs")
+pytest.importorskip("obstore")
 pytest.importorskip("moto")
 # Clients of the libraries are left to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -26,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
 
 @pytest.fixture
 def store(bucket, monkeypatch):
-    """An empty store. s3fs asks once."""
-    monkeypatch.setattr(type(filesystem("s3")), "retries", 1)
+    """An empty store, asked once."""
+    monkeypatch.setattr(buckets, "TRIES", 1)
     return Store(bucket)
 
 
@@ -62,17 +61,8 @@ def either(request, store, monkeypatch):
     if request.param == "s3":
         yield store
         return
-    pytest.importorskip("gcp_storage_emulator")
-    pytest.importorskip("gcsfs")
-    from google.auth.credentials import AnonymousCredentials
-    from google.cloud import storage
-
-    with gcs() as port, serving(Server(behind=port)) as door:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", door.url)
-        storage.Client("a-project", AnonymousCredentials(), client_options={"api_endpoint": door.url}).create_bucket("runs")
-        forget_clients("gs")
+    with gcs_door("runs"):
         yield Store("gs://runs/first")
-    forget_clients("gs")
 
 
 def test_two_processes_on_each_of_two_hosts_join_and_each_host_fetches_once(either, start, tmp_path, monkeypatch):
@@ -135,7 +125,9 @@ def test_with_an_empty_store_a_run_does_not_start_from_scratch_beside_checkpoint
             start("a", "b")
     # Nor while it is away.
     door.rule = lambda method, path: 503
-    with pytest.raises(ConfigError, match=r"^Process 0 on .*: checkpoint.store=.* cannot be used \(it answers 503") as away:
+    with pytest.raises(
+        ConfigError, match=r"^Process 0 on .*: checkpoint.store=.* cannot be used \(it does not answer as it should"
+    ) as away:
         start("a", "b")
     assert away.value.exit_code == exit_codes.LOST
     assert here(tmp_path / "b") == [2]
@@ -363,7 +355,7 @@ def test_a_copy_whose_store_cannot_be_listed_after_the_commit_is_whole_and_the_n
     door.rule = rule
     assert run.copy(4) is None
     door.rule = None
-    assert "are not deleted (it answers 503" in caplog.text
+    assert "are not deleted (it does not answer as it should" in caplog.text
     run.look()
     assert committed(store) == [2, 4]
     assert [shares(tmp_path / host) for host in "ab"] == [[], []]

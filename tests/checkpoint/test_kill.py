@@ -151,8 +151,8 @@ def undisturbed(text_file, tmp_path_factory):
 )
 def test_killed_on_one_new_machine_after_another_a_run_ends_as_if_undisturbed(undisturbed, tmp_path, kind, moments):
     """Each kill is inside a request to the store, and takes the disk of the run with it."""
-    pytest.importorskip({"s3": "moto", "gs": "gcp_storage_emulator"}[kind])
-    pytest.importorskip({"s3": "s3fs", "gs": "gcsfs"}[kind])
+    pytest.importorskip("moto")
+    pytest.importorskip("obstore")
     recipe, whole = undisturbed
     with {"s3": s3_door, "gs": gcs_door}[kind]("runs") as door:
         place, options = Store(f"{kind}://runs/killed"), ("checkpoint.every_steps=2", "checkpoint.keep=1")

@@ -29,12 +29,11 @@ from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.store import FILES_AT_ONCE, Store, StoreLock
 from jaxllm.cluster import exit_codes
 from jaxllm.config import ConfigError
-from jaxllm.data.stores import filesystem
+from jaxllm.data import buckets
 from jaxllm.run.loop import fit
 from jaxllm.run.signals import SignalHandler, StepActions
 
-pytest.importorskip("fsspec")
-pytest.importorskip("s3fs")
+pytest.importorskip("obstore")
 pytest.importorskip("moto")
 # Clients of the libraries are left to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -79,8 +78,7 @@ def whole(tiny_config, tmp_path_factory):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(stored_checkpoints, "WAITS_S", (0.01,))
-    # s3fs asks five times, with pauses, what is busy.
-    monkeypatch.setattr(type(filesystem("s3")), "retries", 1)
+    monkeypatch.setattr(buckets, "TRIES", 1)
 
 
 # -------------------------------------------------------------------------------------------------------------- a new machine
@@ -364,16 +362,26 @@ def test_names_that_lead_out_of_the_folder_are_damage(door, copied, tiny_config,
 
 
 def test_no_file_but_those_that_a_run_copies_is_taken_beside_a_checkpoint(door, copied, tiny_config, tmp_path):
-    place, run = Store(copied), tmp_path / "run"
-    for name in (f"/{tmp_path}/out", "../out", "tokenizer/../../out", "checkpoints/9/files.json", "tokenizer/vocab.json"):
-        door.client.put_object(Bucket="runs", Key=f"{copied.removeprefix('s3://runs/')}/4/run/{name}", Body=b"{}")
+    place, run, key = Store(copied), tmp_path / "run", copied.removeprefix("s3://runs/")
+    for name in ("out", "checkpoints/9/files.json", "tokenizer/vocab.json"):
+        door.client.put_object(Bucket="runs", Key=f"{key}/4/run/{name}", Body=b"{}")
     with held(place) as lock:
         stored = stored_checkpoints.StoredCheckpoints(place, lock, run, tiny_config().checkpoint)
         assert stored.fetch(newer_than=-1)[0] == 4
-    assert not (tmp_path / "out").exists()
     assert {path.name for path in run.iterdir()} == {"checkpoints", "config.yaml", "metrics.jsonl", "tokenizer"}
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["4"]
     assert [path.name for path in (run / "tokenizer").iterdir()] == ["vocab.json"]
+
+
+@pytest.mark.parametrize("name", ["/tmp/out", "../out", "tokenizer/../../out"])
+def test_a_name_that_is_no_path_is_named(door, copied, tiny_config, tmp_path, name):
+    key = f"{copied.removeprefix('s3://runs/')}/4/run/{name}"
+    door.client.put_object(Bucket="runs", Key=key, Body=b"{}")
+    with pytest.raises(
+        ConfigError, match=r"cannot be used \(Encountered object with invalid path: .*a_name_that_is_no_path.*\): remove"
+    ):
+        fit(store_config(tiny_config, copied, tmp_path / "run"))
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------------- the lock
@@ -384,8 +392,6 @@ ELSEWHERE = run_lock.Holder("job 7", 1, "h1", 1234, "another boot", "99", "their
 
 @pytest.fixture(scope="module")
 def gs_door():
-    pytest.importorskip("gcp_storage_emulator")
-    pytest.importorskip("gcsfs")
     with gcs_door("runs") as door:
         yield door
 
@@ -484,6 +490,48 @@ def test_one_run_holds_a_store(place, monkeypatch, tiny_config, tmp_path):
         alive.join()
 
 
+def test_of_two_starts_one_takes_a_silent_store_over_and_the_old_holder_cannot_return(place, monkeypatch):
+    old, first, second = (StoreLock(place) for _ in range(3))
+    old._write_holder(over=False)
+    for lock in (old, first, second):
+        assert lock._read().token == old._me.token
+    first._write_holder(over=True)
+    with pytest.raises(FileExistsError):
+        second._write_holder(over=True)
+    # The old holder had read its own token, was stopped, and writes its heartbeat now.
+    with pytest.raises(FileExistsError):
+        old._write_beat()
+    assert old.lost().startswith("was taken over by pid")
+    old._write_beat()
+    assert first._read().token == first._me.token
+    # So does one that was not, and each of its heartbeats is written over the one before.
+    for _ in range(2):
+        first._write_beat()
+        first.require()
+    # The answer of a takeover is lost, and the library asks again.
+    write = place.write
+
+    def twice(name, content, *, over=True):
+        write(name, content, over=over)
+        write(name, content, over=over)
+
+    second._read()
+    monkeypatch.setattr(place, "write", twice)
+    second._write_holder(over=True)
+    monkeypatch.undo()
+    assert first.lost().startswith("was taken over by pid")
+    assert second.lost() == ""
+
+    # A server that refuses each version.
+    def never(name, content, *, over=True):
+        raise FileExistsError(name)
+
+    first._read()
+    monkeypatch.setattr(place, "write", never)
+    with pytest.raises(store.StoreError, match="it does not write over an object that has not changed"):
+        first._write_holder(over=True)
+
+
 def test_a_checkpoint_comes_back_from_each_kind_of_store(place, filled, tiny_config, tmp_path):
     with held(place) as lock:
         config, run = tiny_config().checkpoint, tmp_path / "run"
@@ -538,7 +586,7 @@ def test_training_continues_without_the_store_and_says_so_at_the_end(
             return {"busy": 503, "refused": 403}[fault]
 
     door.rule = rule
-    reason = {"busy": "it answers 503 again and again", "refused": "access is refused", "gone": "it does not answer, .*"}[fault]
+    reason = {"busy": ".* 503 .*", "refused": "access is refused", "gone": "it does not answer as it should, .*"}[fault]
     sentence = (
         rf"^Checkpoint 4 could not be copied to {bucket} \({reason}\): it is safe in {run}/checkpoints; remove the cause,"
     )
@@ -577,11 +625,14 @@ def test_a_slow_store_does_not_hold_up_training(door, bucket, whole, tiny_config
     assert committed(door, bucket) == [2, 4]
 
 
+UNAVAILABLE = "it does not answer as it should, Server returned non-2xx status code: 503 Service Unavailable"
+
+
 @pytest.mark.parametrize(
     ("status", "reason", "fix", "code"),
     [
         (403, "access is refused", "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", exit_codes.BAD_INPUT),
-        (503, "it answers 503 again and again", "remove the cause, or leave checkpoint.store out.", exit_codes.LOST),
+        (503, UNAVAILABLE, "remove the cause, or leave checkpoint.store out.", exit_codes.LOST),
         (507, "it is full", "remove the cause, or leave checkpoint.store out.", exit_codes.BAD_INPUT),
     ],
 )
@@ -599,7 +650,7 @@ def test_a_start_tells_at_once_what_the_store_refuses(
 
 def test_a_store_that_is_away_at_a_start_is_restartable(door, bucket, quick, tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(door, "behind", 1)
-    with pytest.raises(ConfigError, match=r"cannot be used \(it does not answer, ") as error:
+    with pytest.raises(ConfigError, match=r"cannot be used \(it does not answer as it should, ") as error:
         fit(store_config(tiny_config, bucket, tmp_path / "run"))
     assert error.value.exit_code == exit_codes.LOST
 
@@ -622,6 +673,16 @@ def test_a_stopped_run_ends_as_a_signal_does_unless_the_store_refuses(
         assert error.value.exit_code == code
     assert saved_steps(run / "checkpoints") == [1]
     assert committed(door, bucket) == []
+
+
+def test_a_host_without_the_library_says_so_when_all_ask(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    place = Store("s3://runs/without")
+    with pytest.raises(ConfigError, match=r"^s3:// needs obstore: pip install 'jaxllm\[stores\]'\.$"):
+        place.steps()
+    config = tiny_config("checkpoint.store=s3://runs/without").checkpoint
+    with pytest.raises(ConfigError, match=r"^s3:// needs obstore"), stored_checkpoints.hold_store(tmp_path, config):
+        pass
 
 
 def test_a_bucket_must_exist(door, tiny_config, tmp_path):

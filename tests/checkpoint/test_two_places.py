@@ -21,14 +21,13 @@ from jaxllm.checkpoint.host_shares import HostShares
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.checkpoint.store import Store, StoreLock
 from jaxllm.config import ConfigError
-from jaxllm.data.stores import filesystem
+from jaxllm.data import buckets
 from jaxllm.run import exports
 from jaxllm.run.loop import fit
 from jaxllm.run.signals import SignalHandler, StepActions
 from jaxllm.weights.hf_convert import to_hf
 
-pytest.importorskip("fsspec")
-pytest.importorskip("s3fs")
+pytest.importorskip("obstore")
 pytest.importorskip("moto")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 MESH = ("run.cpu_devices=8", "parallel.data=8", "optimizer.schedule=constant", "data.held_out_fraction=0.0", "train.steps=6")
@@ -89,7 +88,7 @@ def test_keep_holds_in_each_place_and_what_is_kept_for_good_in_the_store_alone(d
 
 def test_one_that_the_store_lacks_is_not_given_up_and_the_next_one_stands_in(door, bucket, tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(stored_checkpoints, "WAITS_S", ())
-    monkeypatch.setattr(type(filesystem("s3")), "retries", 1)
+    monkeypatch.setattr(buckets, "TRIES", 1)
     keys = [*SOME, "checkpoint.keep=1", "checkpoint.keep_every_steps=2", f"checkpoint.store={bucket}"]
     config = tiny_config(*keys, f"run.dir={tmp_path}")
     with both_places(tmp_path, config) as (checkpoints, stored):

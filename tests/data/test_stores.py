@@ -1,21 +1,25 @@
 import gzip
 import json
+import os
+import re
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from store_servers import Hub, Server, forget_clients, gcs, s3, s3_environment, serving
+from store_servers import Hub, Server, gcs_door, s3_door, serving
 
 from jaxllm.config import ConfigError
-from jaxllm.data import stores
+from jaxllm.data import buckets, stores
 from jaxllm.data.manifest import DATA_ENDINGS
 from jaxllm.data.prepare import find_inputs, prepare
 from jaxllm.data.records import Part, read_part
 
 pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
+pytest.importorskip("httpx2")
 # Clients of the libraries are left to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -56,51 +60,23 @@ def servers():
     with ExitStack() as stack:
         made = {}
 
-        def of(kind, monkeypatch):
+        def of(kind):
             if kind not in made:
                 made[kind] = MAKERS[kind](stack)
-            store, environment = made[kind]
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
-            return store
+            return made[kind]
 
         yield of
 
 
-def make_s3(stack):
+def make_bucket(stack, scheme):
     pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
-    import boto3
-
-    door = stack.enter_context(serving(Server(behind=stack.enter_context(s3()))))
-    environment = s3_environment(door.url)
-    client = boto3.client(
-        "s3", endpoint_url=door.url, aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
-    )
-    client.create_bucket(Bucket="texts")
-    # The tests of another file may have had a server too.
-    forget_clients("s3")
+    pytest.importorskip("obstore")
+    door = stack.enter_context({"s3": s3_door, "gs": gcs_door}[scheme]("texts"))
 
     def write(name, content):
-        client.put_object(Bucket="texts", Key=name, Body=content)
+        door.client.put_object(Bucket="texts", Key=name, Body=content)
 
-    return filled(Store("s3://texts", write, ["s3://texts/a/**"]), door), environment
-
-
-def make_gs(stack):
-    pytest.importorskip("gcp_storage_emulator")
-    pytest.importorskip("gcsfs")
-    from google.auth.credentials import AnonymousCredentials
-    from google.cloud import storage
-
-    door = stack.enter_context(serving(Server(behind=stack.enter_context(gcs()))))
-    client = storage.Client("a-project", AnonymousCredentials(), client_options={"api_endpoint": door.url})
-    bucket = client.create_bucket("texts")
-
-    def write(name, content):
-        bucket.blob(name).upload_from_string(content)
-
-    return filled(Store("gs://texts", write, ["gs://texts/a/**"]), door), {"STORAGE_EMULATOR_HOST": door.url}
+    return filled(Store(f"{scheme}://texts", write, [f"{scheme}://texts/a/**"]), door)
 
 
 def make_http(stack):
@@ -109,7 +85,7 @@ def make_http(stack):
     def write(name, content):
         server.files["/" + name] = content
 
-    return filled(Store(server.url, write, [f"{server.url}/{name}" for name in FILES]), server), {}
+    return filled(Store(server.url, write, [f"{server.url}/{name}" for name in FILES]), server)
 
 
 def make_hf(stack):
@@ -121,7 +97,7 @@ def make_hf(stack):
         files[name] = content
         server.push("datasets", "people/texts", dict(files))
 
-    return filled(Store("hf://datasets/people/texts", write, ["hf://datasets/people/texts/a/**"]), server), {}
+    return filled(Store("hf://datasets/people/texts", write, ["hf://datasets/people/texts/a/**"]), server)
 
 
 def filled(store, server):
@@ -131,14 +107,26 @@ def filled(store, server):
     return store
 
 
-MAKERS = {"s3": make_s3, "gs": make_gs, "http": make_http, "hf": make_hf}
+MAKERS = {
+    "s3": lambda stack: make_bucket(stack, "s3"),
+    "gs": lambda stack: make_bucket(stack, "gs"),
+    "http": make_http,
+    "hf": make_hf,
+}
+
+
+def quick(monkeypatch, tries=5):
+    monkeypatch.setattr(buckets, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(buckets, "TRIES", tries)
+    buckets.open_bucket.cache_clear()
 
 
 @pytest.fixture(params=MAKERS)
 def store(request, servers, monkeypatch):
     monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.01)
-    found = servers(request.param, monkeypatch)
-    stores.filesystem.cache_clear()
+    quick(monkeypatch)
+    found = servers(request.param)
+    stores._web.cache_clear()
     yield found
     found.server.failures.clear()
 
@@ -229,6 +217,7 @@ def test_a_busy_store_is_asked_again(store, tmp_path, monkeypatch):
 @only("store", ["s3", "http"], indirect=True)
 def test_a_store_that_stays_busy_ends_with_one_sentence_and_later_the_rest_is_made(store, tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "TRIES", 2)
+    quick(monkeypatch, tries=2)
     monkeypatch.setattr(stores, "BLOCK", 1000)
     monkeypatch.setattr(stores, "BUFFER", 1000)
     read, calls = stores._read, []
@@ -240,7 +229,7 @@ def test_a_store_that_stays_busy_ends_with_one_sentence_and_later_the_rest_is_ma
         return read(file, start, stop)
 
     monkeypatch.setattr(stores, "_read", after_a_while)
-    with pytest.raises(ConfigError, match=r"cannot be read \(it answers 503 again and again\): run the command again"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(it .* 503 .*\): run the command again"):
         here(store.patterns, tmp_path / "out")
     monkeypatch.setattr(stores, "_read", read)
     store.server.failures = []
@@ -267,7 +256,11 @@ def test_what_is_not_there_is_named(store, tmp_path):
     assert said.startswith((f"{where} is not there", f"No file matches '{where}' at commit"))
     if store.root.startswith("http"):
         return
-    assert "is a folder" in refused(f"{store.root}/a", tmp_path) or store.root.startswith("hf")
+    if not store.root.startswith("hf"):
+        assert "is a folder" in refused(f"{store.root}/a", tmp_path)
+        assert "is a folder" in refused(store.root, tmp_path)
+        assert "has two slashes beside each other" in refused(f"{store.root}//a/one.jsonl", tmp_path)
+        assert "cannot be read (Could not parse path" in refused(f"{store.root}/../a/one.jsonl", tmp_path)
     assert refused(f"{store.root}/a/*.txt", tmp_path).startswith(f"No file matches '{store.root}/a/*.txt'")
     unknown = store.root.replace("texts", "nowhere") + "/a.jsonl"
     assert refused(unknown, tmp_path).startswith(f"{unknown} is not there")
@@ -275,7 +268,7 @@ def test_what_is_not_there_is_named(store, tmp_path):
 
 @only(("status", "says"), [(403, "access is refused): give an address that is signed"), (418, "(answer 418): check")])
 def test_what_a_server_says_is_told_without_the_signature(servers, monkeypatch, tmp_path, status, says):
-    store = servers("http", monkeypatch)
+    store = servers("http")
     store.server.failures = [status] * 2
     signed = f"{store.root.replace('://', '://me:password@')}/a/one.jsonl?Signature=hidden-signature"
     said = refused(signed, tmp_path)
@@ -285,15 +278,36 @@ def test_what_a_server_says_is_told_without_the_signature(servers, monkeypatch, 
     assert "password" not in said
 
 
+@only("store", ["s3", "gs"], indirect=True)
+@only(
+    ("status", "code", "says"),
+    [
+        (400, "ExpiredToken", "(the session token has expired): set "),
+        (400, "Other", "(it does not answer as it should, Server returned non-2xx status code: 400 Bad Request): run"),
+        (403, "SignatureDoesNotMatch", "(access is refused): set "),
+        (507, "Other", "(it is full): free space there"),
+    ],
+)
+def test_what_a_bucket_sends_beside_a_status_is_not_repeated(store, tmp_path, status, code, says):
+    sent = f"<Error><Code>{code}</Code><Message>words - more</Message><Token-0>hidden-token</Token-0></Error>".encode()
+    store.server.rule = lambda method, path: (status, sent)
+    said = refused(f"{store.root}/a/*.jsonl", tmp_path)
+    store.server.rule = None
+    assert says in said
+    assert "hidden" not in said
+
+
 def test_a_server_that_is_away_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.0)
     with serving(Server()) as server:
         address = f"{server.url}/a.jsonl"
-    assert refused(address, tmp_path).startswith(f"{address} cannot be read (it does not answer, ClientConnectorError): run")
+    assert refused(address, tmp_path).startswith(
+        f"{address} cannot be read (it does not answer as it should, All connection attempts failed): run"
+    )
 
 
 def test_a_signature_is_used_and_not_stored(servers, monkeypatch, tmp_path):
-    store = servers("http", monkeypatch)
+    store = servers("http")
     here([f"{store.root}/a/one.jsonl?Signature=hidden-signature"], tmp_path / "out")
     assert ("GET", "/a/one.jsonl?Signature=hidden-signature") in store.server.seen
     assert not any(b"hidden" in path.read_bytes() for path in (tmp_path / "out").iterdir())
@@ -302,36 +316,111 @@ def test_a_signature_is_used_and_not_stored(servers, monkeypatch, tmp_path):
 
 
 def test_a_server_without_ranges_is_not_read_whole(servers, monkeypatch, tmp_path):
-    store = servers("http", monkeypatch)
+    store = servers("http")
     monkeypatch.setattr(store.server, "accepts_ranges", "none")
     assert "sends no parts of a file: download it" in refused(f"{store.root}/a/one.jsonl", tmp_path)
 
 
 def test_a_server_that_ignores_ranges_is_noticed(servers, monkeypatch, tmp_path):
-    store = servers("http", monkeypatch)
+    store = servers("http")
     monkeypatch.setattr(stores, "BLOCK", 1000)
     monkeypatch.setattr(store.server, "accepts_ranges", "yes, but not really")
     assert "sends no parts of a file: download it" in refused(f"{store.root}/a/one.jsonl", tmp_path)
 
 
 def test_without_credentials_the_variables_are_named(servers, monkeypatch, tmp_path):
-    servers("s3", monkeypatch)
+    servers("s3")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    import fsspec
-
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    stores.filesystem.cache_clear()
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    quick(monkeypatch)
     said = refused("s3://texts/a/one.jsonl", tmp_path)
     assert "(no credentials were found): set AWS_PROFILE, or AWS_ACCESS_KEY_ID and" in said
 
 
+def test_profiles_are_read_and_what_is_not_read_of_them_is_named(servers, monkeypatch, tmp_path):
+    server = servers("s3").server.url
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    config, keys = tmp_path / ".aws/config", "aws_access_key_id = a\naws_secret_access_key = hidden\n"
+    config.write_text(f"[profile mine]\nregion = eu-west-1\nendpoint_url = {server}\n[default]\nregion = eu-west-2\n")
+    (tmp_path / ".aws/credentials").write_text(f"[mine]\n{keys}")
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    quick(monkeypatch)
+    assert here(["s3://texts/a/one.jsonl"], tmp_path / "out").documents == 150
+    assert buckets._s3_settings()["region"] == "eu-west-1"
+    # Variables go before a profile, and what is set for fsspec before both.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    assert buckets._s3_settings() == {"disable_bulk_delete": True, "endpoint_url": server}
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+
+    def said():
+        quick(monkeypatch)
+        return refused("s3://texts/a/one.jsonl", tmp_path)
+
+    monkeypatch.setenv("AWS_PROFILE", "another")
+    assert said().startswith("The profile another is not in ~/.aws: set AWS_PROFILE, or AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    for key in ("role_arn", "sso_session", "credential_process", "services"):
+        config.write_text(f"[profile mine]\n{key} = some\n")
+        assert re.match(
+            rf"The profile for s3:// has {key}, which jaxllm does not follow: set AWS_ENDPOINT_URL_S3 to .* `eval", said()
+        )
+    config.write_text("no section\n")
+    assert re.search(r"cannot be opened \(.*config.*\): correct the address, or the variable or file that says so", said())
+
+
+@only(
+    ("scheme", "given", "says"),
+    [
+        ("s3", {"anon": True, "client_kwargs": {"endpoint_url": "URL"}}, ""),
+        ("s3", {"key": "a", "secret": "b", "endpoint_url": "URL"}, ""),
+        ("s3", {"default_block_size": 5}, "'default_block_size'.* is not valid"),
+        ("s3", {"key": "a", "secret": "hidden-key", "client_kwargs": {"verify": False}}, "'verify' is not valid"),
+        ("gs", {"token": "anon", "endpoint_url": "URL"}, ""),
+        ("gs", {"token": "/nowhere.json"}, "nowhere.json"),
+        ("gs", {"consistency": "md5"}, "'consistency' is not valid"),
+    ],
+)
+def test_what_was_set_for_fsspec_is_used_or_named(servers, monkeypatch, tmp_path, scheme, given, says):
+    from fsspec.config import conf
+
+    door = servers(scheme).server
+    door.client.put_object_acl(Bucket="texts", Key="a/one.jsonl", ACL="public-read")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(conf, scheme, json.loads(json.dumps(given).replace("URL", door.url)))
+    if says:
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        quick(monkeypatch)
+        assert re.search(rf"cannot be opened \(.*{says}", refused(f"{scheme}://texts/a/one.jsonl", tmp_path))
+        return
+    quick(monkeypatch)
+    assert here([f"{scheme}://texts/a/one.jsonl"], tmp_path / "out").documents == 150
+
+
+def test_of_what_was_set_for_fsspec_headers_go_to_web_servers(servers, monkeypatch, tmp_path):
+    from fsspec.config import conf
+
+    store = servers("http")
+    stores._web.cache_clear()
+    monkeypatch.setitem(conf, "https", {"headers": {"X-Key": "hidden"}, "client_kwargs": {"trust_env": True}})
+    assert here([f"{store.root}/a/one.jsonl"], tmp_path / "out").documents == 150
+    assert stores._web().headers["X-Key"] == "hidden"
+    stores._web.cache_clear()
+    monkeypatch.setitem(conf, "https", {"ssl": False})
+    said = refused(f"{store.root}/a/one.jsonl", tmp_path)
+    assert said.startswith("FSSPEC_HTTPS or a file of fsspec's sets ssl, which has no effect: ")
+    stores._web.cache_clear()
+
+
 def test_gated_datasets_say_what_to_set(servers, monkeypatch, tmp_path):
-    store = servers("hf", monkeypatch)
+    store = servers("hf")
     monkeypatch.setattr(store.server, "gated", {"people/texts"})
-    stores.filesystem.cache_clear()
     monkeypatch.delenv("HF_TOKEN", raising=False)
     said = refused("hf://datasets/people/texts/a/one.jsonl", tmp_path)
     assert "one.jsonl cannot be read (access is refused): set HF_TOKEN" in said
@@ -341,7 +430,7 @@ def test_gated_datasets_say_what_to_set(servers, monkeypatch, tmp_path):
 
 
 def test_the_commit_is_pinned_and_can_be_named(servers, monkeypatch, tmp_path):
-    store = servers("hf", monkeypatch)
+    store = servers("hf")
     first, *_, last = store.server.repos["datasets", "people/texts"]
     here([f"hf://datasets/people/texts@{last}/a/**"], tmp_path / "out")
     listed = json.loads((tmp_path / "out/inputs.json").read_text())["files"]
@@ -356,20 +445,61 @@ def test_the_commit_is_pinned_and_can_be_named(servers, monkeypatch, tmp_path):
     store.write("a/one.jsonl", FILES["a/one.jsonl"])
 
 
-@only(("module", "pattern"), [("s3fs", "s3://texts/a"), ("gcsfs", "gs://texts/a"), ("huggingface_hub", "hf://datasets/a/b/c")])
+@only("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE", "STORAGE_EMULATOR_HOST"])
+def test_a_variable_that_is_wrong_is_named(variable, servers, tmp_path, monkeypatch):
+    servers("s3")
+    monkeypatch.setenv(variable, "not there")
+    quick(monkeypatch)
+    said = refused(f"{'gs' if variable.startswith('STORAGE') else 's3'}://texts/a/one.jsonl", tmp_path)
+    assert re.search(
+        r"://texts cannot be opened \(.*not there.*\): correct the address, or the variable or file that says so\.$", said
+    )
+
+
+@only("pattern", ["*.jsonl", "**/one.jsonl", "a/[a-o]*.jsonl", "?/one.jsonl", "a/*/*.gz", "**"])
+def test_patterns_name_in_a_bucket_what_they_name_on_a_disk(servers, pattern, tmp_path, monkeypatch):
+    quick(monkeypatch)
+    root = servers("s3").root
+    local(tmp_path)
+    found = [file.address.removeprefix(f"{root}/") for file in found_by(f"{root}/{pattern}")]
+    there = [Path(file.path).relative_to(tmp_path).as_posix() for file in found_by(f"{tmp_path}/{pattern}")]
+    assert sorted(name for name in found if name in FILES) == sorted(there)
+
+
+def found_by(pattern):
+    try:
+        return find_inputs([pattern], Path("out"))
+    except ConfigError:
+        return []
+
+
+@only("store", ["s3"], indirect=True)
+def test_who_waits_for_a_silent_bucket_can_be_interrupted(store):
+    go = threading.Event()
+    store.server.rule = lambda method, path: go.wait(60) and None
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        stores._info(f"{store.root}/a/one.jsonl")
+    go.set()
+    store.server.rule = None
+
+
+@only(
+    ("module", "pattern"),
+    [("obstore", "s3://texts/a"), ("obstore", "gs://texts/a"), ("huggingface_hub", "hf://datasets/a/b/c")],
+)
 def test_a_missing_library_says_what_to_install(module, pattern, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     known = sys.modules["fsspec.registry"]._registry
     monkeypatch.delitem(known, pattern[:2], raising=False)
-    stores.filesystem.cache_clear()
+    buckets.open_bucket.cache_clear()
     assert refused(pattern, tmp_path) == f"{pattern[:2]}:// needs {module}: pip install 'jaxllm[stores]'."
 
 
 @only("servers_of", ["http", "hf"])
 def test_two_inputs_of_one_name_are_refused(servers, servers_of, monkeypatch, tmp_path):
     """Only one of them would be read."""
-    store = servers(servers_of, monkeypatch)
-    stores.filesystem.cache_clear()
+    store = servers(servers_of)
     pair = [f"{store.root}/a/one.jsonl?file={number}" for number in (1, 2)]
     if servers_of == "hf":
         store.write("README.md", b"words")

@@ -12,7 +12,7 @@ from jaxllm.data import stores
 from jaxllm.data.prepare import prepare
 
 pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
+pytest.importorskip("httpx2")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 CONTENT = b'{"text": "law mesh ring"}\n' * 200
@@ -117,14 +117,17 @@ def to(place):
 OTHER_BYTES = "sends other bytes than it is asked for: download it, and give the copy."
 NO_PARTS = "sends no parts of a file: download it, and give the copy."
 A_PAGE = "is a web page, not that file"
-STALLS = "cannot be read (it sends less than 1 KiB in 0.2 seconds): run the command again to resume."
+BREAKS_OFF = "cannot be read (it does not answer as it should, peer closed connection without sending complete message body"
+STALLS = (
+    "cannot be read (it does not answer as it should, less than 1 KiB came in 0.2 seconds): run the command again to resume."
+)
 FALSE_ANSWERS = {
     "endless": (after_the_listing(endless), OTHER_BYTES),
     "endless from the first": (endless, OTHER_BYTES),
     "shorter": (after_the_listing(shorter), OTHER_BYTES),
     "longer": (after_the_listing(longer), OTHER_BYTES),
     "another place": (after_the_listing(elsewhere), OTHER_BYTES),
-    "broken off": (after_the_listing(broken_off), "cannot be read (its answers break off): run the command again"),
+    "broken off": (after_the_listing(broken_off), BREAKS_OFF),
     "a part that nobody asked for": (answering(0, 99, content=CONTENT[:100]), OTHER_BYTES),
     "no range": (after_the_listing(answering(status="200 OK", length=len(CONTENT), content=CONTENT)), NO_PARTS),
     "a page": (answering(status="200 OK", length=6, more="Content-Type: text/html\r\n", content=b"<html>"), A_PAGE),
@@ -137,8 +140,8 @@ FALSE_ANSWERS = {
         to("http://localhost:1/a.jsonl?Signature=hidden"),
         "leads to http://localhost:1/a.jsonl: give that address",
     ),
-    "to a file": (to("file:///etc/passwd"), "check the address, or copy the file here"),
-    "to itself": (to("/a.jsonl"), "cannot be read (TooManyRedirects: "),
+    "to a file": (to("file:///etc/passwd"), "/etc/passwd: give that address, if it is the right one"),
+    "to itself": (to("/a.jsonl"), "cannot be read (Exceeded maximum allowed redirects): check the address"),
 }
 
 
@@ -146,7 +149,7 @@ FALSE_ANSWERS = {
 def server(monkeypatch):
     for name, value in {"STALL_S": 0.2, "STALL_BYTES": 1024, "TRIES": 2, "FIRST_WAIT_S": 0.0}.items():
         monkeypatch.setattr(stores, name, value)
-    stores.filesystem.cache_clear()
+    stores._web.cache_clear()
     with serving(Liar()) as made:
         yield made
         made.over.set()
