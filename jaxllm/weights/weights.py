@@ -31,7 +31,6 @@ from jaxllm.config.types import GIVEN
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.parallel.parameters import chosen, with_part
-from jaxllm.weights.adapters import AdapterFolder, MergedFolder, open_adapter
 from jaxllm.weights.folder import Folder, Index, open_folder
 from jaxllm.weights.read_weights import load_params
 from jaxllm.weights.safetensors import CODES, DTYPES
@@ -170,6 +169,8 @@ class WeightsSource:
         base, plain = self.unmerged(), without_lora(self.model)
         if not self.merges:
             return base
+        from jaxllm.weights.adapters import MergedFolder, open_adapter
+
         own = [base] if "lora" in self.model else []
         given = [open_adapter(ADAPTER, text, plain) for text in self.adapters]
         adapters = [(folder, LoraConfig.model_validate(folder.model["lora"]).scale) for folder in (*own, *given)]
@@ -202,6 +203,8 @@ def find_weights(key: str, text: str | Path, step: int | None = None, adapters: 
     found = _find_weights(key, str(text), step)
     named = tuple(map(str, [adapters] if isinstance(adapters, str | Path) else adapters))
     for adapter in named:
+        from jaxllm.weights.adapters import open_adapter
+
         open_adapter(ADAPTER, adapter, without_lora(found.model))
     return replace(found, adapters=named)
 
@@ -292,11 +295,13 @@ def initial_weights(config: Config) -> WeightsSource | None:
     return source
 
 
-def initial_adapter(config: Config) -> AdapterFolder | None:
+def initial_adapter(config: Config) -> Folder | None:
     """Opens the adapter that train.init_adapter names. None if it is not set, ConfigError if there is none, or if model.lora
     describes another."""
     if config.train.init_adapter is None:
         return None
+    from jaxllm.weights.adapters import open_adapter
+
     assert config.model.lora is not None, "refused by the config"
     text, ours = config.train.init_adapter, config.model.lora.model_dump(mode="json")
     found = open_adapter("train.init_adapter", text, config.model.model_dump(mode="json"))
@@ -309,7 +314,7 @@ def initial_adapter(config: Config) -> AdapterFolder | None:
     return found
 
 
-def read_initial(source: WeightsSource | None, adapter: AdapterFolder | None, params: Any, table: Any) -> Any:
+def read_initial(source: WeightsSource | None, adapter: Folder | None, params: Any, table: Any) -> Any:
     """`params` with the values of initial weights and of an initial adapter, which take the place of those that are there.
 
     Args:
