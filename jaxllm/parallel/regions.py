@@ -376,7 +376,7 @@ def _own_layers(
             if zero and phase.reduces:
                 before = earlier["layers"][number] if earlier else _zeros(layer, model.compute_dtype)
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
-            elif ctx.mesh.size > 1:
+            else:
                 h_BSD, total = layer_by_layer(ctx.layer_layouts, h_BSD, total)
             layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
         kind = model.layer_kinds[number] if len(blocks) > 1 else None
