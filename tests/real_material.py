@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxl
 FIRST_LAYERS = 2
 CANNOT_FETCH = 3
 """Exit code of a script that could not fetch."""
+NPM_LIMIT_S = 120
 _missing: dict[str, str] = {}
-"""Error of a script that could not fetch. Without a network it runs once, not once per test."""
+"""Error of what could not fetch. Without a network it runs once, not once per test."""
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
@@ -74,6 +76,49 @@ def smollm2_first_layers() -> Path:
         aside.rename(target)
 
     return cached(f"smollm2-135m-first-{FIRST_LAYERS}-layers-float32", make)
+
+
+NODE_LLAMA_CPP = "3.21.1"
+BUILDS = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}
+"""The packages with llama.cpp's libraries for CPUs, by Linux's name of a machine."""
+
+
+def node_llama_cpp() -> Path:
+    """A folder with node_modules/node-llama-cpp, 83 MB. Skips the test if Node.js is missing or npm cannot fetch it."""
+
+    def make(target: Path) -> None:
+        name = f"node-llama-cpp {NODE_LLAMA_CPP}"
+        if name not in _missing:
+            aside = target.with_name(f".{target.name}.being-written")
+            shutil.rmtree(aside, ignore_errors=True)
+            _missing[name] = npm_install(aside)
+            if not _missing[name]:
+                aside.rename(target)
+                return
+        pytest.skip(_missing[name])
+
+    return cached(f"node-llama-cpp-{NODE_LLAMA_CPP}", make)
+
+
+def npm_install(folder: Path) -> str:
+    """Why it could not; empty if it could. No package runs a script, and none of the builds for GPUs comes along."""
+    build, npm, node = BUILDS.get(platform.machine()), shutil.which("npm"), shutil.which("node")
+    if sys.platform != "linux" or build is None:
+        return f"llama.cpp is not built for {sys.platform} {platform.machine()} here"
+    if npm is None or node is None:
+        return "llama.cpp comes from npm: install Node.js 20 or newer"
+    version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    if int(version.removeprefix("v").partition(".")[0]) < 20:
+        return f"node-llama-cpp needs Node.js 20, and this is {version}"
+    packages = [f"{name}@{NODE_LLAMA_CPP}" for name in ("node-llama-cpp", f"@node-llama-cpp/{build}")]
+    options = ["--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--no-save", "--loglevel=error"]
+    command = [npm, "install", *options, "--fetch-retries=0", f"--prefix={folder}", *packages]
+    folder.mkdir()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NPM_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"npm cannot fetch node-llama-cpp in {NPM_LIMIT_S} s"
+    return "" if done.returncode == 0 else f"npm cannot fetch node-llama-cpp: {done.stderr.strip()[:200]}"
 
 
 def layer_of(name: str) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -27,6 +28,22 @@ def test_without_a_network_there_is_one_sentence_and_nothing_else(script, tmp_pa
     assert line.startswith(f"{script.removesuffix('.py')}: pip cannot download ")
     assert line.endswith(": check the network and pip's settings, then try again.")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="llama.cpp is fetched on Linux alone")
+def test_llama_cpp_is_missed_in_one_sentence(tmp_path, monkeypatch):
+    """Nobody answers at port 9."""
+    monkeypatch.setattr(real_material, "CACHE", tmp_path)
+    monkeypatch.setattr(real_material, "_missing", {})
+    monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:9")
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm"))
+    reason = "npm cannot fetch node-llama-cpp: .*ECONNREFUSED" if shutil.which("npm") else "install Node.js 20 or newer"
+    for _ in range(2):
+        with pytest.raises(pytest.skip.Exception, match=reason):
+            real_material.node_llama_cpp()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert real_material.npm_install(tmp_path / "new") == "llama.cpp comes from npm: install Node.js 20 or newer"
+    assert not list(tmp_path.glob("node-llama-cpp-*[0-9]"))
 
 
 @pytest.mark.parametrize("script", ["get_smollm2.py", "get_chatterbot.py"])

@@ -96,6 +96,8 @@ def _differences(arch: MODEL_ARCH, model: ModelConfig) -> Iterator[str]:
     scaling = model.rope_scaling
     if model.sliding_window is not None and arch != MODEL_ARCH.GEMMA3:
         yield f"model.sliding_window={model.sliding_window}"
+    if model.full_attention_first:
+        yield f"model.full_attention_first={model.full_attention_first}"
     if model.num_heads * model.head_dim != model.hidden_size and arch in (MODEL_ARCH.QWEN2, MODEL_ARCH.OLMO2):
         yield f"model.head_dim={model.head_dim} that is not hidden_size / num_heads"
     if model.tie_embeddings and arch == MODEL_ARCH.OLMO2:
@@ -139,7 +141,7 @@ def describe_network(writer: GGUFWriter, model: ModelConfig, positions: int, dty
     writer.add_rope_freq_base(model.rope_theta)
     if model.sliding_window is not None:
         writer.add_sliding_window(model.sliding_window)
-        writer.add_sliding_window_pattern([window is not None for window in model.windows])
+        writer.add_sliding_window_pattern(model.full_attention_every or 0)
         writer.add_rope_freq_base_swa(model.local_rope_theta or model.rope_theta)
     if (scaling := model.rope_scaling) is None or scaling.rope_type == "llama3":
         # Llama 3's scaling is a tensor: ROPE_FREQS.
@@ -272,8 +274,7 @@ def _cut(pre_tokenizer: Mapping[str, Any]) -> str:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(before) > 1:
         return ""
     if last.get("use_regex", True):
-        of_digits = [{"type": "Digits", "individual_digits": True}]
-        return _GPT2 if not before else _DIGITS_THEN_GPT2 if before == of_digits else ""
+        return _GPT2 if not before else _DIGITS_THEN_GPT2 if before == [{"type": "Digits", "individual_digits": True}] else ""
     if not before:
         return _UNCUT
     split = before[0]
@@ -404,8 +405,7 @@ def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtyp
             # llama.cpp adds and multiplies vectors in float32 alone.
             tensors[ours[name]] = (dtype if len(entry.their_shape) > 1 else FLOAT32, entry.their_shape)
     if model.rope_scaling is not None and model.rope_scaling.rope_type == "llama3":
-        plain = rotary_frequencies(model.model_copy(update={"rope_scaling": None}))
-        factors = plain / rotary_frequencies(model)
+        factors = rotary_frequencies(model.model_copy(update={"rope_scaling": None})) / rotary_frequencies(model)
         elements = Elements(factors.size, factors.dtype, lambda begin, end: factors[begin:end])
         moves.append(Move(ROPE_FREQS, elements, None, FLOAT32, ROPE_FREQS))
         tensors[ROPE_FREQS] = (FLOAT32, (factors.size,))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from outside import free_port
@@ -130,16 +131,50 @@ def test_a_pod_has_what_nccl_needs():
     assert pod["metadata"]["annotations"]["kueue.x-k8s.io/podset-preferred-topology"]
 
 
-# --------------------------------------------------------------------------------------------- Kubeflow Trainer and SkyPilot
+# ---------------------------------------------------------------------------------- JobSet, Kubeflow Trainer and SkyPilot
 
-HELD = [("kubeflow-trainjob.yaml", "kubeflow-trainjob.yaml"), ("skypilot.yaml", "skypilot-task.yaml")]
+HELD = [
+    ("kubeflow-trainjob.yaml", "kubeflow-trainjob.yaml"),
+    ("skypilot.yaml", "skypilot-task.yaml"),
+    ("k8s-jobset.yaml", "jobset.yaml"),
+]
+
+
+def schema_of(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(yaml.safe_load((SCHEMAS / name).read_text()))
 
 
 @pytest.mark.parametrize("variants", [False, True])
 @pytest.mark.parametrize(("name", "schema"), HELD)
 def test_a_manifest_follows_its_published_schema(name, schema, variants):
-    validate = pytest.importorskip("jsonschema").Draft202012Validator(yaml.safe_load((SCHEMAS / schema).read_text()))
-    validate.validate(manifest(name, variants))
+    schema_of(schema).validate(manifest(name, variants))
+
+
+def objects(value, place=()):
+    """Places of all objects in a value."""
+    if isinstance(value, dict):
+        yield place
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from objects(inner, (*place, key))
+
+
+def at(value, place):
+    for key in place:
+        value = value[key]
+    return value
+
+
+def test_an_unknown_key_is_refused_in_each_object_of_the_jobset():
+    """But where users make keys."""
+    validator = schema_of("jobset.yaml")
+    accepted = set()
+    for place in objects(manifest("k8s-jobset.yaml", variants=True)):
+        changed = manifest("k8s-jobset.yaml", variants=True)
+        at(changed, place)["unknown"] = "1"
+        if validator.is_valid(changed):
+            accepted.add(place)
+    of_users = {place for place in accepted if place[:1] == ("metadata",) or place[-1] in ("annotations", "limits")}
+    assert accepted == of_users
 
 
 @pytest.mark.parametrize(
@@ -152,16 +187,18 @@ def test_a_manifest_follows_its_published_schema(name, schema, variants):
         (*HELD[1], ("numNodes",), 2),
         (*HELD[1], ("resources", "job_recovery", "recover_on_exit_codes"), [75, 300]),
         (*HELD[1], ("envs", "JAXLLM-LAUNCH"), "x"),
+        (*HELD[2], ("apiVersion",), "jobset.x-k8s.io/v1"),
+        (*HELD[2], ("spec", "network", "enableDNSHostnames"), "true"),
+        (*HELD[2], ("spec", "failurePolicy", "restartStrategy"), "Never"),
+        (*HELD[2], ("spec", "failurePolicy", "rules", 0, "action"), "FailJob"),
+        (*HELD[2], ("spec", "replicatedJobs", 0, "template", "spec", "completionmode"), "Indexed"),
     ],
 )
 def test_the_schema_refuses_what_a_server_would(name, schema, place, value):
-    jsonschema = pytest.importorskip("jsonschema")
-    changed = inner = manifest(name)
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
+    changed = manifest(name)
+    at(changed, place[:-1])[place[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(yaml.safe_load((SCHEMAS / schema).read_text())).validate(changed)
+        schema_of(schema).validate(changed)
 
 
 def test_the_trainjob_is_the_jobset_as_kubeflow_writes_it():
