@@ -42,7 +42,7 @@ _OF_FSSPEC = {
 }
 """Options of s3fs and gcsfs, and obstore's. obstore refuses others by name."""
 _SERVERS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_NOT_READ = {"services", "role_arn", "sso_session", "sso_start_url", "login_session", "credential_process"}
+_NOT_READ = {"role_arn", "sso_session", "sso_start_url", "login_session", "credential_process"}
 
 
 @lru_cache
@@ -93,10 +93,10 @@ def _s3_settings() -> dict[str, Any]:
     if not any(map(os.getenv, _SERVERS)):
         wanted |= {"endpoint_url", "services"}
     others = any(map(os.getenv, ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")))
-    if (chosen or not others) and not {"aws_access_key_id", "skip_signature"} & given.keys():
+    if (chosen or not others) and not (given.get("aws_access_key_id") or given.get("skip_signature")):
         wanted |= {"aws_access_key_id", "aws_secret_access_key", "aws_session_token", *_NOT_READ}
     found = {key: value for key, value in profile.items() if key in wanted}
-    if unread := sorted(_NOT_READ & found.keys()):
+    if unread := sorted(({"services"} | _NOT_READ) & found.keys()):
         raise ConfigError(
             f"The profile for s3:// has {unread[0]}, which jaxllm does not follow: set AWS_ENDPOINT_URL_S3 to the server, "
             'and the keys by `eval "$(aws configure export-credentials --format env)"`.'

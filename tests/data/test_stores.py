@@ -340,6 +340,8 @@ def test_without_credentials_the_variables_are_named(servers, monkeypatch, tmp_p
 
 
 def test_profiles_are_read_and_what_is_not_read_of_them_is_named(servers, monkeypatch, tmp_path):
+    from fsspec.config import conf
+
     server = servers("s3").server.url
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name)
@@ -370,6 +372,11 @@ def test_profiles_are_read_and_what_is_not_read_of_them_is_named(servers, monkey
         assert re.match(
             rf"The profile for s3:// has {key}, which jaxllm does not follow: set AWS_ENDPOINT_URL_S3 to .* `eval", said()
         )
+    # What the refusals say helps.
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
+    assert buckets._s3_settings()["aws_access_key_id"] == "a"
+    monkeypatch.setitem(conf, "s3", {"anon": False})
+    assert buckets._s3_settings()["aws_access_key_id"] == "a"
     config.write_text("no section\n")
     assert re.search(r"cannot be opened \(.*config.*\): correct the address, or the variable or file that says so", said())
 
