@@ -173,9 +173,12 @@ def test_what_lies_on_the_host_is_not_held_against_the_gpu(monkeypatch):
     demand, on_host = module.total_bytes(memory), memory.host_temp_size_in_bytes
     assert on_host > demand
     enough = gpu_devices(1, 1, H100, 2 * demand)
-    assert not module._with_real_memory(chosen, enough, demand, demand).rematerialises
+    same = module._with_real_memory(chosen, enough, demand, demand)
+    # XLA of JAX 0.12 recomputes one small instruction of this step, which saves nothing.
+    assert same.rematerialised_instructions <= (jax.__version_info__ >= (0, 11))
+    assert same.total_bytes == demand
     monkeypatch.setattr(xla_flags, "NO_REMAT_GPU_OPTIONS", {})
-    assert module._with_real_memory(chosen, enough, demand, demand).rematerialises
+    assert module._with_real_memory(chosen, enough, demand, demand).rematerialised_instructions > 1
 
 
 @needs_gpu_compiler
