@@ -405,7 +405,7 @@ def combine_fragments(outer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np
         return dict(*outer)
     rows = {name: np.array([np.float64(metrics[name]) for metrics in outer]) for name in outer[0]}
     drifts = np.square(rows["island_drift"])
-    found = {"islands_left_out": rows["islands_left_out"].max()}
+    found: dict[str, Any] = {"islands_left_out": rows["islands_left_out"].max()}
     found |= {name: np.sqrt(np.square(rows[name]).sum()) for name in ("outer_grad_norm", "island_drift")}
     if "island_cosine" in rows:
         found["island_cosine"] = (rows["island_cosine"] * drifts).sum() / max(drifts.sum(), np.finfo(np.float32).tiny)
