@@ -257,8 +257,8 @@ def test_all_that_a_step_sends_lies_behind_matmuls():
     found = [c for c in Module(text, axis_sizes(chosen.parallel)).collectives() if c.kind == "collective-permute"]
     assert {shape[1] for c in found for _, shape in c.buffers} == {511}
     assert all(c.asynchronous for c in found)
-    # Keys and values are sent at once; before the loop over layers XLA of JAX 0.12 ends one of the two before a matmul begins.
-    assert sum(not c.spans_matmul for c in found) <= (jax.__version_info__ >= (0, 11))
+    # Before the loop over layers XLA of JAX 0.12 may end the transfers of keys and values before a matmul begins.
+    assert sum(not c.spans_matmul for c in found) <= 2 * (jax.__version_info__ >= (0, 11))
 
 
 def sent(jaxpr):
