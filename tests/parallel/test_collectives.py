@@ -29,6 +29,8 @@ SIZES = (
     "optimizer.warmup_tokens=0",
 )
 REDUCTIONS = ("all-reduce", "reduce-scatter")
+NORM = 512 * (jax.__version_info__ >= (0, 11))
+"""XLA of JAX 0.12 reduces one norm's vector by itself, and `Step.over` leaves out so small a transfer."""
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 
 
@@ -107,7 +109,7 @@ def test_every_gradient_is_reduced_once_a_step_behind_others_in_float32(gpu_step
     reductions = [c for c in step.over("data") if c.kind in REDUCTIONS]
     assert {c.kind for c in reductions} == {kind}
     assert {dtype for c in reductions for dtype, _ in c.buffers} == {"f32"}
-    assert sum(c.elements * share * c.executed for c in reductions) == pytest.approx(step.parameters, abs=100)
+    assert sum(c.elements * share * c.executed for c in reductions) == pytest.approx(step.parameters, abs=100 + NORM)
     hides_layers(step, reductions, share, loop)
 
 
@@ -162,7 +164,7 @@ def test_a_single_microbatch_sends_each_layer_once_behind_others(tiny_config, la
     assert {dtype for c in gathers for dtype, _ in c.buffers} == {"bf16"}
     assert {dtype for c in scatters for dtype, _ in c.buffers} == {"f32"}
     assert sum(c.elements * c.executed for c in gathers) == step.parameters
-    assert sum(c.elements * DEVICES * c.executed for c in scatters) == step.parameters
+    assert step.parameters - NORM <= sum(c.elements * DEVICES * c.executed for c in scatters) <= step.parameters
     for found, share in ((gathers, 1), (scatters, DEVICES)):
         hides_layers(step, found, share, layers == "loop")
 
