@@ -207,20 +207,27 @@ def _process_info(
         gpus = [gpus[index] for index in chosen if index < len(gpus)]
     name = socket.gethostname()
     return ProcessInfo(
-        *(launch.process_id, launch.num_processes, name, os.getpid()),
+        launch.process_id,
+        launch.num_processes,
+        name,
+        os.getpid(),
         {"jaxllm": jaxllm.__version__, "JAX": jax.__version__, "jaxlib": jaxlib.__version__, "jaxllm's code": code_hash()[:10]},
         f"{name} {_boot_id()}",
         # The dump folder may contain the host's name.
         [flag for flag in flags.split() if not flag.startswith("--xla_dump_")],
-        *(launch_info.launch_id, launch_info.attempt, cpu, gpus, gpus_asked(environ), next(iter(addresses(name)), "")),
+        launch_info.launch_id,
+        launch_info.attempt,
+        cpu,
+        gpus,
+        gpus_asked(environ),
+        next(iter(addresses(name)), ""),
         _proof_for_jax(launch),
     )
 
 
 def _proof_for_jax(launch: Launch) -> str:
     """By what JAX's coordinator and this process prove who they are; empty: JAX (0.10), or this system, has no way."""
-    files = [getattr(jax.config, f"jax_mtls_{kind}_file", None) for kind in ("cert", "key", "ca")]
-    if any(files):
+    if any(getattr(jax.config, f"jax_mtls_{kind}_file", None) for kind in ("cert", "key", "ca")):
         return "JAX_MTLS_CERT_FILE"
     can_prove = hasattr(jax.config, "jax_mtls_peer_uri_prefix") and hasattr(os, "memfd_create")
     return SECRET if launch.secret is not None and can_prove else ""

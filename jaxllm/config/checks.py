@@ -349,7 +349,7 @@ def check_store(run: RunConfig, checkpoint: CheckpointConfig) -> None:
             f"run.dir={run.dir} is an address, but a run needs a local folder: set run.dir to one, and "
             f"checkpoint.store={run.dir}."
         )
-    # Other commands take * ? [ for a pattern. # was the generation of an object.
+    # Other commands take * ? [ for a pattern.
     if checkpoint.store is not None and not re.fullmatch(r"(s3|gs)://[\w.-]+/[^*?#\[\]]*[^/*?#\[\]]", checkpoint.store):
         raise refuse(
             f"checkpoint.store={shown(checkpoint.store)} is not an address of a store: write s3://BUCKET/PREFIX or "

@@ -142,6 +142,7 @@ def profile(run: Run) -> None:
 
 FEATURES: tuple[Callable[[Run], None], ...] = (
     messages.print_header,
+    fewer_hosts.say_missing,
     # Before a save: the trace ends with its step, and hosts are compared while they are idle.
     profile,
     stragglers.register,

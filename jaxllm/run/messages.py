@@ -15,7 +15,6 @@ from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.data.loader import SampleStream
 from jaxllm.parallel.parameters import stacking_of
 from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
-from jaxllm.run import fewer_hosts
 from jaxllm.run.hooks import Run
 from jaxllm.run.metrics import Record, open_sinks
 
@@ -24,8 +23,7 @@ WELL_FILLED = 0.9
 
 
 def print_header(run: Run) -> None:
-    missing = fewer_hosts.describe(run.asked, run.trainer.config)
-    for line in (*header(run.trainer), *([missing] if missing else [])):
+    for line in header(run.trainer):
         run.console.say(line)
 
 

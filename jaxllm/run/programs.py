@@ -254,8 +254,8 @@ class Programs:
     def _key(self, batch: Any, step: int) -> tuple[int, int, bool, bool]:
         """(number of microbatches, parts of a sequence, whether the program measures the noise scale, whether it synchronises a
         fragment)"""
-        every, parts = self._config.log.noise_scale_every, self._config.phase_at(step).parts
-        measures = every not in (None, 1) and (step + 1) % every == 0
+        every, parts = self._config.log.noise_scale_every or 1, self._config.phase_at(step).parts
+        measures = self._trainings[parts].measuring_step is not None and (step + 1) % every == 0
         return len(batch["tokens"]), parts, measures, bool(self._fragment(step))
 
 
