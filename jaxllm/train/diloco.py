@@ -223,8 +223,9 @@ def outer_step(
         if after is None:
             synced = jax.tree.map(lambda t, own_t: jnp.broadcast_to(t[None], own_t.shape), params, own)
         else:
-            # The change of a replica that is left out is of no use.
-            keep = lambda t, old, new: where_replica(used, t[None] + (new - old), t[None])  # noqa: E731
+            # The change of a replica that is left out is of no use. `old` is a result of the exchange for XLA: it would compute
+            # `changes` in one kernel with all that reads `own`, after the inner step.
+            keep = lambda t, old, new: where_replica(used, t[None] + (new - jnp.where(is_known, old, 0)), t[None])  # noqa: E731
             synced = jax.tree.map(keep, params, own, after.params)
         norm, square = optax.tree.norm(change), sums["square"] / number
         left_out = counts.size - sums["number"].astype(jnp.int32)
