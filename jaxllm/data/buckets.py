@@ -71,7 +71,9 @@ def open_bucket(address: str) -> Any:
     except ConfigError:
         raise
     except (exceptions.BaseError, configparser.Error, OSError, ValueError, TypeError) as error:
-        why = f"{shown(address)} cannot be opened ({shown(_words(error), 200)})"
+        # A line of ~/.aws may be a key.
+        said = f"{error.source} has a line that sets nothing" if isinstance(error, configparser.ParsingError) else _words(error)
+        why = f"{shown(address)} cannot be opened ({shown(said, 200)})"
         raise ConfigError(f"{why}: correct the address, or the variable or file that says so.") from None
 
 
