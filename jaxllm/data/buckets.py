@@ -7,10 +7,12 @@ CLOUDSDK_CONFIG, STORAGE_EMULATOR_HOST, FSSPEC_S3 and FSSPEC_GS.
 
 from __future__ import annotations
 
+import atexit
 import configparser
 import json
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -35,6 +37,8 @@ TRIES, FIRST_WAIT_S = 5, 1.0
 doubles each time. huggingface_hub asks again for half a minute by itself."""
 STALL_S = 120.0
 """Seconds without a byte, after which a request is asked again."""
+ANSWERED_S = 0.1
+"""From the last answer to the end of Python: one of obstore's threads that needs Python during it aborts the process (3.13)."""
 _OF_FSSPEC = {
     "s3": {"anon": "skip_signature", "requester_pays": "request_payer", "region_name": "region"}
     | {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"},
@@ -67,6 +71,7 @@ def open_bucket(address: str) -> Any:
                 # The first request would end in a panic.
                 raise ValueError(f"{shown(server)} is no plain https://HOST")
         retries: Any = {"max_retries": TRIES - 1, "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT_S)}}
+        atexit.register(time.sleep, ANSWERED_S)
         return kind(name, prefix=prefix or None, client_options=client, retry_config=retries, **settings)
     except ConfigError:
         raise

@@ -465,6 +465,18 @@ def test_a_variable_that_is_wrong_is_named(variable, servers, tmp_path, monkeypa
     )
 
 
+def test_a_process_that_used_a_bucket_does_not_end_beside_its_threads(servers, monkeypatch):
+    """5 of 80 that ended right after a refusal were aborted."""
+    quick(monkeypatch)
+    servers("s3")
+    made = []
+    monkeypatch.setattr(buckets.atexit, "register", lambda *call: made.append(call))
+    for _ in range(2):
+        buckets.open_bucket("s3://texts")
+    assert made == [(buckets.time.sleep, buckets.ANSWERED_S)]
+    assert buckets.ANSWERED_S > 0
+
+
 @only("pattern", ["*.jsonl", "**/one.jsonl", "a/[a-o]*.jsonl", "?/one.jsonl", "a/*/*.gz", "**"])
 def test_patterns_name_in_a_bucket_what_they_name_on_a_disk(servers, pattern, tmp_path, monkeypatch):
     quick(monkeypatch)
