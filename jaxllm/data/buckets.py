@@ -158,7 +158,7 @@ def answer(request: Callable[[], Awaitable[T]]) -> T:
 
 async def asked(request: Callable[[], Awaitable[T]]) -> T:
     """The answer of a bucket. Raises FileNotFoundError, FileExistsError, PermissionError, ConnectionError, and of a name that
-    is no path ValueError, with the reason as a phrase.
+    is no path, or an answer that does not pass by itself, ValueError, with the reason as a phrase.
     """
     from obstore import exceptions
 
@@ -177,7 +177,8 @@ async def asked(request: Callable[[], Awaitable[T]]) -> T:
             raise PermissionError("the session token has expired") from error
         # What a server sends beside the status may repeat the token.
         said = re.split("[<{]", _words(error))[0].rpartition(" - ")[2].rstrip(": ")
-        raise ConnectionError(said) from error
+        lasts = re.search(r"code: (4(?!08|29)|501)|redirect", said) and "RequestTimeout" not in _words(error)
+        raise (ValueError if lasts else ConnectionError)(said) from error
 
 
 async def listed(bucket: Any, folder: str = "", deep: bool = True) -> list[dict[str, Any]]:

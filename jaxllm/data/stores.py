@@ -353,6 +353,7 @@ def refusal(address: str, error: BaseException) -> tuple[str, str, bool]:
     if isinstance(error, PermissionError) or status in (401, 403):
         return "access is refused" if status else said, CREDENTIALS[scheme], False
     if not (status in _BUSY if status else isinstance(error, OSError | TransportError)):
-        return f"answer {status}" if status else said, "check the address, or copy the file here", False
-    fix = "run the command again to resume" + (", or set AWS_REGION to the bucket's" if scheme == "s3" else "")
-    return f"it answers {status} again and again" if status else f"it does not answer as it should, {said}", fix, True
+        fix = "check the address, " + ("set AWS_REGION to the bucket's, " if scheme == "s3" else "") + "or copy the file here"
+        return f"answer {status}" if status else said, fix, False
+    says = f"it answers {status} again and again" if status else f"it does not answer as it should, {said}"
+    return says, "run the command again to resume", True

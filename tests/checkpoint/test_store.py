@@ -626,6 +626,7 @@ def test_a_slow_store_does_not_hold_up_training(door, bucket, whole, tiny_config
 
 
 UNAVAILABLE = "it does not answer as it should, Server returned non-2xx status code: 503 Service Unavailable"
+UNKNOWN = "Server returned non-2xx status code: 501 Not Implemented"
 
 
 @pytest.mark.parametrize(
@@ -634,6 +635,8 @@ UNAVAILABLE = "it does not answer as it should, Server returned non-2xx status c
         (403, "access is refused", "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", exit_codes.BAD_INPUT),
         (503, UNAVAILABLE, "remove the cause, or leave checkpoint.store out.", exit_codes.LOST),
         (507, "it is full", "remove the cause, or leave checkpoint.store out.", exit_codes.BAD_INPUT),
+        # Conditional writes are not known.
+        (501, UNKNOWN, "remove the cause, or leave checkpoint.store out.", exit_codes.BAD_INPUT),
     ],
 )
 def test_a_start_tells_at_once_what_the_store_refuses(
