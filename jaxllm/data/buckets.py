@@ -108,7 +108,12 @@ def _s3_settings() -> dict[str, Any]:
             f"The profile for s3:// has {unread[0]}, which jaxllm does not follow: set AWS_ENDPOINT_URL_S3 to the server, "
             'and the keys by `eval "$(aws configure export-credentials --format env)"`.'
         )
-    return found | given
+    settings = found | given
+    if os.getenv("AWS_SESSION_TOKEN") and "aws_access_key_id" in settings and "aws_session_token" not in settings:
+        # The token of the variable is of other keys: obstore would send it with these.
+        keys = {name: settings.pop(f"aws_{name}", "") for name in ("access_key_id", "secret_access_key")}
+        settings["credential_provider"] = lambda: {**keys, "expires_at": None}
+    return settings
 
 
 def _profile(name: str | None) -> dict[str, str]:

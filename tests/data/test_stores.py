@@ -431,6 +431,32 @@ def test_of_what_was_set_for_fsspec_headers_go_to_web_servers(servers, monkeypat
     stores._web.cache_clear()
 
 
+@only("given", [{"key": "theirs", "secret": "b"}, {"profile": "mine"}, {}])
+def test_the_session_token_of_other_keys_is_not_sent(monkeypatch, tmp_path, given):
+    from fsspec.config import conf
+
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws/credentials").write_text("[mine]\naws_access_key_id = theirs\naws_secret_access_key = b\n")
+    monkeypatch.setitem(conf, "s3", given)
+    headers = []
+    with serving(Server()) as server:
+        monkeypatch.setattr(server, "answer", lambda *request: (headers.append(request[3]), (404, {}, b""))[1])
+        variables = {
+            "ACCESS_KEY_ID": "ours",
+            "SECRET_ACCESS_KEY": "s",
+            "SESSION_TOKEN": "our-token",
+            "ENDPOINT_URL": server.url,
+        }
+        for name, value in (variables | {"ENDPOINT_URL": server.url}).items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        quick(monkeypatch)
+        refused("s3://texts/a/one.jsonl", tmp_path)
+    key, token = ("theirs", None) if given else ("ours", "our-token")
+    assert {f"Credential={key}/" in one["Authorization"] for one in headers} == {True}
+    assert {one["X-Amz-Security-Token"] for one in headers} == {token}
+
+
 def test_gated_datasets_say_what_to_set(servers, monkeypatch, tmp_path):
     store = servers("hf")
     monkeypatch.setattr(store.server, "gated", {"people/texts"})
