@@ -37,8 +37,6 @@ TRIES, FIRST_WAIT_S = 5, 1.0
 doubles each time. huggingface_hub asks again for half a minute by itself."""
 STALL_S = 120.0
 """Seconds without a byte, after which a request is asked again."""
-ANSWERED_S = 0.1
-"""From the last answer to the end of Python: one of obstore's threads that needs Python during it aborts the process (3.13)."""
 _OF_FSSPEC = {
     "s3": {"anon": "skip_signature", "requester_pays": "request_payer", "region_name": "region"}
     | {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"},
@@ -46,6 +44,7 @@ _OF_FSSPEC = {
 }
 """Options of s3fs and gcsfs, and obstore's. obstore refuses others by name."""
 _SERVERS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_SERVER_KEYS = {"endpoint_url", "services", "use_accelerate_endpoint", "use_dualstack_endpoint", "use_fips_endpoint"}
 _NOT_READ = {"role_arn", "sso_session", "sso_start_url", "login_session", "credential_process"}
 
 
@@ -71,7 +70,8 @@ def open_bucket(address: str) -> Any:
                 # The first request would end in a panic.
                 raise ValueError(f"{shown(server)} is no plain https://HOST")
         retries: Any = {"max_retries": TRIES - 1, "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT_S)}}
-        atexit.register(time.sleep, ANSWERED_S)
+        # Python (3.13) aborts if a thread of obstore's, which may still put the last answer away, needs it while it ends.
+        atexit.register(time.sleep, 0.1)
         return kind(name, prefix=prefix or None, client_options=client, retry_config=retries, **settings)
     except ConfigError:
         raise
@@ -94,18 +94,17 @@ def _s3_settings() -> dict[str, Any]:
     given = {"disable_bulk_delete": True, **_of_fsspec("s3", "s3a")}
     chosen = given.pop("profile", None)
     profile = _profile(chosen or os.getenv("AWS_PROFILE") or os.getenv("AWS_DEFAULT_PROFILE"))
-    wanted = {"ca_bundle"}
-    if not any(map(os.getenv, ("AWS_REGION", "AWS_DEFAULT_REGION"))):
-        wanted.add("region")
-    if not any(map(os.getenv, _SERVERS)):
-        wanted |= {"endpoint_url", "services"}
+    profile |= re.findall(r"(use_\w+) *= *(\S+)", profile.get("s3", ""))
+    profile |= {key: value for key in _SERVER_KEYS if (value := os.getenv(f"AWS_{key.upper()}"))}
+    unless = {("AWS_CA_BUNDLE",): {"ca_bundle"}, ("AWS_REGION", "AWS_DEFAULT_REGION"): {"region"}, _SERVERS: _SERVER_KEYS}
+    wanted = {key for variables, keys in unless.items() if not any(map(os.getenv, variables)) for key in keys}
     others = any(map(os.getenv, ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")))
     if (chosen or not others) and not (given.get("aws_access_key_id") or given.get("skip_signature")):
         wanted |= {"aws_access_key_id", "aws_secret_access_key", "aws_session_token", *_NOT_READ}
-    found = {key: value for key, value in profile.items() if key in wanted}
-    if unread := sorted(({"services"} | _NOT_READ) & found.keys()):
+    found = {key: value for key, value in profile.items() if key in wanted and value.lower() != "false"}
+    if unread := sorted((_SERVER_KEYS - {"endpoint_url"} | _NOT_READ) & found.keys()):
         raise ConfigError(
-            f"The profile for s3:// has {unread[0]}, which jaxllm does not follow: set AWS_ENDPOINT_URL_S3 to the server, "
+            f"What is set for s3:// has {unread[0]}, which jaxllm does not follow: set AWS_ENDPOINT_URL_S3 to the server, "
             'and the keys by `eval "$(aws configure export-credentials --format env)"`.'
         )
     settings = found | given
@@ -162,9 +161,8 @@ def answer(request: Callable[[], Awaitable[T]]) -> T:
 
 
 async def asked(request: Callable[[], Awaitable[T]]) -> T:
-    """The answer of a bucket. Raises FileNotFoundError, FileExistsError, PermissionError, ConnectionError, and of a name that
-    is no path, or an answer that does not pass by itself, ValueError, with the reason as a phrase.
-    """
+    """The answer of a bucket. Raises FileNotFoundError, FileExistsError, PermissionError, ConnectionError where the cause may
+    pass by itself, and else ValueError, with the reason as a phrase."""
     from obstore import exceptions
 
     try:

@@ -47,10 +47,8 @@ def is_address(text: str) -> bool:
 
 
 def find_in_store(pattern: str) -> list[InputFile]:
-    """The files that an address names, or a pattern of addresses (* and ** as for files; not for https).
-
-    Raises:
-      ConfigError: nothing matches, the store does not answer or refuses, or its library is missing.
+    """The files that an address names, or a pattern of addresses (* and ** as for files; not for https). Raises ConfigError if
+    nothing matches, the store does not answer or refuses, or its library is missing.
     """
     scheme = _scheme(pattern)
     if scheme != "https":
@@ -173,12 +171,7 @@ def _input(address: str, info: dict[str, Any], path: str | None = None) -> Input
     return InputFile(path, size, 0, kind, address, shown(version, LONGEST_VERSION))
 
 
-_VERSIONS = {
-    "s3": ("e_tag",),
-    "gs": ("e_tag",),
-    "hf": ("sha256", "blob_id"),
-    "https": ("ETag", "Last-Modified"),
-}
+_VERSIONS = {"s3": ("e_tag",), "gs": ("e_tag",), "hf": ("sha256", "blob_id"), "https": ("ETag", "Last-Modified")}
 """Where the description of a file has what changes with its content; the first that is there counts."""
 
 
@@ -259,10 +252,7 @@ def _read(file: InputFile, start: int, stop: int) -> bytes:
 
 def _from_web(address: str, start: int, stop: int) -> tuple[bytes, dict[str, Any]]:
     """Bytes [start, stop) of a file of the web, and what _input takes. Nothing that its server says of itself is believed.
-
-    Raises:
-      ConfigError: the server answers something else.
-      TimeoutError: it does not end its answer.
+    Raises ConfigError if it answers something else, and TimeoutError if it does not end its answer.
     """
     from fsspec.asyn import get_loop, sync
     from httpx2 import URL
