@@ -1,10 +1,9 @@
-"""Compares the step-time model with published speeds.
+"""Compares the step-time model's convention of Megatron-LM with one published table; published_speeds.py has all others.
 
     python benchmarks/step_time.py            measured and predicted TFLOP/s per GPU for each row, and their agreement
     python benchmarks/step_time.py --fit      fits the constants (cost_model/step_parts.py) to all rows, and to all but one
                                               group, which it then predicts; writes published/left-out.csv (four minutes)
     python benchmarks/step_time.py --ranges   the ranges of error (cost_model/error_range.py), from that file
-    python benchmarks/step_time.py --others   speeds that others publish, none of them fitted
 
 Rows: those of published/llama-3.1-8b.csv with a number and without a doubt (lab table of 22 Oct 2024 by the first author of
 arXiv:2411.06465: Megatron-LM, Llama 3.1 8B, 1024 sequences, plain 1F1B, distributed optimizer, no recomputation). A row in
@@ -25,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.config import Config, load_config
-from jaxllm.cost_model.error_range import HELD, error_range, kind_of_layout
-from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.error_range import HELD, kind_of_layout
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_parts import FITTED, Fitted
 from jaxllm.cost_model.step_time import estimate_step_time
 
 FOLDER = Path(__file__).parent / "published"
-PUBLISHED, LEFT_OUT, OTHERS = (FOLDER / name for name in ("llama-3.1-8b.csv", "left-out.csv", "others.csv"))
+PUBLISHED, LEFT_OUT = FOLDER / "llama-3.1-8b.csv", FOLDER / "left-out.csv"
 ROUNDING = 0.01
 """Errors below this have little weight in a fit, because repeated runs differ by as much."""
 Predict = Callable[["Row"], float]
@@ -237,60 +235,6 @@ def quantile(errors: Sequence[float], share: float = HELD) -> float:
     return sorted(map(abs, errors))[math.ceil(share * len(errors)) - 1]
 
 
-# ---------------------------------------------------------------------------------------------------------------- others
-
-
-@dataclass(frozen=True)
-class Other:
-    """A speed that someone else publishes, of another program on another machine."""
-
-    source: str
-    model: str
-    gpu: str
-    gpus: int
-    precision: str
-    measured: float
-    """Tokens/s per GPU."""
-    predicted: float
-    is_held: bool
-    """Whether the range of the prediction holds it."""
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
-
-
-def other_speeds() -> Iterator[Other]:
-    with OTHERS.open(encoding="utf-8", newline="") as file:
-        for line in csv.DictReader(file):
-            yield _other(line)
-
-
-def _other(line: dict[str, str]) -> Other:
-    sizes = ("sequence_length", "global_batch_sequences", "microbatch_sequences")
-    axes = ("tensor", "context", "pipe", "virtual_stages", "zero")
-    is_fp8, gpus, gpu = line["precision"] == "fp8", int(line["gpus"]), GPUS[line["gpu"]]
-    gpu = dataclasses.replace(gpu, network_bandwidth_bytes_per_s=float(line["network_gbit_per_s"]) / 8 * 1e9)
-    parallel = {axis: int(line[axis]) for axis in axes} | {"remat": line["remat"]}
-    parallel["schedule"] = "interleaved" if parallel["virtual_stages"] > 1 else "1f1b"
-    model = {"name": line["model"], **({"matmul_dtype": "fp8"} if is_fp8 else {})}
-    train = {"steps": 1, **{size: int(line[size]) for size in sizes}}
-    config = load_config({"model": model, "parallel": parallel, "train": train}).resolve(gpus)
-    convention, per_host = line["convention"], min(gpus, int(line["gpus_per_host"]))
-    # Their loaders make no masks.
-    fitted = dataclasses.replace(FITTED, mask_bytes_per_s=math.inf, hopper_mask_bytes_per_s=math.inf)
-    predicted = estimate_step_time(config, gpu, per_host, convention, fitted).tokens_per_s_per_gpu
-    length, figure = config.train.sequence_length, float(line["figure"])
-    full, causal = (train_flops_per_token(config.model, length, causal) for causal in (False, True))
-    peak = (is_fp8 and gpu.float8_flops) or gpu.dense_flops["bfloat16"]
-    per_unit = {"tokens_per_s": 1, "mfu_full_square": peak / 100 / full, "tflops_causal": 1e12 / causal}
-    measured, found = figure * per_unit[line["unit"]], error_range(config, gpu, per_host)
-    low, high = found.of(predicted)
-    return Other(
-        line["source"], line["model"], line["gpu"], gpus, line["precision"], measured, predicted, low <= measured <= high
-    )
-
-
 # -------------------------------------------------------------------------------------------------------------- printing
 
 
@@ -323,34 +267,12 @@ def range_lines() -> Iterator[str]:
         for (group, gpu), errors in groups.items():
             mean = statistics.fmean(errors)
             yield f"  {len(errors):>3} rows of {gpu}: {HELD:.0%} within {quantile(errors):.3f}, the mean {mean:+.3f}  ({group})"
-    for precision in ("bf16", "fp8"):
-        errors = [math.log(1 + one.error) for one in other_speeds() if one.precision == precision]
-        yield f"others, {precision}: {len(errors)} rows, {HELD:.0%} within {quantile(errors):.3f}"
-
-
-def other_lines() -> Iterator[str]:
-    found = list(other_speeds())
-    for one in found:
-        yield (
-            f"{one.source:<25}{one.model:<15}{one.gpu:<11}{one.gpus:>6} {one.precision}{one.measured:>9,.0f}"
-            f"{one.predicted:>9,.0f}{one.error:>+8.1%}{'' if one.is_held else '  outside its range'}"
-        )
-    for precision in ("bf16", "fp8"):
-        there = [one for one in found if one.precision == precision]
-        errors = [one.error for one in there]
-        held = sum(one.is_held for one in there)
-        rank = spearman([one.predicted for one in there], [one.measured for one in there])
-        yield (
-            f"{precision}: {len(there)} rows, median error {statistics.median(map(abs, errors)):.1%}, the mean "
-            f"{statistics.fmean(errors):+.1%}, Spearman {rank:.3f} (over models of several sizes), ranges hold {held}"
-        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the constants to all rows, and to all but one group")
     parser.add_argument("--ranges", action="store_true", help="ranges of error, from published/left-out.csv")
-    parser.add_argument("--others", action="store_true", help="speeds that others publish")
     options = parser.parse_args()
     rows = published_rows()
     if options.fit:
@@ -359,8 +281,6 @@ def main() -> None:
             print(line, flush=True)
     elif options.ranges:
         print("\n".join(range_lines()))
-    elif options.others:
-        print("\n".join(other_lines()))
     else:
         print("\n".join([*table(rows), "", *agreement_lines(rows)]))
 

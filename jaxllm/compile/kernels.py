@@ -215,6 +215,7 @@ PARTS = {
     "other": "the rest",
 }
 """Part -> what it contains."""
+PHASES = ("forward", "backward", "update", "transfers")
 OF_LAYERS = ("matmuls", "matmuls_again", *(p for p in PARTS if p.startswith("attention")), "norms", "swiglu", "rotary")
 OF_LAYERS += ("fp8_rounding", "sums", "stacks", "slices", "zero_fills", "copies")
 """Parts that are all or mostly the layers', each microbatch."""
@@ -259,6 +260,8 @@ class KernelAccount:
     parts: tuple[KernelPart, ...]
     """The longest first."""
     step_s: float
+    phases_s: Mapping[str, float]
+    """Seconds of the forward pass, the backward pass with what it repeats, the update, and what waits for transfers."""
     mfu_full_square: float
     """Model FLOPs with the full square of attention, as a share of the dense peak of bfloat16."""
     mfu_causal: float
@@ -308,7 +311,14 @@ def kernel_account(
     model, S, possible_flops = config.model, config.train.sequence_length, step_s * config.devices * gpu.dense_flops["bfloat16"]
     per_token = (train_flops_per_token(model, S, causal, config.frozen) for causal in (False, True))
     mfu_full_square, mfu_causal = (config.step_tokens * flops / possible_flops for flops in per_token)
-    return KernelAccount(tuple(sorted(parts, key=lambda row: -row.seconds)), step_s, mfu_full_square, mfu_causal, rates)
+    phases_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for part, among in groups.items():
+        if part not in ("transfers", "host_transfers"):
+            for kernel in among:
+                phases_s[phase_of(kernel, part)] += kernel.runs * kernel_seconds(kernel, rates)
+    phases_s["transfers"] = step_s - sum(phases_s.values())
+    ordered = tuple(sorted(parts, key=lambda row: -row.seconds))
+    return KernelAccount(ordered, step_s, phases_s, mfu_full_square, mfu_causal, rates)
 
 
 def _outer_part(config: Config, gpu: Gpu, gpus_per_host: int, among: Sequence[Kernel], rates: KernelRates) -> KernelPart:
@@ -335,6 +345,16 @@ def kernel_seconds(kernel: Kernel, rates: KernelRates) -> float:
     }.get(kernel.kind)
     moved_s = kernel.moved_bytes / rates.memory_bytes_per_s
     return max(moved_s, kernel.flops / per_s if per_s else 0.0) + rates.launch_s
+
+
+def phase_of(kernel: Kernel, part: str) -> str:
+    """The phase of a step to which a kernel of a part belongs."""
+    if part == "optimizer":
+        return "update"
+    path = next(iter(kernel.op_names), "")
+    return (
+        "backward" if "transpose(" in path or part.endswith("_again") or part in ("attention_backward", "sums") else "forward"
+    )
 
 
 def part_of(kernel: Kernel) -> str:

@@ -370,9 +370,10 @@ def _ms(seconds: float) -> str:
 
 
 def _total(whose: str, account: KernelAccount) -> str:
+    phases = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in account.phases_s.items())
     return (
-        f"{whose}{_ms(account.step_s)} ms a step, MFU {account.mfu_full_square:.1%} with the full square of attention, "
-        f"{account.mfu_causal:.1%} causal"
+        f"{whose}{_ms(account.step_s)} ms a step ({phases}), MFU {account.mfu_full_square:.1%} with the full square of "
+        f"attention, {account.mfu_causal:.1%} causal"
     )
 
 

@@ -2,13 +2,15 @@
 
     found = error_range(config, GPUS["h100-80gb"], gpus_per_host=8)
     found.of(tokens_per_s)                     (low, high)
-    found.beyond                               ("1,024 GPUs, beyond the 256 of the data",)
+    found.beyond                               ("4,096 GPUs, beyond the 2,048 of the data",)
 
-Two errors add up. The layout's: the constants were fitted to all published runs but one group (larger clusters, longer
-sequences, another kind of host), and predicted that group; LAYOUT_ERRORS is what holds HELD of its rows, by kind of layout. It
-alone decides between two layouts on one machine. The machine's: MACHINE_ERRORS is what holds as many of the speeds that other
-projects publish (benchmarks/published/others.csv), none of which was fitted. `python benchmarks/step_time.py --fit` and
-`--ranges` print both. jaxllm itself has run on one H100 alone: there the range is what holds its own steps (ONE_GPU_ERROR).
+Two errors add up. The layout's: the constants of Megatron's convention were fitted to one table of published runs but for one
+group (larger clusters, longer sequences, another kind of host), and predicted that group. LAYOUT_ERRORS is what holds HELD of
+its rows, by kind of layout (`python benchmarks/step_time.py --ranges`). It alone decides between two layouts on one machine.
+The program's: PUBLISHED was fitted to all published programs of jaxllm's kind but for one project's, and predicted those.
+PROGRAM_ERRORS, wider for attention and narrow layers, hold HELD of the rows of every kind of GPU (`python
+benchmarks/published_speeds.py`). jaxllm itself has run on one H100 alone: there the range is what holds its own steps
+(ONE_GPU_ERROR).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from jaxllm.config import Config
 from jaxllm.config.attention import AMPERE, HOPPER, takes_cudnn, window_shares
 from jaxllm.config.layer_stack import has_own_layers
 from jaxllm.config.remat_policy import policy_of
+from jaxllm.cost_model.flops import attention_flops_per_token, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import group_of
 
@@ -36,14 +39,25 @@ LAYOUT_ERRORS: Mapping[str, float] = {
     "context across hosts": 0.198,
 }
 """Kind of layout -> largest absolute log(measured / predicted) of HELD of its rows in the group that is predicted worst."""
-MACHINE_ERRORS: Mapping[str, float] = {"bf16": 0.287, "fp8": 0.377}
-"""Precision of the matmuls -> the same of speeds by other projects."""
+PROGRAM_ERRORS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "jaxllm": {"bf16": (0.20, 0.25), "fp8": (0.40, 0.40)},
+    "megatron": {"bf16": (0.287, 0.287), "fp8": (0.377, 0.377)},
+}
+"""Convention -> precision of the matmuls -> log(predicted / low), log(high / predicted)."""
+ATTENTION_ERROR = 0.8
+"""By which the former is larger, for each share of the model FLOPs that attention has: jaxllm's own was not measured on several
+GPUs, and kernels and rings of other programs differ by a factor of two."""
+NARROW_ERROR, NARROW = 0.4, 2048
+"""The same for layers below this width, whose short kernels the programs differ in."""
 ONE_GPU_ERROR = 0.065
 """On one Hopper GPU, where `was_measured`: the largest absolute log(measured / predicted) of five steps of jaxllm on an
 H100 (benchmarks/RESULTS.md, "On one H100"), three of which gave the constants. It is that of packed documents, whose shorter
 attention the model leaves out; the others are within 0.021."""
-LIMITS: Mapping[tuple[int, int], tuple[int, int, int]] = {AMPERE: (256, 8, 8192), HOPPER: (128, 4, 16384)}
-"""Compute capability -> most GPUs, GPUs per host, and tokens of a sequence, of the fitted runs."""
+LIMITS: Mapping[str, Mapping[tuple[int, int], tuple[int, int, int]]] = {
+    "jaxllm": {AMPERE: (256, 8, 8192), HOPPER: (2048, 8, 8192)},
+    "megatron": {AMPERE: (256, 8, 8192), HOPPER: (128, 4, 16384)},
+}
+"""Convention -> compute capability -> most GPUs, GPUs per host, and tokens of a sequence, of the fitted runs."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +76,22 @@ class ErrorRange:
         return self.low * tokens_per_s, self.high * tokens_per_s
 
 
-def error_range(config: Config, gpu: Gpu, gpus_per_host: int) -> ErrorRange:
+def error_range(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = "jaxllm") -> ErrorRange:
     """The range of a predicted speed of a resolved config."""
     layout = layout_error(config, gpus_per_host)
-    if was_measured(config, gpu):
+    if convention == "jaxllm" and was_measured(config, gpu):
         return ErrorRange(math.exp(-ONE_GPU_ERROR), math.exp(ONE_GPU_ERROR), (), layout, "holds jaxllm's own five on an H100")
-    error = math.hypot(layout, MACHINE_ERRORS["fp8" if config.model.multiplies_fp8 else "bf16"])
-    return ErrorRange(math.exp(-error), math.exp(error), tuple(extrapolations(config, gpu, gpus_per_host)), layout)
+    below, above = PROGRAM_ERRORS[convention]["fp8" if config.model.multiplies_fp8 else "bf16"]
+    if convention == "jaxllm":
+        below += ATTENTION_ERROR * attention_share(config) + NARROW_ERROR * (config.model.hidden_size < NARROW)
+    low, high = math.exp(-math.hypot(layout, below)), math.exp(math.hypot(layout, above))
+    return ErrorRange(low, high, tuple(extrapolations(config, gpu, gpus_per_host, convention)), layout)
+
+
+def attention_share(config: Config) -> float:
+    """Attention's share of the model FLOPs of a step."""
+    model, length = config.model, config.train.sequence_length
+    return 3 * attention_flops_per_token(model, length, causal=True) / train_flops_per_token(model, length)
 
 
 def was_measured(config: Config, gpu: Gpu) -> bool:
@@ -78,9 +101,9 @@ def was_measured(config: Config, gpu: Gpu) -> bool:
     usual = parallel.remat in ("selective", "none") and parallel.offload_state == "none" and not config.run.deterministic
     unrolled = has_own_layers(config, gpu.chip.compute_capability) and takes_cudnn(model, gpu.chip.compute_capability)
     wide = model.hidden_size >= 2048 and model.compute_dtype == "bfloat16" and set(window_shares(model, 8192)) == {None}
-    long = train.sequence_length >= 4096 and config.microbatch_sequences * train.sequence_length >= 8192
+    long = 4096 <= train.sequence_length <= 16384 and config.microbatch_sequences * train.sequence_length >= 8192
     measured = config.devices == 1 and gpu.name == "h100-80gb"
-    return measured and usual and unrolled and wide and long and train.sequence_length <= LIMITS[HOPPER][2]
+    return measured and usual and unrolled and wide and long
 
 
 def layout_error(config: Config, gpus_per_host: int) -> float:
@@ -114,15 +137,15 @@ def kind_of_layout(config: Config, gpus_per_host: int) -> str:
     return " and ".join(names) or "plain"
 
 
-def extrapolations(config: Config, gpu: Gpu, gpus_per_host: int) -> Iterator[str]:
+def extrapolations(config: Config, gpu: Gpu, gpus_per_host: int, convention: str) -> Iterator[str]:
     """What the fitted runs do not have, in words."""
-    p, devices, length = config.parallel, config.devices, config.train.sequence_length
-    limits = LIMITS.get(gpu.chip.compute_capability)
+    p, devices, length, of_kind = config.parallel, config.devices, config.train.sequence_length, LIMITS[convention]
+    limits = of_kind.get(gpu.chip.compute_capability)
     if limits is None:
         yield f"{gpu.name}, whose generation the data do not have"
-    most_gpus, most_per_host, longest = limits or [max(column) for column in zip(*LIMITS.values(), strict=True)]
+    most_gpus, most_per_host, longest = limits or [max(column) for column in zip(*of_kind.values(), strict=True)]
     if devices > most_gpus:
-        yield f"{devices:,} GPUs, beyond the {most_gpus} of the data"
+        yield f"{devices:,} GPUs, beyond the {most_gpus:,} of the data"
     if (per_host := min(gpus_per_host, devices)) > most_per_host:
         yield f"hosts of {per_host} GPUs, beyond the {most_per_host} of the data"
     if length > longest:

@@ -25,7 +25,7 @@ from jaxllm.cost_model.flops import attention_flops_per_token, moments_per_param
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.layer_compute import BLOCK_NORM_MOVES
 from jaxllm.cost_model.step_model import StepModel
-from jaxllm.cost_model.step_parts import ATTENTION_SHARES, FITTED, LARGE_HEAD, MEASURED, MEMORY_SHARE
+from jaxllm.cost_model.step_parts import FITTED, LARGE_HEAD, MEASURED, MEMORY_SHARE
 
 # ------------------------------------------------------------------------------------------------------------- least time
 # The least time that each part of a step can take: its model FLOPs once, and the bytes that no fusion can save.
@@ -101,7 +101,7 @@ def kernel_rates(gpu: Gpu, model: ModelConfig) -> KernelRates:
     peak, memory = gpu.dense_flops["bfloat16"], gpu.memory_bandwidth_bytes_per_s
     if gpu.chip.compute_capability < (9, 0):
         matmul = fp8 = FITTED.matmul_share
-        attention, bandwidth, launch_s = ATTENTION_SHARES, MEMORY_SHARE, 2e-6
+        attention, bandwidth, launch_s = FITTED.attention_shares, MEMORY_SHARE, 2e-6
     else:
         matmul, fp8, bandwidth, launch_s = 740 / 989, 1394 / 1979, 3.0 / 3.35, 1e-6
         attention = (514 / 989, 421 / 989) if model.head_dim >= LARGE_HEAD else (414 / 989, 347 / 989)

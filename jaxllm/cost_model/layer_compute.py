@@ -17,7 +17,6 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
 from jaxllm.cost_model.step_parts import (
     ATTENTION_ROWS,
-    ATTENTION_SHARES,
     BANDWIDTH_SHARE,
     KERNEL_S,
     LARGE_HEAD,
@@ -63,7 +62,7 @@ class LayerCompute:
         memory_share = fitted.hopper_memory_share if self.is_hopper else MEMORY_SHARE
         self.memory_bytes_per_s = gpu.memory_bandwidth_bytes_per_s * memory_share
         self.kernel_s = fitted.hopper_kernel_s if self.is_hopper else KERNEL_S
-        self.attention_shares = ATTENTION_SHARES
+        self.attention_shares = fitted.attention_shares
         if self.is_hopper:
             is_large = model.head_dim >= LARGE_HEAD
             self.attention_shares = fitted.hopper_attention_shares if is_large else fitted.hopper_small_head_shares

@@ -154,12 +154,15 @@ MASK_POWER = 3
 class MegatronStep(StepModel):
     """1F1B, the head on the last stage, kernels that XLA would fuse, and exchanges over data behind compute."""
 
-    constants = FITTED
     layer_kernels = 120
     hop_kernels = 24
     hidden_collectives = (2, 2)
     """Two gathers overlap with the gradient of an input, and two scatters with that of a weight."""
     backward_mlp_moves = 5
+
+    @classmethod
+    def constants(cls, config: Config, gpu: Gpu) -> Fitted:
+        return FITTED
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)

@@ -68,7 +68,7 @@ def shape_waste(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = 
         """The step without some of PARTS."""
 
         def __init__(self, removed: tuple[str, ...]):
-            super().__init__(config, gpu, gpus_per_host, base.constants)
+            super().__init__(config, gpu, gpus_per_host, base.constants(config, gpu))
             self.removed = removed
             if "identity_layers" in removed:
                 self.chunk_layers = config.model.num_layers / (self.P * self.V)

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import Config
+from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method
@@ -19,6 +20,7 @@ from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
     COMMUNICATION,
     MEASURED,
+    PUBLISHED,
     STEP_KERNELS,
     Fitted,
     StepTime,
@@ -32,7 +34,6 @@ from jaxllm.cost_model.step_sizes import StepSizes
 class StepModel(LayerCompute):
     """Combines the compute, the transfers and the copies to and from the host of jaxllm's step."""
 
-    constants = MEASURED
     layer_kernels = 60
     """Kernels of one layer, forward and backward, counted: 21 matmuls, attention, and the operations between them, fused by
     XLA."""
@@ -44,6 +45,11 @@ class StepModel(LayerCompute):
     hidden_collectives = (3, 1)
     """(gathers, scatters) over tensor that overlap with a matmul, per layer (70B at tensor 4, compiled for 1,024 H100s; assumed
     to be those of the backward pass)."""
+
+    @classmethod
+    def constants(cls, config: Config, gpu: Gpu) -> Fitted:
+        """Those of a resolved config's step: what was measured on one GPU, what others publish of several."""
+        return MEASURED if config.devices == 1 and gpu.chip.compute_capability >= HOPPER else PUBLISHED
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         super().__init__(config, gpu, gpus_per_host, fitted)
@@ -87,6 +93,9 @@ class StepModel(LayerCompute):
         for times_s in (self.update(), once.exposed_s):
             add_times(terms, times_s)
         add_times(hidden, once.hidden_s)
+        if self.fitted.overlap_cost:
+            beside_s = sum(time_s for name, time_s in hidden.items() if name in BETWEEN_GPUS)
+            terms["overlap"] = self.fitted.overlap_cost * beside_s
         # Replicas of DiLoCo wait for each other once a round only.
         together = self.devices // (self.parallel.replica if self.config.train.diloco_steps else 1)
         if together > 1:
@@ -95,7 +104,9 @@ class StepModel(LayerCompute):
         self.add_input(terms)
         tokens_per_s = self.config.step_tokens / sum(terms.values()) / self.devices
         tflops = tokens_per_s * self.flops_per_token() / 1e12
-        return StepTime(terms, hidden, tokens_per_s, tflops, bubble_transfers_s)
+        passes_s = ticks * forward_s + terms["head"] / 3, ticks * backward_s + terms["head"] * 2 / 3
+        share = passes_s[0] / sum(passes_s)
+        return StepTime(terms, hidden, tokens_per_s, tflops, bubble_transfers_s, sum(self.update().values()), share)
 
     def flops_per_token(self) -> float:
         """Model FLOPs, as counted in tflops_per_gpu."""

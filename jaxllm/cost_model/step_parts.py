@@ -19,7 +19,7 @@ OUTER_STEP = "outer_step"
 BETWEEN_REPLICAS = ("replica", OUTER_STEP)
 SCHEDULED = "transfers"
 """The term that takes their place in StepTime.as_scheduled."""
-COMMUNICATION = (*BETWEEN_GPUS, OUTER_STEP, SCHEDULED, "tensor_skew", "slowest_gpu", "offload", "offload_state")
+COMMUNICATION = (*BETWEEN_GPUS, OUTER_STEP, SCHEDULED, "tensor_skew", "overlap", "slowest_gpu", "offload", "offload_state")
 """Terms that wait for other GPUs or for the host."""
 
 
@@ -49,12 +49,18 @@ class Fitted:
     """Share of the memory bandwidth that memory-bound kernels reach, from Hopper on; a rule of thumb."""
     hopper_rounding_share: float = 0.8
     """The same of kernels that round to FP8, which also store arrays in another order."""
+    attention_shares: tuple[float, float] = (0.60, 0.50)
+    """Share of the dense peak that fused causal attention reaches forward and backward with heads of 128 and long sequences,
+    before Hopper: Dao 2023, "FlashAttention-2", for A100s; rounded."""
     hopper_attention_shares: tuple[float, float] = (0.60, 0.50)
-    """ATTENTION_SHARES from Hopper on, with heads of 128."""
+    """The same from Hopper on."""
     hopper_small_head_shares: tuple[float, float] = (0.60, 0.50)
     """The same with smaller heads."""
     hopper_kernel_s: float = 5e-6
     """KERNEL_S from Hopper on."""
+    overlap_cost: float = 0.0
+    """Seconds by which compute is longer for each second of a transfer beside it: NCCL's kernels take multiprocessors and
+    memory bandwidth."""
 
     def share_of_matmuls(self, is_hopper: bool, is_fp8: bool) -> float:
         """Share of the dense peak of their precision that large matmuls reach."""
@@ -83,9 +89,21 @@ MEASURED = replace(
     hopper_small_head_shares=(0.426, 0.355),
     hopper_kernel_s=1e-6,
 )
-"""Constants of jaxllm's own programs. What concerns Hopper is of profiles of three steps on one H100 SXM of 700 W, whose power
-limit lowers its clock (benchmarks/RESULTS.md, "On one H100"); the rest is FITTED's. Shares are of large matmuls: Llama 3.2 1B's
-reach 0.80 and ten layers of 8B 0.745. XLA runs a step's kernels in CUDA graphs, with 1 microsecond between two."""
+"""Constants of jaxllm's own programs on one GPU from Hopper on: of profiles of three steps on one H100 SXM of 700 W, whose
+power limit lowers its clock (benchmarks/RESULTS.md, "On one H100"). Shares are of large matmuls: Llama 3.2 1B's reach 0.80 and
+ten layers of 8B 0.745. XLA runs a step's kernels in CUDA graphs, with 1 microsecond between two."""
+
+PUBLISHED = replace(
+    MEASURED,
+    matmul_share=0.709,
+    hopper_matmul_share=0.578,
+    # As much less than on one GPU: other programs gain more by FP8 than jaxllm did on one H100, with kernels that it has not.
+    hopper_fp8_share=MEASURED.hopper_fp8_share * 0.578 / MEASURED.hopper_matmul_share,
+    overlap_cost=0.155,
+)
+"""Constants of jaxllm's own programs where it has not run: on several GPUs, and before Hopper. They are fitted to what programs
+of its kind reach by the public record (`python benchmarks/published_speeds.py --fit`): clocks under load, kernels that share a
+GPU with NCCL's, and all that this model leaves out are in them."""
 
 BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's link or network bandwidth that collectives reach: NCCL's own tests usually print 230 to 240 of 300
@@ -96,9 +114,6 @@ KERNEL_S = 5e-6
 """Time to start a kernel, fill the GPU and drain it; a rule of thumb."""
 STEP_KERNELS = 400
 """Kernels of one update."""
-ATTENTION_SHARES = (0.60, 0.50)
-"""Share of the dense peak that fused causal attention reaches forward and backward with heads of 128 and long sequences: Dao
-2023, "FlashAttention-2", for A100s; rounded. From Hopper on: Fitted."""
 LARGE_HEAD = 128
 """Head size from which attention reaches the faster shares."""
 ATTENTION_ROWS = 128
@@ -128,6 +143,17 @@ class StepTime:
     """Model FLOPs: causal, or in Megatron's convention as Megatron-LM counts them."""
     bubble_transfers_s: float = 0.0
     """The part of the term `bubble` that is exposed transfers between GPUs."""
+    update_s: float = 0.0
+    """The update of the weights."""
+    forward_share: float = 1 / 3
+    """Of the rest of the step. What is not of one pass, such as the bubble, counts for both alike."""
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds of the forward pass, the backward pass and the update; they sum to step_s."""
+        passes_s = self.step_s - self.update_s
+        forward_s = self.forward_share * passes_s
+        return {"forward": forward_s, "backward": passes_s - forward_s, "update": self.update_s}
 
     @property
     def step_s(self) -> float:
@@ -145,8 +171,8 @@ class StepTime:
         its part, because the compiled loop sends in the ticks of the bubble too, and the simulation counts them.
 
         Kept: all compute, with the bubble's; `tensor_skew`, because one device's schedule does not show how long ranks wait
-        for each other; `outer_step`, which is not in each step; `offload` and `offload_state`, because the simulation leaves
-        out copies to and from the host.
+        for each other; `overlap`, as predicted; `outer_step`, which is not in each step; `offload` and `offload_state`, because
+        the simulation leaves out copies to and from the host.
 
         Both sides take a transfer's time from cost_model/network.py. They differ in what hides it: the simulation counts
         matmuls and attention alone, at one speed. A doubt: copies to the host and transfers that wait at the same time count
@@ -161,7 +187,8 @@ class StepTime:
         terms = {**kept, SCHEDULED: transfers_s}
         hidden = {name: time_s for name, time_s in self.hidden_s.items() if name not in BETWEEN_GPUS}
         faster = self.step_s / sum(terms.values())
-        return StepTime(terms, hidden, faster * self.tokens_per_s_per_gpu, faster * self.tflops_per_gpu)
+        speeds = faster * self.tokens_per_s_per_gpu, faster * self.tflops_per_gpu
+        return StepTime(terms, hidden, *speeds, update_s=self.update_s, forward_share=self.forward_share)
 
     @property
     def between_replicas_s(self) -> float:

@@ -59,7 +59,7 @@ def estimate_step_time(
       fitted: other constants than the convention's own.
     """
     model = step_model(convention)
-    return model(config, gpu, gpus_per_host, fitted or model.constants).time()
+    return model(config, gpu, gpus_per_host, fitted or model.constants(config, gpu)).time()
 
 
 def step_model(convention: str) -> type[StepModel]:
@@ -76,6 +76,7 @@ def step_time_lines(step: StepTime) -> Iterator[str]:
         exposed_s = step.terms_s.get(name, 0.0)
         yield _line(name.replace("_", " "), exposed_s, exposed_s / step.step_s, step.hidden_s.get(name, 0.0))
     yield _line("step", step.step_s, 1.0, sum(step.hidden_s.values()))
+    yield "of these " + ", ".join(f"{name} {time_s:.4f} s" for name, time_s in step.phases_s.items())
 
 
 def _line(name: str, exposed_s: float, share: float, hidden_s: float) -> str:

@@ -127,7 +127,7 @@ class Estimate:
         """How far off the speed may be; needs a GPU."""
         if self.gpu is None:
             raise ValueError("Without a GPU there is no speed, and no range of it.")
-        return error_range(self.config, self.gpu, self.gpus_per_host)
+        return error_range(self.config, self.gpu, self.gpus_per_host, self.convention)
 
     @property
     def mfu(self) -> float | None:
@@ -151,6 +151,7 @@ class Estimate:
             **{name: speed and getattr(speed, name) for name in of_speed},
             **(range_json(speed.tokens_per_s_per_gpu, self.speed_range) if speed else {}),
             "terms_s": speed and dict(speed.terms_s),
+            "phases_s": speed and speed.phases_s,
             "hidden_s": speed and dict(speed.hidden_s),
             "shape_waste": self.waste and self.waste.to_json(),
             "better_shape": self.better_shape and self.better_shape.to_json(),

@@ -143,7 +143,8 @@ class Fitting:
         self.sequences = config.largest_phase.sequences
 
     def model(self, choice: Choice, kind: type[StepModel] = LeastStep) -> StepModel:
-        return kind(choice.applied_to(self.config).at_largest_batch, self.gpu, self.gpus_per_host, kind.constants)
+        config = choice.applied_to(self.config).at_largest_batch
+        return kind(config, self.gpu, self.gpus_per_host, kind.constants(config, self.gpu))
 
     def ladder(self, model: StepModel, own: bool = False) -> Ladder:
         key = (*layer_of(model), own)

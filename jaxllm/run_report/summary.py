@@ -25,6 +25,7 @@ from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.noise_reading import NoiseEstimate, reading, wasted_share
+from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
 from jaxllm.plan.cost import DAY_S, HOUR_S
@@ -52,8 +53,8 @@ class RunReport:
     over_ranks: OverRanks | None = None
     by_interval: tuple[OverRanks, ...] = ()
     """The same for the known ends of the noise scale's interval."""
-    slower: float | None = None
-    """Measured over predicted step time; None if they cannot be compared."""
+    predicted: StepTime | None = None
+    """The run's last steps as predicted; None if the two cannot be compared."""
     why_not: str = ""
     """The reason why over_ranks is None; else ''."""
 
@@ -122,6 +123,12 @@ class RunReport:
             "why_no_data_ranks": self.why_not or None,
         }
 
+    @property
+    def slower(self) -> float | None:
+        """Measured over predicted step time; None if they cannot be compared."""
+        rate = self.history.tokens_per_s_per_device
+        return None if self.predicted is None or rate is None else self.predicted.tokens_per_s_per_gpu / rate
+
     # --------------------------------------------------------------------------------------------------------------- words
 
     def lines(self) -> Iterator[str]:
@@ -151,6 +158,9 @@ class RunReport:
                 where = "inside" if speed.low <= rate <= speed.high else "outside"
                 off = f"measured {rate:,.0f}: {rate / speed.expected - 1:+.1%}, {where} the range"
                 yield "predicted", f"{speed.text(' tokens/s/GPU', 0)}, {off}"
+            if (step := self.predicted) is not None:
+                shares = (f"{name} {time_s / step.step_s:.0%}" for name, time_s in step.phases_s.items())
+                yield "of a step", f"{', '.join(shares)}, as predicted"
         if (busy_s := history.busy_s) is not None:
             yield "time", f"{duration(busy_s)}, {busy_s * history.devices / HOUR_S:,.4g} device-hours"
             # Causes below a thousandth are left out.
@@ -247,7 +257,8 @@ def report_on(
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     history = read_run(folder)
     target, line = reach(history, loss)
-    report = RunReport(history, kind, target, line)
+    rate = history.tokens_per_s_per_device
+    report = RunReport(history, kind, target, line, predicted=predicted_steps(history, kind, gpus_per_host))
     if line is None:
         return replace(report, why_not="no step's loss was finite.")
     if history.noise_tokens is None:
@@ -260,18 +271,17 @@ def report_on(
         return replace(report, why_not=why)
     if not (history.batch_tokens > 0).all():
         return replace(report, why_not="the tokens in its lines do not grow from step to step.")
-    rate = history.tokens_per_s_per_device
     if kind is None and rate is None:
         return replace(report, why_not="no step's speed is known; name a GPU with --gpu.")
     batch, noise = history.batch_tokens[: line + 1], history.noise_tokens[: line + 1]
-    slower = None if kind is None or rate is None else slower_than_predicted(history, kind, gpus_per_host, rate)
+    slower = report.slower or 1.0
 
     def over(factor: float) -> OverRanks:
         needed = steps_to_loss(batch, factor * noise)
-        return over_data_ranks(history.config, needed, kind, gpus_per_host, tokens_per_s_per_device=rate, slower=slower or 1.0)
+        return over_data_ranks(history.config, needed, kind, gpus_per_host, tokens_per_s_per_device=rate, slower=slower)
 
     ends = tuple(over(factor) for factor in history.noise_factors if factor is not None)
-    return replace(report, needed=steps_to_loss(batch, noise), over_ranks=over(1.0), by_interval=ends, slower=slower)
+    return replace(report, needed=steps_to_loss(batch, noise), over_ranks=over(1.0), by_interval=ends)
 
 
 def reach(history: History, loss: float | None) -> tuple[float | None, int | None]:
@@ -296,16 +306,21 @@ def reach(history: History, loss: float | None) -> tuple[float | None, int | Non
     return loss, there
 
 
-def slower_than_predicted(history: History, gpu: Gpu, gpus_per_host: int | None, rate: float) -> float | None:
-    """Measured over predicted time of the run's last steps; None if the run was on other GPUs, as far as it logged them."""
+def predicted_steps(history: History, gpu: Gpu | None, gpus_per_host: int | None) -> StepTime | None:
+    """The run's last steps as predicted; None if the run was on other GPUs, as far as it logged them, or in DiLoCo's rounds."""
     config, peak = history.config, history.last("device_peak_flops")
-    if peak is None or peak != gpu.peak_flops(config.model.compute_dtype):
+    if (
+        gpu is None
+        or peak is None
+        or peak != gpu.peak_flops(config.model.compute_dtype)
+        or config.train.diloco_steps is not None
+    ):
         return None
     ranks = config.data_ranks
     sequences = config.phase_at(int(history.steps[-1]) - 1).sequences
     as_run = with_ranks(config, ranks, sequences // (ranks * config.microbatch_sequences))
     per_host, _ = choose_gpus_per_host(as_run.devices, None, gpus_per_host or gpu.gpus_per_host, config.parallel)
-    return estimate_step_time(as_run, gpu, per_host).tokens_per_s_per_gpu / rate
+    return estimate_step_time(as_run, gpu, per_host)
 
 
 def skipped_steps(history: History) -> int:

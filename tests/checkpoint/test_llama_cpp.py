@@ -26,7 +26,7 @@ OF_SENTENCEPIECE = ["a don it", "the xxxx ss, it's", "é on", " a", "xxxxx  a"]
 
 
 def largest_difference(source, file, ids=IDS):
-    """Largest difference of log probabilities above 1e-30, between llama.cpp with the file and jaxllm with the folder that it was made of."""
+    """Between log probabilities above 1e-30 of llama.cpp with the file and of jaxllm with the folder it was made of."""
     logits_SV = np.asarray(jaxllm.load_model(source, "float32", {"data": 1})(ids[None]))[0].astype(np.float64)
     ours_SV = np.exp(logits_SV - logits_SV.max(axis=-1, keepdims=True))
     ours_SV /= ours_SV.sum(axis=-1, keepdims=True)

@@ -12,7 +12,7 @@ import scripts
 
 from jaxllm.config import ATTENTION_RESULTS, Config, load_config
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.error_range import HELD, LAYOUT_ERRORS, MACHINE_ERRORS, ONE_GPU_ERROR, error_range, kind_of_layout
+from jaxllm.cost_model.error_range import HELD, LAYOUT_ERRORS, ONE_GPU_ERROR, error_range, kind_of_layout
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.megatron import megatron_flops_per_token
@@ -167,14 +167,6 @@ def test_ranges_hold_four_fifths_of_every_group_left_out():
             assert held >= HELD * len(errors), (kind, group)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_speeds_of_others_were_not_fitted_and_give_the_error_of_a_machine(precision):
-    others = [one for one in published.other_speeds() if one.precision == precision]
-    errors = [math.log(1 + one.error) for one in others]
-    assert published.quantile(errors) == pytest.approx(MACHINE_ERRORS[precision], abs=0.01)
-    assert sum(one.is_held for one in others) >= HELD * len(others)
-
-
 def test_the_range_of_one_gpu_holds_the_steps_that_ran_on_an_h100():
     errors = []
     for line in (scripts.CHECKOUT / "benchmarks" / "gpu_h100.jsonl").read_text(encoding="utf-8").splitlines():
@@ -212,23 +204,24 @@ def test_what_did_not_run_has_the_range_of_others(gpu, devices, more):
     assert "jaxllm's own" in error_range(ran, H100, 1).evidence
     other = error_range(load_config(recipe, more.split()).resolve(devices), GPUS[gpu], devices)
     assert "published" in other.evidence
-    assert other.low < 0.8
+    assert other.low < 0.85
 
 
 def test_what_is_extrapolated_is_said():
-    assert error_range(configured(8), GPUS["h100-94gb"], 4).beyond == ()
-    assert error_range(configured(8), H100, 8).beyond == ("hosts of 8 GPUs, beyond the 4 of the data",)
-    a100 = error_range(configured(8, train={"sequence_length": 16384}), GPUS["a100-80gb"], 8)
+    assert error_range(configured(8), H100, 8).beyond == ()
+    assert error_range(configured(8), GPUS["h100-94gb"], 4, "megatron").beyond == ()
+    assert error_range(configured(8), H100, 8, "megatron").beyond == ("hosts of 8 GPUs, beyond the 4 of the data",)
+    a100 = error_range(configured(8, train={"sequence_length": 16384}), GPUS["a100-80gb"], 8, "megatron")
     assert a100.beyond == ("sequences of 16,384 tokens, beyond the 8,192 of the data",)
     model = {"name": "llama-3.2-1b", "matmul_dtype": "fp8"}
-    long = {"sequence_length": 65536, "global_batch_sequences": 1024}
+    long = {"sequence_length": 65536, "global_batch_sequences": 8192}
     parallel = {"replica": 2, "replica_gbit_per_s": 100.0, "remat": "offload"}
-    found = error_range(configured(512, model=model, train=long, **parallel), GPUS["b200-192gb"], 16)
-    assert found.beyond == (
+    config = configured(4096, model=model, train=long, **parallel)
+    assert error_range(config, GPUS["b200-192gb"], 16).beyond == (
         "b200-192gb, whose generation the data do not have",
-        "512 GPUs, beyond the 256 of the data",
+        "4,096 GPUs, beyond the 2,048 of the data",
         "hosts of 16 GPUs, beyond the 8 of the data",
-        "sequences of 65,536 tokens, beyond the 16,384 of the data",
+        "sequences of 65,536 tokens, beyond the 8,192 of the data",
         "model.matmul_dtype=fp8, which the data do not have",
         "copies to the host, which the data do not have",
         "a network between replicas, which the data do not have",
@@ -390,15 +383,16 @@ def test_bubble_is_p_minus_1_over_m_v_of_the_layers(convention, pipe, virtual, m
 
     once, twice = terms(microbatches), terms(2 * microbatches)
     # One more microbatch costs its layers, its head, and jaxllm's sums over pipe, which have no bubble.
-    outside = ("bubble", "head", "slowest_gpu", "input" if convention == "megatron" else "pipe")
+    outside = ("bubble", "head", "overlap", "slowest_gpu", "input" if convention == "megatron" else "pipe")
     layers = sum(twice[name] - once[name] for name in once if name not in outside) / microbatches
     assert once["bubble"] == pytest.approx((pipe - 1) / virtual * layers, rel=1e-9)
     assert twice["bubble"] == pytest.approx(once["bubble"], rel=1e-9)
 
 
 def test_what_a_schedule_replaces_is_all_that_the_links_take():
-    """Where no transfer shows, a step takes as long as with links without latency and with any bandwidth. What shows comes on
-    top. What travels to the host hides behind exposed transfers, so it is left out."""
+    """Where no transfer shows, a step takes as long as with links without latency and with any bandwidth, and what transfers
+    cost the compute beside them. What shows comes on top. What travels to the host hides behind exposed transfers, so it is
+    left out."""
     fast = {"link_bandwidth_bytes_per_s": math.inf, "network_bandwidth_bytes_per_s": math.inf}
     instant = dataclasses.replace(H100, **fast, link_latency_s=0.0, network_latency_s=0.0)
     hosts = ("offload", "all")
@@ -407,9 +401,11 @@ def test_what_a_schedule_replaces_is_all_that_the_links_take():
     for config in configs:
         predicted, least = step(config), step(config, instant)
         hidden, shown = predicted.as_scheduled(0.0), predicted.as_scheduled(2.5)
-        assert hidden.step_s == pytest.approx(least.step_s, rel=ROUNDING)
+        overlap_s = predicted.terms_s.get("overlap", 0.0)
+        assert hidden.step_s == pytest.approx(least.step_s + overlap_s, rel=ROUNDING)
         assert hidden.step_s == pytest.approx(predicted.step_s - predicted.transfers_s, rel=ROUNDING)
-        assert hidden.exposed_communication_share == pytest.approx(least.exposed_communication_share, rel=ROUNDING)
+        waits_s = least.exposed_communication_share * least.step_s + overlap_s
+        assert hidden.exposed_communication_share * hidden.step_s == pytest.approx(waits_s, rel=ROUNDING)
         assert shown.step_s == pytest.approx(hidden.step_s + 2.5, rel=ROUNDING)
         tokens = predicted.tokens_per_s_per_gpu * predicted.step_s
         assert shown.tokens_per_s_per_gpu * shown.step_s == pytest.approx(tokens, rel=ROUNDING)
@@ -488,7 +484,7 @@ def test_conventions_have_names():
 
 def test_lines_say_what_the_terms_are():
     found = step(configured(16, tensor=2, context=2, pipe=2, zero=2))
-    heading, *lines, last = step_time_lines(found)
+    heading, *lines, last, phases = step_time_lines(found)
     assert heading.split() == ["term", "exposed", "s", "share", "hidden", "s"]
     names = [line[:16].strip() for line in lines]
     assert set(names) == {name.replace("_", " ") for name in (*found.terms_s, *found.hidden_s)}
@@ -498,6 +494,7 @@ def test_lines_say_what_the_terms_are():
     hidden_s = sum(float(hidden) for _, _, hidden in rows if hidden != "-")
     assert hidden_s == pytest.approx(sum(found.hidden_s.values()), abs=1e-4 * len(rows))
     assert last.split()[:2] == ["step", f"{found.step_s:.4f}"]
+    assert phases == "of these " + ", ".join(f"{name} {time_s:.4f} s" for name, time_s in found.phases_s.items())
     assert json.loads(json.dumps(found.terms_s)) == found.terms_s
 
 
