@@ -1,4 +1,5 @@
-"""The 80% rule and four findings of its author's runs, counted in the published rows, the step-time model and compiled steps.
+"""The 80% rule, and what its author's runs say of layouts and full GPUs, counted in the published rows, the step-time model and
+compiled steps.
 
     python benchmarks/findings.py            prints the tables
     python benchmarks/findings.py --write    writes them into docs/findings.md and benchmarks/RESULTS.md
@@ -19,12 +20,19 @@ from pathlib import Path
 from markdown_sections import write_between
 from memory_accuracy import TABLE, case_of, read_table
 from published_rule import MODEL, SEQUENCE_LENGTH, read_rows, record_of, rule_by_gpu, safety
-from step_time import Row, predict, published_rows
+from step_time import Row, predict, published_rows, spearman
 
 from jaxllm.config import load_config
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import find_gpu
-from jaxllm.cost_model.megatron import SAFE_SHARE, RuleRecord, megatron_fits, megatron_flops_per_token, nominal_bytes
+from jaxllm.cost_model.megatron import (
+    SAFE_SHARE,
+    RuleRecord,
+    megatron_fits,
+    megatron_flops_per_token,
+    megatron_memory,
+    nominal_bytes,
+)
 from jaxllm.plan.estimate import estimate
 
 CHECKOUT = Path(__file__).parents[1]
@@ -32,6 +40,8 @@ PAGE, RESULTS = CHECKOUT / "docs" / "findings.md", CHECKOUT / "benchmarks" / "RE
 GIB = 2**30
 NOISE = 0.01
 """Repeated runs differ by as much."""
+AS_FULL = 0.01
+"""Runs whose shares of the GPU's memory differ by less count as equally full."""
 Setting = tuple[int, int, int, int]
 """Tensor, context and pipe ranks, and sequences of a microbatch."""
 
@@ -114,11 +124,8 @@ def pairs(finding: Finding, rows: Sequence[Row]) -> list[Pair]:
 def fewest_ranks_losses(rows: Iterable[Row]) -> list[float]:
     """For each GPU, length and number of GPUs, how much slower than the fastest run is the fastest of those with the fewest
     tensor x context x pipe ranks."""
-    by_machine: dict[tuple[str, int, int], list[Row]] = {}
-    for row in rows:
-        by_machine.setdefault(machine_of(row), []).append(row)
     losses = []
-    for there in by_machine.values():
+    for there in by_machine(rows).values():
         fewest = min(math.prod(row.layout) for row in there)
         best = max(row.tflops_per_gpu for row in there if math.prod(row.layout) == fewest)
         losses.append(1 - best / max(row.tflops_per_gpu for row in there))
@@ -251,6 +258,59 @@ def by_cluster_table(rows: Sequence[Row]) -> Iterator[str]:
             yield _table_row(finding.text, f"{gpu}, {length}", *cells)
 
 
+def share_of_memory(row: Row) -> float:
+    """The rule's figure for a run, as a share of the GPU's memory."""
+    return megatron_memory(row.config).peak_bytes / nominal_bytes(find_gpu(row.gpu))
+
+
+def by_machine(rows: Iterable[Row]) -> dict[tuple[str, int, int], list[Row]]:
+    found: dict[tuple[str, int, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault(machine_of(row), []).append(row)
+    return found
+
+
+def losses_of_fullest(rows: Sequence[Row]) -> list[float]:
+    """How much slower than the fastest run each of the fullest is, ascending."""
+    most, best = max(map(share_of_memory, rows)), max(row.tflops_per_gpu for row in rows)
+    return sorted(1 - row.tflops_per_gpu / best for row in rows if share_of_memory(row) > most - AS_FULL)
+
+
+def memory_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Whether runs that take more memory are faster, on the same GPUs and at the same length."""
+    head = ("GPU", "length", "GPUs", "runs", "rank correlation of speed with memory", "memory of the fastest", "of the fullest")
+    head = (*head, "the fullest are slower by")
+    yield _table_row(*head)
+    yield "|---" * len(head) + "|"
+    groups = {machine: there for machine, there in by_machine(rows).items() if len(there) > 1}
+    for (gpu, length, gpus), there in sorted(groups.items()):
+        shares, speeds = [share_of_memory(row) for row in there], [row.tflops_per_gpu for row in there]
+        losses = [f"{loss:.1%}" for loss in losses_of_fullest(there)]
+        yield _table_row(
+            *(gpu, f"{length:,}", gpus, len(there), f"{spearman(shares, speeds):.2f}"),
+            *(f"{shares[speeds.index(max(speeds))]:.0%}", f"{max(shares):.0%}", ", ".join(losses)),
+        )
+    yield ""
+    for gpu in sorted({row.gpu for row in rows}):
+        yield memory_line(gpu, [row for row in rows if row.gpu == gpu])
+
+
+def memory_line(gpu: str, rows: Sequence[Row]) -> str:
+    """What the runs of one kind of GPU say together."""
+    losses = [losses_of_fullest(there)[0] for there in by_machine(rows).values() if len(there) > 1]
+    behind = [f"{loss:.1%}" for loss in sorted(losses) if loss]
+    elsewhere = f" (elsewhere these are {behind[0]} to {behind[-1]} slower)" if behind else ""
+    larger = pairs(FINDINGS[0], rows)
+    against = sorted(f"{share_of_memory(pair.faster):.0%}" for pair in larger if pair.gain < 0)
+    where = f", and slower where it took {' and '.join(against)}" if against else ""
+    fullest, second = sorted(map(share_of_memory, rows), reverse=True)[:2]
+    return (
+        f"- {gpu}: the fastest run is among the fullest in {losses.count(0)} of {len(losses)} groups{elsewhere}. On one mesh "
+        f"the larger of two microbatches, which takes more memory, is faster in {len(larger) - len(against)} of {len(larger)} "
+        f"pairs{where}. The fullest run took {fullest:.0%}, the next {second:.0%}."
+    )
+
+
 def zero_table(gpus: int = 64) -> Iterator[str]:
     """Why data parallelism with ZeRO 3 comes first: bytes and speeds of `jaxllm estimate`."""
     head = (f"{gpus} GPUs", "mesh", "by the rule, GiB", "verdict", "ZeRO", "jaxllm's estimate, GiB", "of the capacity")
@@ -323,6 +383,7 @@ def sections() -> dict[tuple[Path, str], str]:
     tables = {
         (PAGE, "rule"): rule_table(),
         (PAGE, "pairs"): findings_table(rows),
+        (PAGE, "memory"): memory_table(rows),
         (PAGE, "zero-3"): zero_table(),
         (PAGE, "masks"): masks_table(rows),
         (RESULTS, "findings"): by_cluster_table(rows),

@@ -4,6 +4,7 @@ import pytest
 import scripts
 
 findings = scripts.load("benchmarks/findings.py")
+published_rule = scripts.load("benchmarks/published_rule.py")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,34 @@ def test_the_contrary_has_the_same_pairs(finding, rows):
 
 def named(row):
     return findings.machine_of(row), findings.setting_of(row)
+
+
+def test_a_larger_microbatch_takes_more_memory(rows):
+    """So the finding on microbatches is one on memory."""
+    found = findings.pairs(findings.FINDINGS[0], rows)
+    assert all(findings.share_of_memory(pair.faster) > findings.share_of_memory(pair.slower) for pair in found)
+
+
+def test_the_memory_of_a_run_is_its_authors_figure(rows):
+    """Printed without decimals, and published for some."""
+    printed = {(row.mesh, row.sequence_length, row.microbatch_sequences): row.estimate_percent for row in findings.read_rows()}
+    compared = 0
+    for row in rows:
+        tensor, context, pipe, microbatch = findings.setting_of(row)
+        mesh = published_rule.Mesh(row.gpu, row.gpus_per_host, row.gpus, tensor, context, pipe)
+        if percent := printed[mesh, row.sequence_length, microbatch]:
+            assert 100 * findings.share_of_memory(row) == pytest.approx(percent, abs=0.51)
+            compared += 1
+    assert compared > 50
+
+
+def test_the_fullest_of_h100s_are_fast_and_of_a100s_not(rows):
+    losses = {
+        machine: findings.losses_of_fullest(there) for machine, there in findings.by_machine(rows).items() if len(there) > 1
+    }
+    assert all((found[0] == 0) == (gpu == "h100-94gb") for (gpu, _, _), found in losses.items())
+    # Equally full, and 26% apart.
+    assert losses["h100-94gb", 16384, 64][-1] == pytest.approx(0.261, abs=0.0005)
 
 
 def test_the_rule_on_compiled_steps_counts_all_of_them():
