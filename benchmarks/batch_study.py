@@ -3,6 +3,8 @@
 python benchmarks/batch_study.py RESULTS.jsonl [--workers 2] [--picture FILE.png]      on CPUs; resumes
 python benchmarks/batch_study.py RESULTS.jsonl --seconds                               times a step of each batch, alone
 python benchmarks/batch_study.py RESULTS.jsonl --table                                 prints the results as Markdown
+python benchmarks/batch_study.py RESULTS.jsonl --table --write                         writes the seconds to the target into
+                                                                                       docs/why-many-gpus.md
 python benchmarks/batch_study.py RESULTS.jsonl --dry-run                               a trial at tiny sizes
 
 A Llama of about a million parameters reads the Python standard library, byte by byte. For each batch the learning rate is swept
@@ -35,12 +37,14 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from markdown_sections import write_between
 
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.plan.data_ranks import steps_to_loss
 from jaxllm.plots.schedule import new_figure, save
 
+PAGE = Path(__file__).parents[1] / "docs" / "why-many-gpus.md"
 SEQUENCE = 64
 PARTS = 4
 SEEDS = (0, 1, 2)
@@ -339,7 +343,7 @@ def table(study: Study) -> str:
         steps = mean(tokens) / (batch * SEQUENCE)
         apart = f"{(max(tokens) - min(tokens)) / mean(tokens):.0%}"
         lines.append(f"| {batch * SEQUENCE:,} | {rate} | {steps:,.0f} | {mean(tokens):,.0f} | {apart} | {noise} |")
-    lines += ["", law(study)]
+    lines += ["", law(study), "", seconds_table(study)]
     seconds = study.step_seconds()
     for title, kinds in (("equal tokens", ("tokens", "ramp", "grows")), ("equal steps", ("steps",))):
         head = f"| at {title} | best rate | steps | held-out loss, each seed | mean | seconds of a core |"
@@ -358,6 +362,31 @@ def table(study: Study) -> str:
     if schedules:
         lines += ["", f"Growths as [tokens, sequences]: {'; '.join(map(str, schedules))}."]
     return "\n".join(lines)
+
+
+def seconds_table(study: Study) -> str:
+    """Seconds to the target on one core, and on as many devices as it takes for each to have the smallest batch, with transfers
+    that cost nothing."""
+    head = ("batch, tokens", "tokens", "steps", "seconds a step", "seconds on one core", "devices", "seconds on them")
+    lines = [_table_row(*head, "device-seconds"), "|---" * (len(head) + 1) + "|"]
+    step_s = study.step_seconds()
+    reached = {batch: study.seeds_of(batch, "target") for batch in study.size.batches if batch in step_s}
+    for batch, of_seeds in reached.items():
+        if not of_seeds or not all_reached(of_seeds):
+            continue
+        tokens, steps = (mean(line[key] for line in of_seeds) for key in ("tokens", "steps"))
+        devices, on_many_s = batch / min(reached), steps * step_s[min(reached)]
+        lines.append(
+            _table_row(
+                *(f"{batch * SEQUENCE:,}", f"{tokens:,.0f}", f"{steps:,.0f}", f"{step_s[batch]:.3f}"),
+                *(f"{steps * step_s[batch]:.0f}", f"{devices:.0f}", f"{on_many_s:.0f}", f"{devices * on_many_s:.0f}"),
+            )
+        )
+    return "\n".join(lines)
+
+
+def _table_row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _range(values: list[int]) -> str:
@@ -462,6 +491,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--picture", metavar="FILE.png")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--seconds", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -484,6 +514,8 @@ def main() -> None:
     elif not options.table:
         carry_out(study, options.workers, command)
     print(table(study))
+    if options.write:
+        write_between(PAGE, "seconds", seconds_table(study))
     if options.picture:
         picture(study, options.picture)
 

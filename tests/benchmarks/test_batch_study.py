@@ -1,6 +1,7 @@
 """benchmarks/batch_study.py: one run of it, and the fit of the published table."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,36 @@ def test_runs_of_a_kind_have_equal_tokens_or_equal_steps():
 def test_the_law_is_found_again():
     tokens = {batch: 90_000.0 + 45 * batch for batch in (512, 1024, 2048, 4096)}
     assert scripts.load("benchmarks/batch_study.py").fitted(tokens) == pytest.approx((90_000, 45))
+
+
+def test_seconds_to_the_loss_are_those_of_the_stored_runs():
+    """On the page the script's table, and in its text the ratios that follow from it."""
+    study = scripts.load("benchmarks/batch_study.py")
+    text = study.seconds_table(study.Study(SCRIPT.with_suffix(".jsonl"), study.FULL))
+    page = study.PAGE.read_text(encoding="utf-8")
+    assert f"<!-- seconds: begin -->\n{text}\n<!-- seconds: end -->" in page, f"python {SCRIPT} ... --table --write"
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    rows = [dict(zip(lines[0], (float(cell.replace(",", "")) for cell in line), strict=True)) for line in lines[2:]]
+    assert [row["seconds on one core"] for row in rows] == sorted(row["seconds on one core"] for row in rows)
+    assert [row["seconds on them"] for row in rows] == sorted((row["seconds on them"] for row in rows), reverse=True)
+    (first, second, *_), (*_, before, last) = rows, rows
+    _, least_steps = study.fitted({row["batch, tokens"]: row["tokens"] for row in rows})
+    shown = " ".join(page.partition("<!-- seconds: end -->")[2].partition("![")[0].split())
+    found = re.search(
+        r"takes (\S+) times the tokens, and (\S+) times the seconds.* That is (\S+) times as fast.*"
+        r"first doubling gives (\S+) times the speed, the last (\S+)\.",
+        shown,
+    )
+    assert [float(word) for word in found.groups()] == pytest.approx(
+        [
+            last["tokens"] / first["tokens"],
+            last["seconds on one core"] / first["seconds on one core"],
+            first["steps"] / last["steps"],
+            first["steps"] / second["steps"],
+            before["steps"] / last["steps"],
+        ],
+        abs=0.05,
+    )
+    step_s = first["seconds a step"]
+    assert f"16 devices need {last['steps']:.0f} steps of {step_s} s, {last['seconds on them']:.0f} s in place of 17" in shown
+    assert f"S = {least_steps:.0f} steps of the law, {least_steps * step_s:.0f} s" in shown
