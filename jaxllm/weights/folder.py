@@ -10,8 +10,6 @@ jaxllm's own format 2:
     weights*.safetensors   parameters by dotted path, with a leading layers dim and exactly vocab_size rows
     tokenizer/             tokenizer files, generation_config.json and the original config.json
 
-Format 1 consists of Orbax files; weights/weights.py reads it.
-
 Hugging Face stores one tensor per layer, each projection as [out, in], with heads and head size merged. jaxllm stacks layers in
 a leading dim. Each Hugging Face matrix is the transpose of a jaxllm parameter that is viewed as a matrix: the first `columns`
 dims of the parameter are the matrix's columns in Hugging Face, and the other dims are its rows.

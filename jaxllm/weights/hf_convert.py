@@ -140,7 +140,7 @@ def to_hf(
     """Converts a jaxllm folder, a run directory or one of its checkpoints to a folder that transformers loads. The adapters of
     a run with model.lora are merged.
 
-    It needs host memory for the largest tensor or, for a run or an export of format 1, the largest parameter with all layers.
+    It needs host memory for the largest tensor or, for a run, the largest parameter with all layers.
 
     Args:
       step: the checkpoint of a run directory; default: the newest.

@@ -142,7 +142,7 @@ def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: 
     """Makes a config for using weights: the model of the weights, with the overrides applied. Uses no device."""
     # The matmul dtype is for training. FP8 would be refused on devices without FP8 that can run the model.
     model = {name: value for name, value in without_lora(source.model).items() if name not in ("name", "matmul_dtype")}
-    if source.arrays is None:
+    if source.checkpoint is None:
         stored = "bfloat16" if source.outline.common_dtype == DTYPES["BF16"] else "float32"
         model = {"compute_dtype": stored, **model}
     train = {"steps": 1, "sequence_length": sequence_length, "microbatch_sequences": 1}
@@ -180,7 +180,7 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
     with jax.set_mesh(mesh):
         functions = parallelize(config, mesh)
     like = functions.master
-    if source.merges or source.arrays is None:
+    if source.merges or source.checkpoint is None:
         dtype_of = source.merged().dtype
         like = jax.tree.map(lambda p, x: x.update(dtype=dtype_of(tuple(p.path.split(".")))), functions.table, like)
     if devices[0].platform == "cpu":

@@ -45,10 +45,10 @@ from jaxllm.weights.staging import BESIDE, OF_TOKENIZER
 
 Files = Mapping[str, InputFile]
 OF_MODEL = {
-    MODEL: (MODEL, "*.safetensors", f"{TOKENIZER}/*", "weights/*"),
+    MODEL: (MODEL, "*.safetensors", f"{TOKENIZER}/*"),
     CONFIG: (*BESIDE, *OF_TOKENIZER, "additional_chat_templates/*", INDEX, "*.safetensors"),
 }
-"""By the file that makes a folder a model: patterns of what is copied. The weights/ of format 1 are Orbax's."""
+"""By the file that makes a folder a model: patterns of what is copied."""
 OTHER_FORMATS = "consolidated*"
 FILES_AT_ONCE = 4
 

@@ -1,15 +1,14 @@
 """Model weights without the rest of a training state: finds them, starts runs from them, and exports them.
 
 Weights are stored in a run directory, in one of its checkpoints, in a Hugging Face folder, or in one of jaxllm's own
-(weights/folder.py describes its format). `export` writes jaxllm's own format. Format 1, which is still read, stored the
-weights with Orbax: DST/weights/ with {"params": ...}.
+(weights/folder.py describes its format). `export` writes jaxllm's own format.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from jaxllm.checkpoint import files
 from jaxllm.checkpoint.arrays import give_up, names_of, read_arrays, restacked
 from jaxllm.cluster import distributed
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
-from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, VARIANTS, read_object, stored_section
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, VARIANTS, stored_section
 from jaxllm.config.hub import folder_of
 from jaxllm.config.model_config import LoraConfig
 from jaxllm.config.types import GIVEN
@@ -38,7 +37,6 @@ from jaxllm.weights.staging import companion_files, copy_companions, new_folder,
 from jaxllm.weights.stored_models import copied
 from jaxllm.weights.streaming import Move, describe_model, in_files, stream, total_bytes
 
-WEIGHTS = "weights"
 ADAPTER = "--adapter"
 MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
 """Model keys that may differ from the initial weights, for example to extend the context. A warning names them."""
@@ -50,28 +48,25 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class OrbaxFolder(Folder):
-    """A checkpoint, or an export of format 1, read as NumPy arrays. It removes what pads the arrays for a mesh.
+    """A checkpoint's state, an Orbax folder, read as NumPy arrays. It removes what pads the arrays for a mesh.
 
     Reading loads a parameter with all its layers, because an Orbax chunk may hold all of them: reading layer by layer would
     load the chunk again for each. The last parameter read is cached.
     """
 
-    arrays: Path = Path()
-    """The Orbax folder, {"params": ...}."""
-
     def __post_init__(self):
         super().__post_init__()
         self._kept: tuple[tuple[str, ...], np.ndarray] | None = None
         self._handler = ocp.PyTreeCheckpointHandler()
-        with in_one_sentence(self.arrays):
-            found = self._handler.metadata(self.arrays)  # pyright: ignore[reportArgumentType]  # a pathlib path works
+        with in_one_sentence(self.path):
+            found = self._handler.metadata(self.path)  # pyright: ignore[reportArgumentType]  # a pathlib path works
         leaves = jax.tree_util.tree_leaves_with_path(getattr(found, "tree", found)["params"])
         self._saved = {names_of(path): leaf for path, leaf in leaves}
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
         dtype = np.dtype(self._described_at(path).dtype)
         if dtype not in CODES:
-            raise ConfigError(f"{'.'.join(path)} in {self.arrays} has dtype {dtype}: it is not a checkpoint of jaxllm.")
+            raise ConfigError(f"{'.'.join(path)} in {self.path} has dtype {dtype}: it is not a checkpoint of jaxllm.")
         return dtype
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
@@ -83,7 +78,7 @@ class OrbaxFolder(Folder):
 
     def _described_at(self, path: tuple[str, ...]) -> Any:
         if path not in self._saved:
-            raise ConfigError(f"{self.arrays} has no parameter {'.'.join(path)}: it was saved by another model.")
+            raise ConfigError(f"{self.path} has no parameter {'.'.join(path)}: it was saved by another model.")
         return self._saved[path]
 
     def _whole(self, path: tuple[str, ...]) -> np.ndarray:
@@ -92,9 +87,9 @@ class OrbaxFolder(Folder):
         arguments: Any = ocp.RestoreArgs(restore_type=np.ndarray)
         for name in reversed(("params", *path)):
             item, arguments = {name: item}, {name: arguments}
-        with in_one_sentence(self.arrays):
+        with in_one_sentence(self.path):
             restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
-            found: Any = self._handler.restore(self.arrays, args=restore)  # pyright: ignore[reportArgumentType]  # as above
+            found: Any = self._handler.restore(self.path, args=restore)  # pyright: ignore[reportArgumentType]  # as above
         (array,) = map(np.asarray, jax.tree.leaves(found))
         if entry.layers is not None:
             # Chunks of virtual pipeline stages, in execution order (parallel/parameters.py).
@@ -102,7 +97,7 @@ class OrbaxFolder(Folder):
             array = array.reshape(-1, *array.shape[leading:])
         if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)):
             raise ConfigError(
-                f"{entry.name} has shape {array.shape} in {self.arrays}, not {entry.shape}: it was saved by another model."
+                f"{entry.name} has shape {array.shape} in {self.path}, not {entry.shape}: it was saved by another model."
             )
         # Zeros pad layers for a pipeline, vocabulary rows for a mesh, and the dim that ZeRO shards.
         return array[tuple(slice(size) for size in entry.shape)]
@@ -125,8 +120,6 @@ class WeightsSource:
 
     outline: Folder
     """The opened model folder in safetensors; else the description only: reading values of a run would start JAX."""
-    arrays: Path | None = None
-    """The Orbax folder of a run or of format 1; None otherwise."""
     checkpoint: Path | None = None
     """The folder of a run's checkpoint; None otherwise."""
     began_from: str | None = None
@@ -152,17 +145,17 @@ class WeightsSource:
     def as_folder(self) -> Folder:
         """Returns a folder that reads one parameter at a time as NumPy arrays, with adapters merged. It needs no device: it
         starts JAX on the CPU."""
-        if self.arrays is not None:
+        if self.checkpoint is not None:
             distributed.start_without_devices()
         return self.merged()
 
     def unmerged(self) -> Folder:
         """The same with adapters apart. For a run, JAX must have started."""
-        if self.arrays is None:
+        if self.checkpoint is None:
             return self.outline
-        if self.checkpoint is not None and (reason := files.changed(self.checkpoint)):
+        if reason := files.changed(self.checkpoint):
             raise files.DamagedError(self.checkpoint, reason)
-        return OrbaxFolder(**about(self.outline), arrays=self.arrays)
+        return OrbaxFolder(**about(self.outline))
 
     def merged(self) -> Folder:
         """A folder with adapters merged. For a run, JAX must have started."""
@@ -225,10 +218,6 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
         )
     if not path.is_dir():
         raise ConfigError(f"{key}={text} is not a folder: give a run directory, one of its checkpoints, or a model folder.")
-    if (path / MODEL).is_file() and (content := read_object(path / MODEL)).get("format") == 1:
-        files.require_plain_path(key, path, files.BACKSLASH)
-        section = stored_section(content.get("model"), str(path / MODEL))
-        return WeightsSource(Folder(path / WEIGHTS, str(path), section, _tokenizer_in(path)), (path / WEIGHTS).absolute())
     if (path / MODEL).is_file() or (path / CONFIG).is_file():
         return WeightsSource(open_folder(key, str(path)))
     if (path / "checkpoints").is_dir():
@@ -250,7 +239,8 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     if reason := files.damage(path):
         raise ConfigError(f"{key}: the checkpoint {path} is damaged ({reason}): give another.")
     meta = files.read_meta(path)
-    run_dir = path.absolute().parent.parent
+    path = path.absolute()
+    run_dir = path.parent.parent
     config = meta["config"]
     section = stored_section(config["model"], f"The metadata of {path}")
     data = config.get("data") or {}
@@ -261,12 +251,9 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", GIVEN, None})
     where, train = f"{run_dir} at step {meta['step']}", config["train"]
     more = {"sequence_length": train["sequence_length"], "trained_on_bytes": on_bytes}
-    outline = Folder(path / files.STATE, where, section, _tokenizer_in(run_dir), **more)
-    return WeightsSource(outline, (path / files.STATE).absolute(), path, train.get("init_from"))
-
-
-def _tokenizer_in(home: Path) -> Path | None:
-    return home / TOKENIZER if (home / TOKENIZER).is_dir() else None
+    companions = run_dir / TOKENIZER if (run_dir / TOKENIZER).is_dir() else None
+    outline = Folder(path / files.STATE, where, section, companions, **more)
+    return WeightsSource(outline, path, train.get("init_from"))
 
 
 def initial_weights(config: Config) -> WeightsSource | None:
@@ -336,12 +323,11 @@ def read_weights(source: WeightsSource, like: Any, table: Any) -> Any:
     Args:
       table: Parallelized.table.
     """
-    if source.arrays is None or source.merges:
+    if source.checkpoint is None or source.merges:
         params = load_params(source.merged(), like, table)
     else:
-        verifies = nullcontext() if source.checkpoint is None else files.verified(source.checkpoint)
-        with in_one_sentence(source.outline.path), verifies:
-            read = read_arrays(source.arrays, {"params": like}, {"params": table})["params"]
+        with in_one_sentence(source.outline.path), files.verified(source.checkpoint):
+            read = read_arrays(source.outline.path, {"params": like}, {"params": table})["params"]
         params = restacked(read, like)
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         if not _all_finite(array):
@@ -388,7 +374,7 @@ def export(
             # A folder of Hugging Face has matrices transposed; here they are as jaxllm has them.
             elements = folder.layer(entry, layer)
             moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, layer * elements.size))
-    layout = in_files(tensors, WEIGHTS)
+    layout = in_files(tensors, "weights")
     with new_folder(destination, total_bytes(layout), force) as aside:
         stream(moves, layout, aside)
         more = {"sequence_length": folder.sequence_length, "trained_on_bytes": folder.trained_on_bytes}

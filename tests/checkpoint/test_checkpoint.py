@@ -552,25 +552,13 @@ def test_an_export_holds_the_weights_the_model_and_the_tokenizer(exported, whole
             np.testing.assert_array_equal(ours, x)
 
 
-@pytest.fixture(scope="module")
-def of_format_1(whole, tmp_path_factory):
-    """An export in format 1, from before exports were safetensors."""
-    folder = tmp_path_factory.mktemp("format-1") / "weights"
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "weights", {"params": jax.tree.map(np.asarray, whole[1].params)})
-    meta = read_meta(whole[0] / "checkpoints" / "4")
-    (folder / "model.json").write_text(json.dumps({"format": 1, "model": meta["config"]["model"], "dtype": "float32"}))
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["run", "checkpoint", "export", "bfloat16", "format 1"])
-def test_a_run_starts_from_weights_alone_on_any_mesh(kind, tiny_config, whole, exported, of_format_1):
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "export", "bfloat16"])
+def test_a_run_starts_from_weights_alone_on_any_mesh(kind, tiny_config, whole, exported):
     path = {
         "run": whole[0],
         "checkpoint": whole[0] / "checkpoints" / "2",
         "export": exported["float32"],
         "bfloat16": exported["bfloat16"],
-        "format 1": of_format_1,
     }[kind]
     started = jaxllm.Trainer(tiny_config(*TENSOR_4, f"train.init_from={path}"))
     assert (started.step, int(started.state.step)) == (0, 0)
