@@ -101,11 +101,7 @@ class Hosts:
         system closes their connections."""
         if self._network:
             self._network.unplug(f"h{rank}")
-        supervisor = self._supervisors.pop(rank)
-        training = _children(supervisor.pid)
-        for pid in (supervisor.pid, *training):
-            _signal_group(pid, signal.SIGKILL)
-        supervisor.wait()
+        self._kill(rank)
 
     def freeze(self, rank: int) -> None:
         """Stops the training process of a host. Its supervisor lives on."""
@@ -117,10 +113,14 @@ class Hosts:
         return {rank: code for rank, one in self._supervisors.items() if (code := one.poll()) is not None}
 
     def close(self) -> None:
-        for supervisor in self._supervisors.values():
-            for pid in (supervisor.pid, *_children(supervisor.pid)):
-                _signal_group(pid, signal.SIGKILL)
-            supervisor.wait()
+        for rank in list(self._supervisors):
+            self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        supervisor = self._supervisors.pop(rank)
+        for pid in (supervisor.pid, *_children(supervisor.pid)):
+            _signal_group(pid, signal.SIGKILL)
+        supervisor.wait()
 
     def _read(self, rank: int, supervisor: subprocess.Popen[str]) -> None:
         assert supervisor.stdout is not None, "it was started with a pipe"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ import yaml
 from jaxllm.config import Config, ConfigError
 from jaxllm.display import readable
 from jaxllm.json_lines import read_lines
-from jaxllm.machine.host import available_cpus, host_memory, program
+from jaxllm.machine.host import available_cpus, host_memory
 from jaxllm.rehearsal.faults import NAMED_WITHIN_S, Fault, History, Kind, Report, Strike, naming, plan_faults, steps_for
 from jaxllm.rehearsal.hosts import Hosts, Network, networks_are_possible
 from jaxllm.rehearsal.shrink import PEER_TIMEOUT_S, changes, count_devices, reads_own_text, shrink
@@ -40,16 +39,6 @@ START_CPU_S = 9.0
 HEADER = re.compile(r"\d+ .* devices?; mesh ")
 """The first line of a start: all processes have met."""
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
-# Prints a line for each checkpoint that is not intact: its step and the reason.
-EXAMINE = program("""
-import sys
-from pathlib import Path
-from jaxllm.checkpoint.files import changed, damage
-for folder in map(Path, sys.argv[1:]):
-    reason = damage(folder) if folder.is_dir() else "it is missing"
-    if reason := reason or changed(folder):
-        print(folder.name, reason)
-""")
 
 
 def rehearse(
@@ -239,9 +228,15 @@ class _Watched:
 
     def _damaged(self) -> dict[int, str]:
         """Checkpoints that should be kept and are not intact."""
+        # This imports JAX.
+        from jaxllm.checkpoint.files import changed, damage
+
         kept = self._config.checkpoint
         steps = sorted(self._committed)
         wanted = {*steps[-kept.keep :], *(step for step in steps if kept.keeps_forever(step))}
-        folders = [str(self._run_dir / "checkpoints" / str(step)) for step in sorted(wanted)]
-        result = subprocess.run([sys.executable, *EXAMINE, *folders], capture_output=True, text=True, check=True)
-        return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1] for line in result.stdout.splitlines()}
+        found = {}
+        for step in sorted(wanted):
+            folder = self._run_dir / "checkpoints" / str(step)
+            if reason := (damage(folder) or changed(folder)) if folder.is_dir() else "it is missing":
+                found[step] = reason
+        return found

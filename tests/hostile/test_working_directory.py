@@ -9,7 +9,6 @@ import pytest
 
 from jaxllm.compile import confirm
 from jaxllm.data.prepare import prepare
-from jaxllm.rehearsal.rehearse import EXAMINE
 from jaxllm.run.exports import BESIDE_TRAINING
 
 MODULES = ("multiprocessing", "yaml", "numpy", "pathlib", "threading", "jaxllm")
@@ -46,8 +45,7 @@ def test_processes_that_compile(here):
         assert start().submit(sum, [1, 2]).result() == 3
 
 
-@pytest.mark.parametrize(("command", "last"), [(BESIDE_TRAINING, "--help"), ((sys.executable, *EXAMINE), "absent")])
-def test_exports_and_the_rehearsals_look_at_checkpoints(here, command, last):
-    ended = subprocess.run([*command, last], capture_output=True, text=True)
+def test_exports_beside_training(here):
+    ended = subprocess.run([*BESIDE_TRAINING, "--help"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert ("absent it is missing" if last == "absent" else "Usage") in ended.stdout
+    assert "Usage" in ended.stdout

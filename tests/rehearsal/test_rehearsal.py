@@ -4,6 +4,7 @@ import io
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -259,6 +260,15 @@ def test_a_broken_promise_is_named(change):
     assert not one.held
     assert f"not held: {one.problems[0]}" in shown(one)
     assert [problem for problem in one.problems if sentence in problem]
+
+
+def test_checkpoints_that_should_be_kept_are_examined(tiny_config, tmp_path):
+    watched = rehearsing._Watched(tiny_config("checkpoint.keep=2", "run.dir=elsewhere"), tmp_path / "watched", 2, None)
+    shutil.copytree(CHECKOUT / "tests" / "golden" / "run_0_1_0", tmp_path / "watched" / "run")
+    watched._committed = {1: 0.0, 2: 1.0, 3: 2.0}
+    assert watched._damaged() == {3: "it is missing"}
+    (tmp_path / "watched" / "run" / "checkpoints" / "2" / "meta" / "metadata").unlink()
+    assert list(watched._damaged()) == [2, 3]
 
 
 def test_an_insufficient_sentence_is_shown():
