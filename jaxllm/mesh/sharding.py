@@ -148,7 +148,7 @@ def match(path: str, shape: tuple[int, ...], dims: Dims, rules: Rules, sizes: Ma
             raise ConfigError(
                 f"{where}: {dim}={size} does not divide over {axes}; change parallel.{rules[dim][-1]} or the size."
             )
-    return PartitionSpec(*[_entry(rules[dim]) for dim in dims])
+    return PartitionSpec(*[rules[dim] for dim in dims])
 
 
 def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layout:
@@ -270,7 +270,3 @@ def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Arr
 
 def _has(axis: str, axes: Any) -> bool:
     return axis == axes or (isinstance(axes, tuple) and axis in axes)
-
-
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    return axes[0] if len(axes) == 1 else (axes or None)

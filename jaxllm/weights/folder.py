@@ -33,7 +33,7 @@ from jaxllm.config.model_config import LoraConfig, ModelConfig
 from jaxllm.config.model_spec import LORA_A, LORA_B, parameters
 from jaxllm.config.types import PositiveInt, Switch
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked
-from jaxllm.weights.safetensors import DTYPES, Elements, Tensor, TensorFile
+from jaxllm.weights.safetensors import DTYPES, Box, Elements, Tensor, TensorFile
 from jaxllm.weights.staging import GENERATION
 
 FORMAT = 2
@@ -198,11 +198,15 @@ class Folder:
 
         return Elements(math.prod(entry.dims), self.dtype(entry.path), read)
 
-    def box(self, path: tuple[str, ...], index: Index | None) -> list[tuple[int, int]]:
-        """Converts an index to [begin, end) of each dim."""
+    def box(self, path: tuple[str, ...], index: Index | None) -> Box:
+        """The part of a parameter that an index names; None: all of it."""
         shape = self.entries[path].shape
-        index = (slice(None),) * len(shape) if index is None else index
-        return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        return box_of((slice(None),) * len(shape) if index is None else index, shape)
+
+
+def box_of(index: Index, shape: tuple[int, ...]) -> Box:
+    """[begin, end) of each dim."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 @dataclass
@@ -233,7 +237,7 @@ class HuggingFaceFolder(Folder):
             out[layer] = self._layer(entry, tensor, box)
         return out
 
-    def _layer(self, entry: Entry, tensor: Tensor, box: list[tuple[int, int]]) -> np.ndarray:
+    def _layer(self, entry: Entry, tensor: Tensor, box: Box) -> np.ndarray:
         c, n = entry.columns, len(entry.dims)
         theirs = tensor.read(box[c:] + box[:c], entry.their_dims)
         return theirs.transpose(*range(n - c, n), *range(n - c))

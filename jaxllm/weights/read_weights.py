@@ -13,10 +13,8 @@ import numpy as np
 from jaxllm.checkpoint.arrays import names_of
 from jaxllm.config.errors import ConfigError
 from jaxllm.cost_model.inference_memory import AT_ONCE_BYTES
-from jaxllm.weights.folder import Folder
-
-Box = tuple[tuple[int, int], ...]
-"""[begin, end) of each dim."""
+from jaxllm.weights.folder import Folder, box_of
+from jaxllm.weights.safetensors import Box
 
 
 def load_params(folder: Folder, like: Any, table: Any) -> Any:
@@ -48,7 +46,7 @@ def _load(folder: Folder, path: tuple[str, ...], like: jax.ShapeDtypeStruct, sha
     read = partial(_read_padded, folder, path, like.shape, extra)
     places = like.sharding.addressable_devices_indices_map(like.shape)
     # JAX's annotation allows None in indices, but it never occurs.
-    boxes = {device: _box(index, like.shape) for device, index in places.items()}  # pyright: ignore[reportArgumentType]
+    boxes = {device: box_of(index, like.shape) for device, index in places.items()}  # pyright: ignore[reportArgumentType]
     hull = tuple((min(a for a, _ in spans), max(b for _, b in spans)) for spans in zip(*boxes.values(), strict=True))
     nbytes = _size(hull) * folder.dtype(path).itemsize
     # If the boxes tile their hull, reading the hull reads no unneeded bytes.
@@ -83,10 +81,6 @@ def _read_padded(folder: Folder, path: tuple[str, ...], shape: tuple[int, ...], 
             there = tuple(slice(0, part.stop - part.start) for part in index)
             out[tuple(i - a for i, (a, _) in zip(where, outer, strict=True))][there] = folder.read(path, index)
     return out
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _size(box: Box) -> int:

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class _Described:
     data_offsets: tuple[Whole, Whole]
 
 
-Box = Sequence[tuple[int, int]]
+Box = tuple[tuple[int, int], ...]
 """[begin, end) of each dim."""
 Described = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor of a file."""
@@ -83,7 +83,7 @@ class Tensor:
           shape: a shape of the same size that `box` refers to; default: the tensor's shape.
         """
         shape = self.shape if shape is None else shape
-        box = [(0, size) for size in shape] if box is None else box
+        box = tuple((0, size) for size in shape) if box is None else box
         lengths = [end - begin for begin, end in box]
         out = np.empty(lengths, self.dtype)
         if out.size == 0:
@@ -102,7 +102,7 @@ class Tensor:
         """`size` elements from `first` on, in the file's order; default: all."""
         count = (self.end - self.begin) // self.dtype.itemsize
         size = count if size is None else size
-        return Elements(size, self.dtype, lambda begin, end: self.read([(first + begin, first + end)], (count,)))
+        return Elements(size, self.dtype, lambda begin, end: self.read(((first + begin, first + end),), (count,)))
 
     def write(self, values: np.ndarray, first: int = 0) -> None:
         """Writes `values` from element `first` on, in C order. Raises OSError."""

@@ -121,7 +121,7 @@ def test_a_process_reads_the_bytes_of_its_devices_alone(kind, folders, monkeypat
     for path, whole in jax.tree_util.tree_leaves_with_path(like):
         names = tuple(key.key for key in path)
         boxes = {
-            read_weights._box(index, whole.shape)
+            read_weights.box_of(index, whole.shape)
             for device, index in whole.sharding.devices_indices_map(whole.shape).items()
             if device.id >= 4
         }
