@@ -238,14 +238,10 @@ class TextStream:
         if (end := min((at for stop in self._stop_texts if (at := text.find(stop)) >= 0), default=None)) is not None:
             self.stopped, text = True, text[:end]
         elif hold:
-            text = text[: len(text) - max((_overlap(text, stop) for stop in self._stop_texts), default=0)]
+            held = (n for stop in self._stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            text = text[: len(text) - max(held, default=0)]
         new, self._given = text[self._given :], max(self._given, len(text))
         return new
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is a prefix of the stop text."""
-    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def printable(text: str) -> str:

@@ -145,9 +145,6 @@ class ProgramStore:
         names = [file.name for file in self.folder.glob(f"*{SUFFIX}")]
         return any(map(SIGNED.search, names)) and not any(name.endswith(self._suffix) for name in names)
 
-    def clear(self) -> None:
-        """CacheInterface has it; nothing here is kept in memory."""
-
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}{self._suffix}"
 

@@ -22,7 +22,7 @@ from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.display import readable
 from jaxllm.plan.advice import changed
 from jaxllm.plan.estimate import Estimate, fold
-from jaxllm.plots.schedule import new_figure, save
+from jaxllm.plots.schedule import new_figure, save, style_axes
 
 MIB, GIB = 2**20, 2**30
 OVER = ("sequence", "microbatch")
@@ -176,12 +176,6 @@ def draw_capacity(axes: Any, capacity_bytes: int | None, highest: int, unit: int
 
 def short_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def style_axes(axes: Any, y_label: str) -> None:
-    axes.set_ylabel(y_label, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 # ---------------------------------------------------------------------------------------------------- from an estimate

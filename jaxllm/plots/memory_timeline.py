@@ -28,11 +28,10 @@ from jaxllm.plots.memory import (
     fold_slivers,
     legend_beside,
     short_number,
-    style_axes,
     title_of,
     y_limit,
 )
-from jaxllm.plots.schedule import new_figure, save
+from jaxllm.plots.schedule import new_figure, save, style_axes
 
 _PHASES = {FORWARD: (0.93, 0.95, 0.99), BACKWARD: (1.0, 0.95, 0.90), UPDATE: (0.95, 0.92, 0.97)}
 SHORT_SPAN = 0.01

@@ -56,6 +56,12 @@ def save(figure: Any, path: str | Path) -> None:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another file.") from None
 
 
+def style_axes(axes: Any, y_label: str) -> None:
+    axes.set_ylabel(y_label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def schedule_figure(schedule: Schedule, *, slot_bytes: int | None = None, backward_cost: float = 2.0) -> Any:
     """Timeline of every stage, with its residual slots in use over time and their maximum.
 
@@ -168,9 +174,7 @@ def _draw_live(axes: Any, schedule: Schedule, edges: np.ndarray) -> None:
     axes.set_ylim(0, schedule.slots * 1.15)
     axes.yaxis.get_major_locator().set_params(integer=True)
     part = f"\n(each 1/{schedule.virtual_stages} of a stage)" if schedule.virtual_stages > 1 else ""
-    axes.set_ylabel(f"slots in use{part}", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes, f"slots in use{part}")
 
 
 def _draw_most(axes: Any, schedule: Schedule, slot_bytes: int | None) -> None:

@@ -284,11 +284,9 @@ def _end_labels(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[s
         yield _text(x + 3, y + 4, curve.end_label, "start", curve.color).replace("<text", '<text class="end"', 1)
 
 
-def _unbroken(values: np.ndarray) -> Iterator[slice]:
+def _unbroken(values: np.ndarray) -> list[slice]:
     """Slices of consecutive finite values."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.isfinite(values), [False]]).astype(int)))
-    for start, end in edges.reshape(-1, 2):
-        yield slice(int(start), int(end))
+    return np.ma.flatnotmasked_contiguous(np.ma.masked_invalid(values))
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
