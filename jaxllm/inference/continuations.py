@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -25,14 +24,6 @@ CHUNK_TOKENS = 4096
 """Tokens of all rows whose logits exist at once."""
 MOST_ROWS = 8
 """Rows per data rank of one call on CPU; accelerators take evaluation_rows."""
-
-
-@dataclass(frozen=True)
-class ScoredContinuation:
-    log_probability: float
-    """Nats, the sum over its tokens."""
-    is_greedy: bool
-    """Whether each token is the likeliest one."""
 
 
 class Scorer:
@@ -57,8 +48,8 @@ class Scorer:
 
         self._program = jax.jit(program, out_shardings=whole)
 
-    def __call__(self, pairs: Sequence[tuple[np.ndarray, int]]) -> list[ScoredContinuation]:
-        """Scores the last tokens of each text.
+    def __call__(self, pairs: Sequence[tuple[np.ndarray, int]]) -> list[tuple[float, bool]]:
+        """(log-probability of the last tokens of each text, in nats, whether each of them is the likeliest).
 
         Args:
           pairs: (ids, how many of the last are scored: at least 1, at most all but the first). Texts of similar length belong
@@ -66,7 +57,7 @@ class Scorer:
         """
         S = bucket(max(len(ids) for ids, _ in pairs) - 1, SMALLEST_PROMPT)
         B = self._ranks * (MOST_ROWS if self._on_cpu else bucket(evaluation_rows(S)))
-        found: list[ScoredContinuation] = []
+        found: list[tuple[float, bool]] = []
         for first in range(0, len(pairs), B):
             some = pairs[first : first + B]
             ids_BS, targets_BS = np.zeros((B, S), np.int32), np.zeros((B, S), np.int32)
@@ -75,7 +66,7 @@ class Scorer:
             losses_BS, greedy_BS = map(np.asarray, self._program(self._params, ids_BS, targets_BS))
             for row, (ids, count) in enumerate(some):
                 last = slice(len(ids) - 1 - count, len(ids) - 1)
-                found.append(ScoredContinuation(-float(losses_BS[row, last].sum()), bool(greedy_BS[row, last].all())))
+                found.append((-float(losses_BS[row, last].sum()), bool(greedy_BS[row, last].all())))
         return found
 
 

@@ -171,10 +171,10 @@ class JaxLLM(TemplateLM):
         texts = [np.array(ids) for ids in self._cut(whole, self.max_length + 1)]
         for some in together(range(len(requests)), lambda number: bucket(len(texts[number]))):
             pairs = [(texts[number], len(requests[number][2])) for number in some]
-            for number, score in zip(some, self._scorer(pairs), strict=True):
-                answers[number] = score.log_probability, score.is_greedy
+            for number, answer in zip(some, self._scorer(pairs), strict=True):
+                answers[number] = answer
                 if requests[number][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
+                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
         return [answers[number] for number in range(len(requests))]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:

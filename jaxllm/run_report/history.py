@@ -42,19 +42,6 @@ _START = {
 
 
 @dataclass(frozen=True)
-class Start:
-    """The steps of one start that were not done again."""
-
-    first_step: int
-    last_step: int
-    devices: int
-    absent_hosts: int
-    """Hosts of the launch that it trained without (launch.least_hosts)."""
-    step_s: float
-    """Median time between two lines; not-a-number for a single line."""
-
-
-@dataclass(frozen=True)
 class History:
     folder: Path
     config: Config
@@ -118,16 +105,10 @@ class History:
         """Numbers of the lines with which starts begin."""
         return [number for number, line in enumerate(self.lines) if "start_unix_s" in line]
 
-    @cached_property
-    def starts(self) -> tuple[Start, ...]:
-        """Starts that have lines left, in order."""
-        found = []
-        for first, end in itertools.pairwise([*self._firsts, len(self.lines)]):
-            line, last, seconds = self.lines[first], self.lines[end - 1], self.column("unix_s")[first:end]
-            step_s = float(np.median(np.diff(seconds))) if len(seconds) > 1 else math.nan
-            devices, absent = (int(line.get(key) or 0) for key in ("devices", "absent_hosts"))
-            found.append(Start(line["step"], last["step"], devices, absent, step_s))
-        return tuple(found)
+    @property
+    def starts(self) -> list[tuple[Mapping[str, Any], ...]]:
+        """The lines of each start that has some left, in order. The first has what is known of the start."""
+        return [self.lines[first:end] for first, end in itertools.pairwise([*self._firsts, len(self.lines)])]
 
     @cached_property
     def tokens_per_s_per_device(self) -> float | None:

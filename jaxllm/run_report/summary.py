@@ -11,7 +11,7 @@ run did not measure. `jaxllm inspect` is about a config, this module about a run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -226,18 +226,25 @@ class RunReport:
 
 
 def shrunk(history: History) -> Iterator[str]:
-    """Yields one sentence for each start that trained without some hosts, and for each that resumed from memory."""
-    whole = [start for start in history.starts if not start.absent_hosts]
-    usual = max(whole, key=lambda start: start.last_step - start.first_step, default=None)
-    for start in history.starts:
-        if not start.absent_hosts:
+    """Yields one sentence for each start that trained without some hosts (launch.least_hosts)."""
+    usual = max((lines for lines in history.starts if not lines[0].get("absent_hosts")), key=len, default=None)
+    for lines in history.starts:
+        if not (absent := lines[0].get("absent_hosts")):
             continue
-        sentence = f"Steps {start.first_step} to {start.last_step}: without {_count(start.absent_hosts, 'host')}"
+        sentence = f"Steps {lines[0]['step']} to {lines[-1]['step']}: without {_count(int(absent), 'host')}"
         if usual is not None:
-            sentence += f", on {start.devices} of {usual.devices} devices"
-            if start.step_s > 0 and usual.step_s > 0:
-                sentence += f", {start.step_s / usual.step_s:.2f} times as long a step"
+            own, all_devices = (int(start[0].get("devices") or 0) for start in (lines, usual))
+            sentence += f", on {own} of {all_devices} devices"
+            own_s, usual_s = _step_s(lines), _step_s(usual)
+            if own_s > 0 and usual_s > 0:
+                sentence += f", {own_s / usual_s:.2f} times as long a step"
         yield f"{sentence}."
+
+
+def _step_s(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Median time between two lines; not-a-number for a single line."""
+    seconds = np.array([line.get("unix_s") for line in lines], float)
+    return float(np.median(np.diff(seconds))) if len(lines) > 1 else math.nan
 
 
 def report_on(

@@ -181,9 +181,8 @@ class MergedFolder(Folder):
         last parameter read."""
         if self._factors[0] != path:
             of_a, of_b = ((*path[:-1], path[-1] + end) for end in (LORA_A, LORA_B))
-            whole = lambda folder, name: folder.read(name).astype(np.float32)  # noqa: E731
-            found = [(whole(f, of_a), whole(f, of_b), scale) for f, scale in self.adapters if of_a in f.entries]
-            self._factors = (path, found)
+            found = [(f.read(of_a), f.read(of_b), scale) for f, scale in self.adapters if of_a in f.entries]
+            self._factors = path, [(a.astype(np.float32), b.astype(np.float32), scale) for a, b, scale in found]
         return self._factors[1]
 
     def slab(self, entry: Entry, layer: int) -> Elements:
