@@ -334,13 +334,11 @@ def complete(
     return [completion for completion in found if completion is not None]
 
 
-def sample(
-    model: Llama, prompt: np.ndarray, new_tokens: int, *, window: int, temperature: float = 0.8, seed: int = 0
-) -> np.ndarray:
+def sample(model: Llama, prompt: np.ndarray, new_tokens: int, *, window: int) -> np.ndarray:
     """Continues `prompt` (ids [T], T >= 1) by `new_tokens` sampled ids. Returns only these, int32 [new_tokens].
 
     Args:
       window: maximum number of positions that a token attends to, as in training. Of a longer prompt only the end is read.
     """
-    sampling = Sampling(temperature=temperature, seed=seed)
+    sampling = Sampling(temperature=0.8)
     return np.concatenate(list(Generator(model, window=window).ids([prompt[-window:]], new_tokens, sampling)))

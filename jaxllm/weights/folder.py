@@ -87,11 +87,6 @@ class Entry:
         return math.prod(self.dims[: self.columns]), math.prod(self.dims[self.columns :])
 
     @property
-    def their_dims(self) -> tuple[int, ...]:
-        """Dims of Hugging Face's tensor, with heads and head size separate."""
-        return self.dims[self.columns :] + self.dims[: self.columns]
-
-    @property
     def their_shape(self) -> tuple[int, ...]:
         """Shape of each Hugging Face tensor."""
         if self.columns:
@@ -239,7 +234,7 @@ class HuggingFaceFolder(Folder):
 
     def _layer(self, entry: Entry, tensor: Tensor, box: Box) -> np.ndarray:
         c, n = entry.columns, len(entry.dims)
-        theirs = tensor.read(box[c:] + box[:c], entry.their_dims)
+        theirs = tensor.read(box[c:] + box[:c], entry.dims[c:] + entry.dims[:c])
         return theirs.transpose(*range(n - c, n), *range(n - c))
 
     def slab(self, entry: Entry, layer: int) -> Elements:
