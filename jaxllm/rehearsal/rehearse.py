@@ -48,21 +48,19 @@ def rehearse(
     seed: int | None = None,
     *,
     say: Callable[[str], None] = partial(print, flush=True),
-    networks: bool | None = None,
 ) -> Report:
-    """Takes some minutes. The run directories are removed if the promise held.
+    """Takes some minutes. Hosts are network namespaces if this process may make them. Removes the runs if the promise held.
 
     Args:
       counts: of each kind of fault.
       seed: of the faults; None: a random one.
-      networks: whether each host is a network namespace; None: if this process may make them.
 
     Raises:
       ConfigError: the mesh does not fit the hosts, the machine is too small, or the shrunk config does not train here.
     """
     if sys.platform != "linux":
         raise ConfigError("jaxllm rehearse needs Linux, where no process outlives its parent: run it in a container or a VM.")
-    networks = networks_are_possible() if networks is None else networks
+    networks = networks_are_possible()
     if counts["cut"] and not networks:
         raise ConfigError("--cut needs network namespaces, which root may make with iproute2: run it as root, or use --cut 0.")
     seed = random.randrange(10**6) if seed is None else seed

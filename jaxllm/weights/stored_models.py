@@ -189,17 +189,14 @@ def with_commits(config: Config) -> Config:
     Raises:
       ConfigError: on all processes, if the Hub or the store has no such name or does not give it.
     """
-    if not jax.distributed.is_initialized():
-        found = _pins(config)
-    else:
-        found, refusal = {}, None
-        if distributed.is_main_process():
-            try:
-                found = _pins(config)
-            except ConfigError as error:
-                refusal = error
-        raise_together(refusal)
-        found = parse_json(distributed.broadcast(json.dumps(found)))
+    found, refusal = {}, None
+    if not jax.distributed.is_initialized() or distributed.is_main_process():
+        try:
+            found = _pins(config)
+        except ConfigError as error:
+            refusal = error
+    raise_together(refusal)
+    found = parse_json(distributed.broadcast(json.dumps(found)))
     return config.model_copy(update={key: getattr(config, key).model_copy(update=pins) for key, pins in found.items()})
 
 

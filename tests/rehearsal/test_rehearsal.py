@@ -150,11 +150,12 @@ def test_meshes_that_do_not_fit_are_refused(mesh, hosts, sentence, tiny_config, 
 
 
 def test_cables_without_namespaces_and_too_little_memory_are_refused(tiny_config, monkeypatch):
+    monkeypatch.setattr(rehearsing, "networks_are_possible", lambda: False)
     with pytest.raises(ConfigError, match="--cut needs network namespaces, which root may make with iproute2: run it as root"):
-        rehearsing.rehearse(tiny_config(), 2, {"kill": 0, "freeze": 0, "cut": 1}, networks=False)
+        rehearsing.rehearse(tiny_config(), 2, {"kill": 0, "freeze": 0, "cut": 1})
     monkeypatch.setattr(rehearsing, "host_memory", lambda: (2**33, 2**30))
     with pytest.raises(ConfigError, match=r"8 processes of 1 CPU devices need about 6\.3 GiB, and this machine has 1\.0 GiB"):
-        rehearsing.rehearse(tiny_config(), 8, {"kill": 1, "freeze": 0, "cut": 0}, networks=False)
+        rehearsing.rehearse(tiny_config(), 8, {"kill": 1, "freeze": 0, "cut": 0})
 
 
 # --------------------------------------------------------------------------------------------------------------- faults
