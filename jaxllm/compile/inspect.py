@@ -10,6 +10,7 @@ machine. Weights, gradients and moments are counted; activations are not.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -32,7 +33,8 @@ from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu, find_gpu
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, named_devices
 from jaxllm.cost_model.precision import Row, precision_table
-from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
+from jaxllm.cost_model.shape_waste import ShapeWaste, matmul_parts, shape_waste
+from jaxllm.cost_model.step_parts import TileParts
 from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.display import readable
 from jaxllm.mesh.axes import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
@@ -46,10 +48,8 @@ from jaxllm.plan.advice import better_shape, better_shape_line
 
 # ------------------------------------------------------------------------------------------------------------------ waste
 
-TILE_ROWS, TILE_COLUMNS = 128, 256
-"""Output tile of cuBLAS's fastest bfloat16 kernels on Hopper."""
-IDLE_PERCENT = 5
-"""A shard that wastes no more than this gets no warning."""
+LEAST_WASTE = 0.09
+"""Share of a matmul that is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -70,53 +70,33 @@ def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterato
         yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, text)
 
 
-def matmul_warnings(config: Config, parameters: tuple[ParameterRow, ...], gpu: Gpu | None = None) -> Iterator[ConfigWarning]:
-    """Warnings for matmuls whose shard has an unsuitable size for the GPU: at most one each for tiles and for size.
+def matmul_warnings(
+    config: Config, rows: tuple[ParameterRow, ...], parts: dict[tuple[int, ...], TileParts]
+) -> Iterator[ConfigWarning]:
+    """At most one warning each for tiles and for size: of the slowest of a parameter's matmuls, in both passes.
 
-    The sharded dim of a weight is checked even if the forward pass contracts it: in the backward pass it is an output dim.
+    Args:
+      parts: of matmul_parts.
     """
-    # Each multiprocessor computes one output tile at a time, so a matmul of fewer tiles leaves some idle.
-    available, of = (gpu or GPUS[REFERENCE_GPU]).chip.multiprocessors, gpu.name if gpu else "an H100"
-    sizes, matrices = axis_sizes(config.parallel), {spec.path for spec in model_parameters(config.model) if spec.is_matrix}
-    for row in parameters:
+    sizes, specs = axis_sizes(config.parallel), {spec.path: spec for spec in model_parameters(config.model) if spec.is_matrix}
+    for row in rows:
         # An embedding that is not also the head is looked up, not multiplied.
-        if row.path not in matrices or (row.path == "embedding" and not config.model.tie_embeddings):
+        if row.path not in specs or (row.path == "embedding" and not config.model.tie_embeddings):
             continue
-        wide = [i for i, dim in enumerate(row.dims) if dim not in (*STACK_DIMS, "embed")]
-        whole = math.prod(row.shape[i] for i in wide)
-        axes = [axis for i in wide for axis in row.compute[i] if sizes[axis] > 1]
-        ways = math.prod(sizes[axis] for axis in axes)
-        columns, axis = whole // ways, " x ".join(axes) or None
-        tiles = -(-columns // TILE_COLUMNS)
-        idle = tiles * TILE_COLUMNS - columns
-        if ways > 1 and 100 * idle > IDLE_PERCENT * tiles * TILE_COLUMNS:
-            which = f"each {TILE_COLUMNS}-wide tile" if tiles == 1 else f"{tiles} {TILE_COLUMNS}-wide tiles"
-            percent = 100 * idle // (tiles * TILE_COLUMNS)
-            yield ConfigWarning("tiles", row.path, axis, f"{whole}/{ways} = {columns} columns: {percent}% of {which} idle")
-
-        is_head = "vocab" in row.dims
-        output = config.model.hidden_size if row.dims[-1] == "embed" and not is_head else columns
-        rows = head_rows(config) if is_head else matmul_rows(config)
-        work = -(-rows // TILE_ROWS) * -(-output // TILE_COLUMNS)
-        if work < available:
-            message = (
-                f"{rows} tokens x {output} columns becomes too small to fill a GPU: {work} output "
-                f"tile{'s' if work > 1 else ''} of {TILE_ROWS}x{TILE_COLUMNS} for the {available} multiprocessors of {of}"
-            )
-            yield ConfigWarning("small", row.path, axis, message)
-
-
-def matmul_rows(config: Config) -> int:
-    """Tokens that one device multiplies at once: a microbatch's, divided over context. Tensor ranks gather the sequence
-    first."""
-    return config.microbatch_sequences * config.train.sequence_length // config.parallel.context
-
-
-def head_rows(config: Config) -> int:
-    """The same for the head, which processes the sequence in chunks (model/loss.py)."""
-    S = config.train.sequence_length // config.parallel.context
-    chunks = min(S, -(-matmul_rows(config) // config.train.loss_chunk_tokens))
-    return config.microbatch_sequences * -(-S // chunks)
+        cut = [(size, axes) for size, axes, dim in zip(row.shape, row.compute, row.dims, strict=True) if dim not in STACK_DIMS]
+        shard, inputs = [size // math.prod(sizes[axis] for axis in axes) for size, axes in cut], specs[row.path].inputs or 1
+        edges = Counter((math.prod(shard[:inputs]), math.prod(shard[inputs:])))
+        # In a tensor ring queries, keys and values are one matmul, of none of these edges.
+        if not (its := [shape for shape in parts if not edges - Counter(shape)]):
+            continue
+        m, n, k = min(its, key=lambda shape: math.prod(parts[shape]))
+        found, axis = parts[m, n, k], " x ".join(axis for _, axes in cut for axis in axes if sizes[axis] > 1) or None
+        if 1 - found.edges > LEAST_WASTE:
+            text = f"an output of {m} x {n}: {1 - found.edges:.0%} of its tiles are beyond its edge"
+            yield ConfigWarning("tiles", row.path, axis, text)
+        if 1 - found.kind > LEAST_WASTE:
+            text = f"an output of {m} x {n} is too small for the largest tiles: others have {found.kind:.0%} of their speed"
+            yield ConfigWarning("small", row.path, axis, text)
 
 
 # -------------------------------------------------------------------------------------------------------- parameter table
@@ -316,7 +296,10 @@ def inspect_config(
         state_offload=state_offload(config, held, kind),
         precision=precision_table(config),
         notes=tuple(notes(config, rows, padding)),
-        warnings=(*network_warnings(sizes, gpus, per_host), *matmul_warnings(config, rows, named)),
+        warnings=(
+            *network_warnings(sizes, gpus, per_host),
+            *matmul_warnings(config, rows, matmul_parts(config, kind, per_host)),
+        ),
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.step_parts import tile_parts
+from jaxllm.cost_model.step_parts import TileParts, tile_parts
 from jaxllm.cost_model.step_time import step_model
 
 PARTS = ("identity_layers", "waves", "tiles", "small_tiles", "attention_waves")
@@ -58,6 +58,19 @@ class ShapeWaste:
         }
         listed = [f"{name} {share:.1%}" for name, share in together.items() if share >= 0.0005]
         return f"of these, lost to: {', '.join(listed) or 'no shape, to 0.05%'}"
+
+
+def matmul_parts(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[tuple[int, ...], TileParts]:
+    """Rows, columns and length of the sum of every matmul in a resolved config's step -> what its tiles permit."""
+    base, found = step_model("jaxllm"), {}
+
+    class Noting(base):
+        def tile_share(self, rows: int, columns: int, length: int) -> float:
+            parts = found[rows, columns, length] = tile_parts(rows, columns, length, gpu.chip.multiprocessors)
+            return math.prod(parts)
+
+    Noting(config, gpu, gpus_per_host, base.constants).time()
+    return found
 
 
 def shape_waste(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = "jaxllm") -> ShapeWaste:
