@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.config import ConfigError
+from jaxllm.config import ConfigError, load_config
 from jaxllm.pipeline_schedule import (
     GPIPE,
     INTERLEAVED,
@@ -360,3 +360,16 @@ def test_report_of_a_config(tiny_config):
     assert everything.slot_bytes is None
     with pytest.raises(ConfigError, match=r"set parallel\.pipe to the number of stages"):
         pipeline_report(tiny_config())
+
+
+def test_identity_layers_are_idle_as_waiting_is():
+    """Of 5 stages with 7 layers each, 3 of 35 layers are zeros, in a step that waits for 4 of 84 ticks."""
+    sizes = ["model.num_layers=32", "parallel.pipe=5", "parallel.data=2", "train.global_batch_sequences=160"]
+    uneven = pipeline_report(load_config("mesh-demo", [*sizes, "train.microbatch_sequences=1", "run.cpu_devices=null"]))
+    assert uneven.waiting_share == pytest.approx(4 / 84)
+    assert uneven.idle_share == pytest.approx(1 - 80 / 84 * 32 / 35)
+    assert "  idle         12.9% of the step, 4.8% without 3 identity layers of 35" in list(uneven.lines())
+    values = uneven.to_json()
+    assert (values["idle_share"], values["identity_layers"]) == (uneven.idle_share, 3)
+    even = pipeline_report(load_config("mesh-demo", ["parallel.pipe=4", "train.microbatch_sequences=1"]))
+    assert (even.idle_share, even.identity_layers) == (even.waiting_share, 0)

@@ -24,9 +24,20 @@ class PipelineReport:
     offloaded_slot_bytes: int
     """The same in host memory."""
 
+    identity_layers: int
+    """Layers of zeros that fill up the chunks."""
+    layers: int
+    """Layers that are computed, with these."""
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the step that a stage waits."""
+        return idle_share(self.schedule.stages, self.schedule.microbatches, self.schedule.virtual_stages)
+
     @property
     def idle_share(self) -> float:
-        return idle_share(self.schedule.stages, self.schedule.microbatches, self.schedule.virtual_stages)
+        """The same, and what identity layers take."""
+        return 1 - (1 - self.waiting_share) * (1 - self.identity_layers / self.layers)
 
     @property
     def most_live(self) -> list[int]:
@@ -42,6 +53,7 @@ class PipelineReport:
             "forward_ticks": s.forward_units,
             "backward_ticks": s.backward_units,
             "idle_share": self.idle_share,
+            "waiting_share": self.waiting_share,
             "most_live_slots": self.most_live,
         }
 
@@ -54,8 +66,10 @@ class PipelineReport:
             yield "  parallel.data=auto counts as 1 here: set it, or run.cpu_devices, to divide the batch as the run does."
         yield f"  ticks        {s.ticks}; forward in {s.forward_units}, backward in {s.backward_units}"
         enough = microbatches_for(USUAL_IDLE, P, V)
-        hint = "" if self.idle_share < USUAL_IDLE else f"; below {USUAL_IDLE:.0%} from {enough} microbatches"
-        yield f"  idle         {self.idle_share:.1%} of the step{hint}"
+        hint = "" if self.waiting_share < USUAL_IDLE else f"; below {USUAL_IDLE:.0%} from {enough} microbatches"
+        extra = f"{self.identity_layers} identity layer{'s' if self.identity_layers > 1 else ''} of {self.layers}"
+        without = f", {self.waiting_share:.1%} without {extra}" if self.identity_layers else ""
+        yield f"  idle         {self.idle_share:.1%} of the step{without}{hint}"
         part = f", 1/{V} of its layers" if V > 1 else ""
         yield f"  slots        {s.slots} on each stage, each for one microbatch's residuals{part}"
         yield f"  most in use  {' '.join(map(str, self.most_live))}  (stage 0 first)"
@@ -89,4 +103,5 @@ def pipeline_report(config: Config) -> PipelineReport:
         held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(config))
         tokens = config.chunk_layers * config.microbatch_sequences * config.train.sequence_length
         kept, offloaded = (round(tokens * sum(of_token.values())) for of_token in (held.kept, held.offloaded))
-    return PipelineReport(schedule, int(config.parallel.data), assumed, kept, offloaded)
+    layers = config.chunk_layers * p.pipe * p.virtual_stages
+    return PipelineReport(schedule, int(config.parallel.data), assumed, kept, offloaded, layers - model.num_layers, layers)
