@@ -203,7 +203,7 @@ def outer_step(
 
     Metrics, without the replicas that are left out: outer_grad_norm, |D|. island_drift, the distance of a replica from t, as
     root mean square over replicas. With several replicas also island_cosine, the mean product of two replicas' changes divided
-    by the mean square of one; where D comes from codes it has their error. islands_left_out is their number.
+    by the mean square of one; where codes are sent, of those. islands_left_out is their number.
     """
     own = state.islands.params
     with jax.named_scope(SCOPE):
@@ -231,9 +231,10 @@ def outer_step(
         left_out = counts.size - sums["number"].astype(jnp.int32)
         metrics = {"outer_grad_norm": norm, "island_drift": jnp.sqrt(square), "islands_left_out": left_out}
         if counts.size > 1:
-            # |sum of d|^2 = K^2 |D|^2 is K squares and K (K - 1) products.
-            products = (number * jnp.square(norm) - square) / jnp.maximum(number - 1, 1)
-            metrics["island_cosine"] = products / jnp.maximum(square, jnp.finfo(jnp.float32).tiny)
+            # |sum of d|^2 = K^2 |D|^2 is K squares and K (K - 1) products. Of codes, both are those of what was sent.
+            of_mean, of_one = sums.get("mean_square", jnp.square(norm)), sums.get("coded_square", sums["square"]) / number
+            products = (number * of_mean - of_one) / jnp.maximum(number - 1, 1)
+            metrics["island_cosine"] = products / jnp.maximum(of_one, jnp.finfo(jnp.float32).tiny)
     islands = state.islands if after is None else after
     islands = dataclasses.replace(islands, params=synced, opt_state=_repaired(islands.opt_state, used))
     return DilocoState(state.step, params, velocity, islands, residual), metrics

@@ -25,6 +25,7 @@ for 4, and for 8 replicas with 8 bits as many bytes as in float32. It would save
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -75,12 +76,21 @@ def at_once(collective: Callable[[jax.Array], jax.Array], records: Any) -> Any:
 
 
 def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
-    """A diloco.Mean: what is applied is equal on all replicas, to the bit. The other numbers travel beside the codes.
+    """A diloco.Mean: what is applied is equal on all replicas, to the bit. The other numbers travel beside the codes. To their
+    sums it adds the squares of the replicas' codes, `coded_square`, and of their mean before it is coded, `mean_square`.
 
     Args:
       shared, own: trees of PartitionSpecs, of what is applied and of the others.
     """
-    replicas = mesh.shape[REPLICA]
+    replicas, within = mesh.shape[REPLICA], tuple(name for name in mesh.axis_names if name != REPLICA)
+
+    def square(pieces: Any) -> jax.Array:
+        """Sum of squares, over the devices of a replica that have the same."""
+
+        def share(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return jnp.square(x).sum() * (math.prod(mesh.shape[name] for name in jax.tree.leaves(tuple(spec))) / mesh.size)
+
+        return jax.tree.reduce(jnp.add, jax.tree.map(share, pieces, own))
 
     def of_device(changes: Any, residuals: Any, counts: jax.Array, others: dict[str, jax.Array]) -> tuple[Any, Any, Any]:
         def in_pieces(change: jax.Array, residual: jax.Array) -> jax.Array:
@@ -99,9 +109,14 @@ def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[..., tu
         received, beside = at_once(lambda rows: jax.lax.all_to_all(rows, REPLICA, 0, 0, tiled=True), (sent, beside))
         sums = jax.tree.map(lambda n: jax.lax.bitcast_convert_type(n, jnp.float32).sum(0), beside)
         number = jnp.maximum(sums["number"], 1)
-        mean = jax.tree.map(lambda records: decode(records, bits).sum(0) / number, received)
+        coded = jax.tree.map(lambda records: decode(records, bits), received)
+        mean = jax.tree.map(lambda x: x.sum(0) / number, coded)
         answer = jax.tree.map(lambda x: encode(x, bits), mean)
-        answers = at_once(partial(jax.lax.all_gather, axis_name=REPLICA, tiled=True), jax.tree.map(lambda x: x[None], answer))
+        squares = jax.lax.bitcast_convert_type(jnp.stack([square(coded), square(mean)]), jnp.uint8)
+        gathered = jax.tree.map(lambda x: x[None], (answer, squares))
+        answers, squares = at_once(partial(jax.lax.all_gather, axis_name=REPLICA, tiled=True), gathered)
+        squares = jax.lax.psum(jax.lax.bitcast_convert_type(squares, jnp.float32).sum(0), within)
+        sums |= {"coded_square": squares[0], "mean_square": squares[1]}
         applied = as_before(jax.tree.map(lambda records: decode(records, bits), answers))
         return jax.tree.map(lambda x: x[0], applied), as_before(jax.tree.map(rest, x, sent, mean, answer)), sums
 

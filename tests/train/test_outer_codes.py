@@ -1,6 +1,8 @@
 """DiLoCo's outer gradients as codes of 8 or 4 bits, with error feedback."""
 
+import dataclasses
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +23,9 @@ from jaxllm.plan.quote import checkpoint_bytes
 from jaxllm.run.loop import fit
 from jaxllm.run.rounds import Rounds
 from jaxllm.train.build import build_training
+from jaxllm.train.diloco import begin, outer_step
 from jaxllm.train.outer_codes import coded_mean, decode, encode
+from jaxllm.train.step import TrainState
 
 FOUR = ("run.cpu_devices=8", "parallel.replica=4", "parallel.data=2", "parallel.zero=1")
 MOST = {8: 127, 4: 7}
@@ -142,6 +146,29 @@ def test_arrays_that_travel_together_are_as_each_alone(tiny_config, bits):
             np.testing.assert_allclose(tree[name], expected[name], rtol=1e-5, atol=1e-5)
     assert float(found[2]["number"]) == 3
     assert float(found[2]["square"]) == pytest.approx(42.1)
+
+
+@pytest.mark.parametrize("noise", [0.02, 3.0])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_cosine_is_that_of_the_codes(tiny_config, bits, noise):
+    """Each number counts once, whatever devices of a replica hold it, and a replica that is left out not at all."""
+    mesh = make_mesh(tiny_config(*FOUR).resolve(8).parallel, jax.devices())
+    specs = {"cut": jax.sharding.PartitionSpec("data"), "whole": jax.sharding.PartitionSpec()}
+    mean = coded_mean(bits, mesh, specs, {name: replica_spec(spec, 4) for name, spec in specs.items()})
+    rng = np.random.default_rng(4)
+    common = {name: rng.normal(size=(6, OUTER_BLOCK)) for name in specs}
+    own = {name: np.float32(x + noise * rng.normal(size=(4, *x.shape))) for name, x in common.items()}
+    plain = TrainState(jnp.zeros((), jnp.int32), {name: jnp.zeros(x.shape) for name, x in common.items()}, ())
+    own["whole"][2, 3, 5] = np.nan
+    state = begin(plain, 4, codes=True)
+    state = dataclasses.replace(state, islands=dataclasses.replace(state.islands, params=own))
+    metrics = jax.jit(partial(outer_step, rate=0.7, momentum=0.9, mean=mean))(state)[1]
+    # Rows are whole blocks, so how they are cut does not change the codes.
+    sent = [np.float64([decode(encode(-x[k], bits), bits) for x in own.values()]).ravel() for k in (0, 1, 3)]
+    products = [np.dot(sent[i], sent[j]) for i in range(3) for j in range(i)]
+    expected = np.mean(products) / np.mean([np.dot(x, x) for x in sent])
+    assert float(metrics["island_cosine"]) == pytest.approx(expected, abs=1e-4)
+    assert -0.5 <= float(metrics["island_cosine"]) <= 1
 
 
 # ------------------------------------------------------------------------------------------------------------- what is sent
