@@ -138,24 +138,24 @@ def estimate(
     as_json: opt.AsJson = False,
 ) -> None:
     """Estimates memory per device, and speed. Bytes by term and stage, by closed forms, within a second."""
-    loaded = opt.load(recipe)
     terms = (tokens, price, mtbf_hours, restart_minutes, checkpoint_gb_per_s, achieved_tflops)
     given = {"prompts": prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
     given |= {"stored_dtype": stored_dtype, "sequence_length": sequence_length}
     sizes = {name: value for name, value in given.items() if value is not None}
     if purpose != "train" or sizes:
-        from jaxllm.plan.inference_estimate import estimate_inference
+        from jaxllm.plan.inference_estimate import estimate_inference, load_untrained
 
         only_training = picture is not None or over is not None or convention != "jaxllm"
         if purpose != "train" and (only_training or any(term is not None for term in terms)):
             raise ConfigError(f"Pictures, --convention and the quote are for training: leave them out with --for={purpose}.")
+        loaded = opt.load(recipe, load_untrained)
         found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
         opt.print_report(found, as_json)
         return
     from jaxllm.plan.estimate import estimate as estimate_config
     from jaxllm.plan.quote import Terms, quote_estimate
 
-    report = estimate_config(loaded, gpu, gpus, gpus_per_host, cast(Any, convention))
+    report = estimate_config(opt.load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
     offer = quote_estimate(report, Terms(*terms))
     draw_estimate(report, picture, over)
     if as_json:

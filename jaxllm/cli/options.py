@@ -186,13 +186,13 @@ def compile_cache(given: str | None, unused: bool) -> Path | None:
     return None if unused else Path(given) if given else cache_folder() / "compile"
 
 
-def load(recipe: list[str]) -> Config:
+def load(recipe: list[str], read: Callable[[str, list[str]], Config] = load_config) -> Config:
     """The config of a command line: one file, and section.key=value strings before or after it."""
     files = [argument for argument in recipe if "=" not in argument]
     if len(files) != 1:
         given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
         raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
-    return load_config(files[0], [argument for argument in recipe if "=" in argument])
+    return read(files[0], [argument for argument in recipe if "=" in argument])
 
 
 def load_other(recipe: list[str], words: list[str]) -> Config:

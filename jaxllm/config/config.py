@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from jaxllm.config import checks
 from jaxllm.config.batch_schedule import Phase, batches_of, doublings, phase_at, phases_of, sequences_before
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
-from jaxllm.config.load import find_recipe, read_recipe, refuse_code, take_named, with_overrides
+from jaxllm.config.load import find_recipe, read_recipe, refuse_code, with_overrides
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.run_sections import CheckpointConfig, LaunchConfig, LogConfig, RunConfig
 from jaxllm.config.sections import CONVERSATIONS, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -352,7 +352,10 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     values = with_overrides(values, overrides)
     # First, because other refusals show values.
     checks.check_texts(values)
-    take_named(values)
+    if isinstance(model := values.get("model"), dict) and model.get("name") is not None:
+        from jaxllm.config.named import take_named
+
+        take_named(values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -34,8 +34,8 @@ def line_of(error: BaseException) -> str:
 
 
 def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
-    """The first error of a config of class `root`, in words that a user can act on."""
-    first = error.errors()[0]
+    """The first error of a config of class `root`, an unknown key before all others, in words that a user can act on."""
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     # For a union, pydantic appends the tag of the tried member to the key; those tags never equal a key of ours.
     where = [part for part in first["loc"] if isinstance(part, int) or not re.search(r"[\[-]|^(int|float|bool)$", part)]
     kind, given = first["type"], first.get("input")

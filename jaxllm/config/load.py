@@ -1,17 +1,19 @@
-"""Reads a recipe: the file, the overrides, and the shape that model.name refers to. Config (config.py) checks the rest."""
+"""Reads a recipe: the file and the overrides. Config (config.py) checks the rest."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
-from jaxllm.config.run_sections import RunConfig
+from jaxllm.config.hf_kinds import SHAPE_KEYS
 from jaxllm.untrusted import RefusedInput, parse_yaml, read_yaml, shown
+
+log = logging.getLogger(__name__)
 
 
 def config_folder() -> Path:
@@ -32,13 +34,14 @@ def find_recipe(path: Path) -> Path:
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Copies the sections of an unchecked config and applies `section.key=value` strings.
+    """Copies the sections of an unchecked config and applies `section.key=value` strings. Another model.name replaces the sizes
+    in `values`, with a warning, and keeps those among the strings.
 
     Raises:
       ConfigError: a string has another form.
     """
     values = {section: dict(keys) if isinstance(keys, Mapping) else keys or {} for section, keys in values.items()}
-    for override in overrides:
+    for override in sorted(overrides, key=lambda one: not one.startswith("model.name=")):
         _apply(override, values)
     return values
 
@@ -93,89 +96,11 @@ def _apply(override: str, values: dict[str, Any]) -> None:
             raise ConfigError(f"{shown(override)!r} does not name a key: {key} has no keys below it.")
         node[key] = dict(child)
         node = node[key]
+    if keys == ["model", "name"] and value not in (None, node.get("name")):
+        node, before = {key: kept for key, kept in node.items() if key not in SHAPE_KEYS}, node
+        values["model"] = node
+        if sizes := [key for key in before if key not in node]:
+            rest = [key for key in node if key != "name"]
+            kept = f", whose {', '.join(rest)} {'stay' if len(rest) > 1 else 'stays'}" if rest else ""
+            log.warning("%s replaces %s of the recipe%s.", shown(override), ", ".join(sizes), kept)
     node[keys[-1]] = value
-
-
-def take_named(values: dict[str, Any]) -> None:
-    """Fills in the shape that model.name refers to, and for a folder also weights and tokenizer. Keys in `values` win."""
-    model = values.get("model", {})
-    name = model.get("name") if isinstance(model, dict) else None
-    if name is None or set(SHAPE_KEYS) - VARIANTS.keys() <= model.keys():
-        # The config of an earlier run has the shape already, and the folder may no longer exist.
-        return
-    if isinstance(name, str) and name not in published_models():
-        if Path(name).is_dir():
-            return _take(values, *_of_folder(Path(name)))
-        if ran := _as_it_ran(values, name):
-            return _take(values, *ran)
-        from jaxllm.config.hub import folder_of, is_hub_name, pinned
-
-        if is_hub_name(name):
-            folder = folder_of("model.name", name, weights=False)
-            model["name"] = pinned(name, folder)
-            return _take(values, *_of_folder(folder))
-    values["model"] = {**_published_shape(name), **model}
-
-
-def _of_folder(path: Path) -> tuple[Mapping[str, Any], list[Path]]:
-    """The shape of the model in a folder, and the folders that may have its tokenizer."""
-    # Only a folder needs to read Hugging Face's config.json.
-    from jaxllm.config.hf_config import folder_shape
-
-    # For a checkpoint, the shape is in its run directory.
-    home = path.parent.parent if path.parent.name == "checkpoints" else path
-    if (shape := folder_shape(path)) is None and (home / "config.yaml").is_file():
-        shape = read_recipe(home / "config.yaml").get("model")
-    if not isinstance(shape, Mapping):
-        raise ConfigError(
-            f"model.name={path} holds no model: give a folder with config.json (Hugging Face) or model.json (jaxllm), a run "
-            f"directory, one of its checkpoints, or one of {', '.join(published_models())}."
-        )
-    return shape, [home, home / "tokenizer"]
-
-
-def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], list[Path]] | None:
-    """The same from the files in run.dir, if that run used this model name and the model folder no longer exists. A model of
-    the Hub stays at the commit that the run began with, also if its branch has moved.
-    """
-    run = values.get("run")
-    folder = Path(str((run if isinstance(run, Mapping) else {}).get("dir", RunConfig.model_fields["dir"].default)))
-    model = read_recipe(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
-    kept = model.get("name") if isinstance(model, Mapping) else None
-    from jaxllm.config.hub import stays
-
-    if not isinstance(model, Mapping) or (kept != name and not stays("model.name", name, str(kept), folder)):
-        return None
-    values["model"]["name"] = kept
-    return model, [folder / "tokenizer"]
-
-
-def _take(values: dict[str, Any], shape: Mapping[str, Any], tokenizers: Sequence[Path]) -> None:
-    train, data = values.get("train"), values.setdefault("data", {})
-    if isinstance(train, dict):
-        train.setdefault("init_from", values["model"]["name"])
-    values["model"] = {**{key: shape[key] for key in SHAPE_KEYS if key in shape}, **values["model"]}
-    found = [home for home in tokenizers if (home / "tokenizer.json").is_file()]
-    if isinstance(data, dict) and found:
-        kinds = [part.get("source", "python_stdlib") for part in data.get("mixture") or [data] if isinstance(part, Mapping)]
-        # Tokenized data names its own.
-        if kinds and all(kind in ("python_stdlib", "files", "chat", "preferences") for kind in kinds):
-            data.setdefault("tokenizer", str(found[0]))
-
-
-def _published_shape(name: Any) -> dict[str, Any]:
-    path = config_folder() / "models" / f"{name}.yaml"
-    if isinstance(name, str) and name.startswith(("s3://", "gs://")):
-        raise ConfigError(
-            f"model.name={name} is an address: set train.init_from to it, and model.name to a published model or to a folder "
-            f"with its config.json."
-        )
-    if isinstance(name, str) and "/" in name:
-        raise ConfigError(
-            f"model.name={name} is not a folder with a config.json: download the model to it, or name another folder."
-        )
-    if not isinstance(name, str) or not path.is_file():
-        nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
-        raise ConfigError(f"model.name={name} is neither a published model nor an existing folder: {hint}")
-    return read_recipe(path)

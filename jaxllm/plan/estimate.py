@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import AMPERE, require_runs
+from jaxllm.config.named import title_of
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
@@ -193,9 +194,7 @@ class Estimate:
     def _heading(self) -> Iterator[str]:
         config, parallel, train = self.config, self.config.parallel, self.config.train
         on = f"{self.devices} x {self.gpu.name}" if self.gpu else f"{self.devices} GPU{'s' if self.devices > 1 else ''}"
-        yield (
-            f"{config.model.name or 'The model'} on {on}, {hosts_text(self.devices, self.gpus_per_host)} ({self.hosts_because})"
-        )
+        yield (f"{title_of(config.model)} on {on}, {hosts_text(self.devices, self.gpus_per_host)} ({self.hosts_because})")
         pipeline = f"; {parallel.schedule}" if parallel.pipe > 1 else ""
         replicas = f"replica {parallel.replica}, " if parallel.replica > 1 else ""
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""

@@ -7,14 +7,23 @@ print("\\n".join(report.lines()))
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxllm.config import Config, ConfigError, sequence_unit
+from pydantic import ValidationError
+
+from jaxllm.config import Config, ConfigError, DataConfig, TrainConfig, load_config, sequence_unit, with_overrides
 from jaxllm.config.attention import require_runs
+from jaxllm.config.checks import check_texts
+from jaxllm.config.errors import one_sentence
+from jaxllm.config.load import find_recipe, read_recipe
+from jaxllm.config.named import title_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model import inference_memory
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, find_gpu, fits_text
@@ -156,7 +165,7 @@ class InferenceEstimate:
         config, parallel, devices = self.config, self.config.parallel, self.config.devices
         on = f"{devices} x {self.gpu.name}" if self.gpu else f"{devices} GPU{'s' if devices > 1 else ''}"
         yield (
-            f"{config.model.name or 'The model'} to {self.use.purpose} on {on}, {hosts_text(devices, self.gpus_per_host)} "
+            f"{title_of(config.model)} to {self.use.purpose} on {on}, {hosts_text(devices, self.gpus_per_host)} "
             f"({self.hosts_because})"
         )
         yield (
@@ -179,6 +188,24 @@ class InferenceEstimate:
             yield f"Bytes of the host, of one process with {gpus}, at most"
             for name, size in self.host_bytes.items():
                 yield f"  {name.replace('_', ' '):<{LABEL_WIDTH}}{readable(size):>12}"
+
+
+def load_untrained(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """As load_config, of a recipe whose model is only loaded or run: what training alone needs may be missing or not valid, but
+    not unknown."""
+    values = with_overrides(read_recipe(find_recipe(Path(path))), overrides)
+    check_texts(values)
+    try:
+        Config.model_validate(values)
+    except ValidationError as error:
+        if any(one["type"] == "extra_forbidden" for one in error.errors()):
+            raise ConfigError(one_sentence(error, Config)) from None
+    kept = {name: values[name] for name in ("model", "parallel", "run") if name in values}
+    train, parallel = ({**found} if isinstance(found := values.get(name), dict) else {} for name in ("train", "parallel"))
+    # A multiple of every axis.
+    ranks = math.prod(size for size in parallel.values() if isinstance(size, int) and size > 0)
+    batch = {"steps": 1, "sequence_length": 2 * ranks, "microbatch_sequences": 1, "global_batch_sequences": ranks}
+    return load_config({**kept, "train": {key: train[key] for key in train if key == "loss_chunk_tokens"} | batch})
 
 
 def estimate_inference(
@@ -210,7 +237,7 @@ def estimate_inference(
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if not config.parallel.model_fields_set:
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 3})})
-    resolved = _with_batch(config.resolve(require_devices(config, gpus)), use)
+    resolved = _with_batch(config, use, require_devices(config, gpus))
     if kind is not None and purpose != "load":
         require_runs(resolved.model, kind.chip.compute_capability, kind.name)
     per_host, because = choose_gpus_per_host(resolved.devices, gpus_per_host, kind.gpus_per_host if kind else HOST_GPUS)
@@ -218,22 +245,29 @@ def estimate_inference(
     return InferenceEstimate(resolved, use, kind, per_host, because, use.moments(resolved, kind), host)
 
 
-def _with_batch(config: Config, use: Use) -> Config:
-    """The config with the microbatches that an evaluation has: one for each stage."""
-    p, length = config.parallel, use.sequence_length
-    rows = evaluation_rows(length) if use.purpose == "eval" else 1
-    train = {"sequence_length": length, "microbatch_sequences": rows, "batch_schedule": (), "length_schedule": ()}
-    train |= {"batch_grows_to": None, "batch_lr": "none"}
-    train["global_batch_sequences"] = rows * int(p.data) * p.replica * p.pipe
-    # FP8 is for training: the commands do without it.
-    others = {"data.mask_documents": False} | ({"model.matmul_dtype": "compute_dtype"} if config.model.multiplies_fp8 else {})
-    found = changed(config, {f"train.{key}": value for key, value in train.items()} | others)
-    if found is None:
+def _with_batch(config: Config, use: Use, devices: int) -> Config:
+    """The config on its devices with the microbatches that an evaluation has, one for each stage. Of training it keeps nothing
+    but train.loss_chunk_tokens."""
+    p, unit = config.parallel, sequence_unit(config.parallel.context, config.parallel.tensor)
+    if use.purpose == "eval" and use.sequence_length % unit:
         raise ConfigError(
-            f"--sequence-length={length} does not divide over parallel.context={p.context} and tensor={p.tensor}: use a "
-            f"multiple of {sequence_unit(p.context, p.tensor)}."
+            f"--sequence-length={use.sequence_length} does not divide over parallel.context={p.context} and tensor={p.tensor}: "
+            f"use a multiple of {unit}."
         )
-    return found
+    length = -(-use.sequence_length // unit) * unit
+    rows = evaluation_rows(length) if use.purpose == "eval" else 1
+    sizes = {"sequence_length": length, "microbatch_sequences": rows, "loss_chunk_tokens": config.train.loss_chunk_tokens}
+    batch = max(1, rows * devices // (p.context * p.tensor))
+    train = TrainConfig(steps=1, global_batch_sequences=batch, **sizes)
+    found = Config.model_construct(parallel=p, model=config.model, train=train).resolve(devices)
+    # FP8 is for training: the commands do without it.
+    model = config.model.model_copy(update={"matmul_dtype": "compute_dtype"})
+    # It reads no text.
+    data = DataConfig(source="prepared", paths=("none",), mask_documents=False)
+    try:
+        return Config(model=model, parallel=found.parallel, data=data, train=train)
+    except ValidationError as error:
+        raise ConfigError(one_sentence(error, Config)) from None
 
 
 def _changes(config: Config, use: Use) -> Iterator[Iterator[tuple[str, Config | None, Use]]]:
@@ -251,9 +285,11 @@ def _changes(config: Config, use: Use) -> Iterator[Iterator[tuple[str, Config | 
 
     def wider(axis: str, **keys: Any) -> Iterator[tuple[str, Config | None, Use]]:
         for factor in (2, 4, 8):
-            new = {f"parallel.{name}": value for name, value in {axis: int(getattr(p, axis)) * factor, **keys}.items()}
-            found, words = changed(config, new), " ".join(f"{name}={value}" for name, value in new.items())
-            yield f"{words} on {config.devices * factor} GPUs", found and _with_batch(found, use), use
+            new, devices = {axis: int(getattr(p, axis)) * factor, **keys}, config.devices * factor
+            words = " ".join(f"parallel.{name}={value}" for name, value in new.items())
+            with suppress(ConfigError):
+                found = _with_batch(config.model_copy(update={"parallel": p.model_copy(update=new)}), use, devices)
+                yield f"{words} on {devices} GPUs", found, use
 
     yield wider("tensor")
     yield wider("data", zero=3)

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.config import Config, ConfigError
+from jaxllm.config.named import as_named, title_of
 from jaxllm.cost_model.error_range import ErrorRange, error_range, layout_error, range_json, range_lines
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
 from jaxllm.cost_model.hosts import hosts_text
@@ -276,8 +277,7 @@ def recipe(config: Config) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude_unset=True)
     name = config.model.name
     if name is not None:
-        train = {"steps": 1, "sequence_length": 1, "global_batch_sequences": 1}
-        published, model = load_config({"model": {"name": name}, "train": train}).model, values["model"]
+        published, model = as_named(name), values["model"]
         differs = {key for key in model if getattr(config.model, key) != getattr(published, key)}
         values["model"] = {key: value for key, value in model.items() if key == "name" or key in differs}
     return {section: keys for section, keys in values.items() if keys}
@@ -317,7 +317,7 @@ def _origin_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
     best = plan.candidates[0]
     how = "predicted" if best.scheduled_transfers_s is None else "predicted with the transfers of XLA's schedule"
     xla = "not compiled" if best.compiled_bytes is None else f"by XLA {readable(best.compiled_bytes)}"
-    yield f"{plan.config.model.name or 'A model'}: {best.choice}."
+    yield f"{title_of(plan.config.model, 'A model')}: {best.choice}."
     yield ""
     yield f"  command    jaxllm train {path}"
     yield f"  planned    {command}"

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxllm.config.named import title_of
 from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.hardware import FIT_SHARE
 from jaxllm.cost_model.hosts import hosts_text
@@ -87,7 +88,7 @@ def as_html(plan: Plan) -> str:
 def heading_lines(plan: Plan) -> Iterator[str]:
     train = plan.config.train
     yield (
-        f"{plan.config.model.name or 'The model'} on {plan.gpus} x {plan.gpu.name}, "
+        f"{title_of(plan.config.model)} on {plan.gpus} x {plan.gpu.name}, "
         f"{hosts_text(plan.gpus, plan.gpus_per_host)} ({plan.hosts_because})"
     )
     yield (

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.named import title_of as model_title
 from jaxllm.config.remat_policy import remat_text
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
@@ -220,7 +221,7 @@ def title_of(estimate: Estimate) -> str:
     """Figure title: model, GPUs and mesh."""
     p, kind = estimate.config.parallel, estimate.gpu.name if estimate.gpu else "GPU"
     mesh = f"pipe {p.pipe}, data {p.data}, context {p.context}, tensor {p.tensor}, ZeRO {p.zero}"
-    return f"{estimate.config.model.name or 'model'} on {estimate.devices} x {kind}: {mesh}"
+    return f"{model_title(estimate.config.model, 'model')} on {estimate.devices} x {kind}: {mesh}"
 
 
 # ---------------------------------------------------------------------------------------------------- a plan's candidates

@@ -8,6 +8,12 @@ import pytest
 from tiny import TINY
 
 from jaxllm.config import ConfigError, config_folder, json_schema, load_config, published_models
+from jaxllm.config.named import as_named, title_of
+from jaxllm.cost_model.hardware import GPUS
+from jaxllm.plan.estimate import estimate
+from jaxllm.plan.inference_estimate import estimate_inference
+from jaxllm.plan.search import search
+from jaxllm.plan.search_text import heading_lines
 
 BASE = {
     "model": {"name": "llama-3.1-8b"},
@@ -297,3 +303,43 @@ def test_reading_a_config_starts_no_jax():
         "import sys, jaxllm; jaxllm.load_config('configs/quickstart.yaml'); assert 'jax' not in sys.modules, 'jax was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=config_folder().parent)
+
+
+# ------------------------------------------------------------------------------------------------------- a name and sizes
+
+
+@pytest.mark.parametrize("size", [{}, {"vocab_size": 256}], ids=str)
+def test_a_name_on_the_command_line_replaces_the_sizes_of_the_file_and_says_so(size, caplog):
+    overrides = [*(f"model.{key}={value}" for key, value in size.items()), "model.name=llama-3.1-70b"]
+    model = load_config("mesh-demo", overrides).model
+    assert model == as_named("llama-3.1-70b").model_copy(update={"compute_dtype": "float32", **size})
+    assert [record.getMessage() for record in caplog.records] == [
+        "model.name=llama-3.1-70b replaces num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, vocab_size of "
+        "the recipe, whose compute_dtype stays."
+    ]
+
+
+def test_a_name_that_replaces_nothing_says_nothing(caplog):
+    changed = {**BASE, "model": {"name": "llama-3.1-8b", "num_layers": 2}}
+    assert load_config(changed, ["model.name=llama-3.1-8b"]) == load_config(changed)
+    assert load_config(BASE, ["model.name=llama-3.1-70b"]).model == as_named("llama-3.1-70b")
+    assert not caplog.records
+
+
+def test_a_heading_says_what_differs_from_the_name():
+    assert title_of(load_config(BASE).model) == "llama-3.1-8b"
+    assert title_of(load_config({**BASE, "model": TINY["model"]}).model, "a model") == "a model"
+    changed = load_config({**BASE, "model": {"name": "llama-3.1-8b", "num_layers": 2, "rope_theta": 1e4}})
+    plan = search(changed, GPUS["h100-80gb"], 1)
+    for lines in (estimate(changed, gpus=1).lines(), estimate_inference(changed, "load", gpus=1).lines(), heading_lines(plan)):
+        assert next(iter(lines)).startswith("llama-3.1-8b with another num_layers, rope_theta ")
+
+
+def test_a_changed_folder_has_a_heading_that_says_so(tmp_path):
+    (tmp_path / "config.yaml").write_text(json.dumps({"model": load_config(BASE).model.model_dump(mode="json")}))
+    named = {**BASE, "model": {"name": str(tmp_path)}}
+    assert title_of(load_config(named).model) == str(tmp_path)
+    changed = load_config(named, ["model.num_layers=2"]).model
+    assert title_of(changed) == f"{tmp_path} with another num_layers"
+    (tmp_path / "config.yaml").unlink()
+    assert title_of(changed) == str(tmp_path)

@@ -4,12 +4,15 @@ import json
 import math
 import sys
 import tracemalloc
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import scripts
+import yaml
 from flax import nnx
 from hf_folders import HUB, random_weights, write_folder
 
@@ -30,7 +33,7 @@ from jaxllm.inference.generate import Generator
 from jaxllm.mesh.axes import make_mesh
 from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
-from jaxllm.plan.inference_estimate import PURPOSES, estimate_inference
+from jaxllm.plan.inference_estimate import PURPOSES, estimate_inference, load_untrained
 from jaxllm.weights import read_weights
 from jaxllm.weights.folder import open_folder
 from jaxllm.weights.hf_convert import from_hf, to_hf
@@ -220,6 +223,75 @@ def test_a_gpu_that_cannot_compute_the_model_is_refused_but_can_hold_it_and_fp8_
     fp8 = {**RECIPE, "model": {**RECIPE["model"], "matmul_dtype": "fp8"}}
     for purpose in ("eval", "generate"):
         assert estimated(purpose, gpu="a100-80gb", recipe=fp8).moments == estimated(purpose, gpu="a100-80gb").moments
+
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "docs/recipes").glob("*.yaml")])
+
+
+def untrained(folder, recipe, *overrides):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return load_untrained(path, overrides)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_answered_and_of_training_counts_the_chunk_of_the_loss_alone(path, tmp_path):
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # A folder that is not here.
+    name = ["model.name=smollm2-135m"] if values["model"].get("name") == "smollm2" else []
+    config = load_untrained(path, name)
+    bare = {key: values[key] for key in ("model", "parallel") if key in values}
+    bare = untrained(tmp_path, {**bare, "train": {"loss_chunk_tokens": config.train.loss_chunk_tokens}}, *name)
+    gpus = 3 if config.parallel.data == "auto" else None
+    for purpose in PURPOSES:
+        report = estimate_inference(config, purpose, "h100-80gb", gpus)
+        assert report.moments == estimate_inference(bare, purpose, "h100-80gb", gpus).moments
+        assert report.config.devices == (gpus or config.devices)
+
+
+def test_the_model_alone_is_enough_and_what_is_wrong_with_it_is_said(tmp_path):
+    bare = partial(untrained, tmp_path, {"model": {"name": "llama-3.1-8b"}, "train": {"steps": 1}})
+    for purpose in PURPOSES:
+        # 128 sequences of training do not divide over 3.
+        assert estimate_inference(bare(), purpose, gpus=3).moments == estimated(purpose, 3, gpu=None).moments
+        # Only an evaluation computes windows, whose length 3 context ranks must divide.
+        context = bare("parallel.context=3", "parallel.data=1")
+        wanted = pytest.raises(ConfigError, match="multiple of 6") if purpose == "eval" else nullcontext()
+        with wanted:
+            estimate_inference(context, purpose)
+    for override, sentence in (
+        ("parallel.tensor=7", r"num_heads=32 cannot be split over parallel\.tensor=7"),
+        ("train.step=3", r"Unknown key train\.step: did you mean train\.steps"),
+        ("data.pakcing=concat", r"Unknown key data\.pakcing: did you mean data\.packing"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            bare(override)
+    with pytest.raises(ConfigError, match=r"= 1 x 1 x 4 x 1 x 1 is 4 devices, but there are 3: set parallel\.data=3"):
+        estimate_inference(bare("parallel.data=4"), "load", gpus=3)
+    with pytest.raises(ConfigError, match="The section model is missing: add it to the config"):
+        untrained(tmp_path, {})
+
+
+def test_the_command_asks_for_a_batch_only_to_train(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "model.yaml"
+    path.write_text("model: {name: llama-3.1-8b}")
+    command = ["jaxllm", "estimate", str(path), "--gpus", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", [*command, "--for", "load"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert json.loads(capfd.readouterr().out)["peak_bytes"] == estimated("load").peak_bytes
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "The section train is missing" in capfd.readouterr().err
+
+
+def test_more_data_ranks_are_a_change_that_fits(tmp_path):
+    bare = partial(untrained, tmp_path, {"model": {"name": "llama-3.1-70b"}})
+    changes = dict(estimate_inference(bare(), "load", "h100-80gb", 1).remedies)
+    wider = estimate_inference(bare("parallel.data=4", "parallel.zero=3"), "load")
+    assert wider.peak_bytes == changes["parallel.data=4 parallel.zero=3 on 4 GPUs"]
 
 
 def test_a_number_that_is_not_there_is_asked_for():
