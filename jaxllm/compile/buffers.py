@@ -120,5 +120,7 @@ def _phases(order: list[str], hlo: str) -> Iterator[str]:
     phase, marks = FORWARD, {"/optimizer/": UPDATE, "transpose(": BACKWARD, "jvp(": FORWARD}
     for instruction in order:
         name = names.get(instruction, "")
-        phase = next((meant for mark, meant in marks.items() if mark in name), phase)
+        found = next((meant for mark, meant in marks.items() if mark in name), phase)
+        # XLA computes the update's scalars at the start.
+        phase = phase if (phase, found) == (FORWARD, UPDATE) else found
         yield phase
