@@ -69,7 +69,7 @@ def matmul_parts(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[tuple[int
             parts = found[rows, columns, length] = tile_parts(rows, columns, length, gpu.chip.multiprocessors)
             return math.prod(parts)
 
-    Noting(config, gpu, gpus_per_host, base.constants).time()
+    Noting(config, gpu, gpus_per_host, base.constants(config, gpu)).time()
     return found
 
 

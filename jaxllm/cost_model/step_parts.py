@@ -146,7 +146,7 @@ class StepTime:
     update_s: float = 0.0
     """The update of the weights."""
     forward_share: float = 1 / 3
-    """Of the rest of the step. What is not of one pass, such as the bubble, counts for both alike."""
+    """The forward pass's share of the rest of the step. What is not of one pass, such as the bubble, counts for both alike."""
 
     @property
     def phases_s(self) -> dict[str, float]:
