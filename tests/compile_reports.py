@@ -22,7 +22,8 @@ def part(name, seconds, runs=10):
 
 
 def account(*parts):
-    return KernelAccount(parts, sum(one.seconds for one in parts), 0.5, 0.4, RATES)
+    step_s = sum(one.seconds for one in parts)
+    return KernelAccount(parts, step_s, {"forward": step_s / 3, "backward": step_s * 2 / 3}, 0.5, 0.4, RATES)
 
 
 def exposed(kind, axes, seconds):

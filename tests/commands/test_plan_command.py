@@ -169,8 +169,10 @@ def test_less_than_nothing_is_refused(recipe, option, value):
 def test_what_cannot_fit_says_what_would(recipe):
     result = cli(recipe, "model.name=llama-3-70b", "--gpus", "2", "--compile", "0", "--keep", "pipe")
     assert result.returncode == 2
-    assert result.stderr.startswith("jaxllm: Nothing fits on 2 x h100-80gb: of those ")
-    assert result.stderr.count("\n") == 1
+    replaced, refused = result.stderr.splitlines()
+    assert replaced.endswith("model.name=llama-3-70b replaces rope_theta of the recipe.")
+    assert refused.startswith("jaxllm: Nothing fits on 2 x h100-80gb: of those ")
+    assert result.stderr.count("\n") == 2
     # Its suggestion fits.
     words = result.stderr.rsplit(": use ", 1)[1].rstrip(".\n").split(" or ")
     for change in words:
