@@ -164,7 +164,7 @@ class MegatronStep(StepModel):
     def constants(cls, config: Config, gpu: Gpu) -> Fitted:
         return FITTED
 
-    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted | None = None):
         super().__init__(config, gpu, gpus_per_host, fitted)
         # No activations are offloaded, and no state.
         self.policy, self.offload_state = policy_of("none", config.model), "none"

@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxllm.config import Config
 from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import TileParts, tile_parts
 from jaxllm.cost_model.step_time import step_model
 
@@ -62,14 +63,14 @@ class ShapeWaste:
 
 def matmul_parts(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[tuple[int, ...], TileParts]:
     """Rows, columns and length of the sum of every matmul in a resolved config's step -> what its tiles permit."""
-    base, found = step_model("jaxllm"), {}
+    found = {}
 
-    class Noting(base):
+    class Noting(StepModel):
         def tile_share(self, rows: int, columns: int, length: int) -> float:
             parts = found[rows, columns, length] = tile_parts(rows, columns, length, gpu.chip.multiprocessors)
             return math.prod(parts)
 
-    Noting(config, gpu, gpus_per_host, base.constants(config, gpu)).time()
+    Noting(config, gpu, gpus_per_host).time()
     return found
 
 
@@ -81,7 +82,7 @@ def shape_waste(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = 
         """The step without some of PARTS."""
 
         def __init__(self, removed: tuple[str, ...]):
-            super().__init__(config, gpu, gpus_per_host, base.constants(config, gpu))
+            super().__init__(config, gpu, gpus_per_host)
             self.removed = removed
             if "identity_layers" in removed:
                 self.chunk_layers = config.model.num_layers / (self.P * self.V)

@@ -51,8 +51,8 @@ class StepModel(LayerCompute):
         """Those of a resolved config's step: what was measured on one GPU, what others publish of several."""
         return MEASURED if config.devices == 1 and gpu.chip.compute_capability >= HOPPER else PUBLISHED
 
-    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
-        super().__init__(config, gpu, gpus_per_host, fitted)
+    def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted | None = None):
+        super().__init__(config, gpu, gpus_per_host, fitted or self.constants(config, gpu))
         self.context_method = context_method(config)
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
         self.rings_tensor = rings_tensor(config, gpu.chip.compute_capability)

@@ -58,8 +58,7 @@ def estimate_step_time(
         recomputation; other values are ignored.
       fitted: other constants than the convention's own.
     """
-    model = step_model(convention)
-    return model(config, gpu, gpus_per_host, fitted or model.constants(config, gpu)).time()
+    return step_model(convention)(config, gpu, gpus_per_host, fitted).time()
 
 
 def step_model(convention: str) -> type[StepModel]:

@@ -144,7 +144,7 @@ class Fitting:
 
     def model(self, choice: Choice, kind: type[StepModel] = LeastStep) -> StepModel:
         config = choice.applied_to(self.config).at_largest_batch
-        return kind(config, self.gpu, self.gpus_per_host, kind.constants(config, self.gpu))
+        return kind(config, self.gpu, self.gpus_per_host)
 
     def ladder(self, model: StepModel, own: bool = False) -> Ladder:
         key = (*layer_of(model), own)
