@@ -24,11 +24,6 @@ is refused there."""
 GENERATION = {"bfloat16": "Ampere", "fp8": "Ada, Hopper"}
 
 
-def has_tf32(capability: Capability) -> bool:
-    """Whether float32 matrices are multiplied in TF32 on tensor cores, not on the CUDA cores."""
-    return capability is None or capability >= AMPERE
-
-
 def why_not_cudnn(model: ModelConfig, capability: Capability, name: str) -> str | None:
     """The reason cuDNN attention cannot run this model on a GPU of this name, or None. Unknown capabilities are Ampere or
     later."""
@@ -154,7 +149,4 @@ def most_documents(config: Config) -> int:
 
 def power_of_four(least: int) -> int:
     """The first power of four, from 4 on, that is not below."""
-    found = 4
-    while found < least:
-        found *= 4
-    return found
+    return 4 ** max(1, ((least - 1).bit_length() + 1) // 2)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.config.attention import FIRST_WITH, Capability, has_tf32, require_runs
+from jaxllm.config.attention import AMPERE, FIRST_WITH, Capability, require_runs
 from jaxllm.config.errors import ConfigError
 from jaxllm.display import readable
 from jaxllm.untrusted import RefusedInput, one_line, read_yaml, reason_of
@@ -133,7 +133,7 @@ class Gpu:
     def peak_flops(self, compute_dtype: str) -> float:
         """Dense peak, FLOP/s, of matmuls in a compute dtype. XLA multiplies float32 matrices in TF32 where the chip has it."""
         if compute_dtype == "float32":
-            return self.dense_flops["tf32" if has_tf32(self.chip.compute_capability) else "float32"]
+            return self.dense_flops["tf32" if self.chip.compute_capability >= AMPERE else "float32"]
         return self.dense_flops["bfloat16"]
 
     @property
@@ -202,27 +202,27 @@ _PC_BRIDGED = _PC._replace(nvlink_gb_per_s=56.25)
 # GB/s) than the smaller sizes (512). The network is a guess: one ConnectX-7.
 _GRACE = _Host(1, 450, 400, 450, 447, 384)
 
-# Name, device_kind, memory in MiB, memory bandwidth in GB/s, TFLOP/s, host, chip. The memory is nvidia-smi's "total". The GB of
-# a name are NVIDIA's: GiB of some ("80gb": 79.6 GiB), decimal of others ("192gb": 179.1).
+# Name, device_kind, memory in MiB, memory bandwidth in GB/s, watts of the board, TFLOP/s, host, chip. The memory is
+# nvidia-smi's "total". The GB of a name are NVIDIA's: GiB of some ("80gb": 79.6 GiB), decimal of others ("192gb": 179.1).
 _TABLE = (
-    ("v100-16gb", "Tesla V100-SXM2-16GB", 16384, 900, _V100_TFLOPS, _DGX_1, V100),
-    ("v100-32gb", "Tesla V100-SXM2-32GB", 32768, 900, _V100_TFLOPS, _DGX_1, V100),
-    ("a100-40gb", "NVIDIA A100-SXM4-40GB", 40960, 1555, _A100_TFLOPS, _DGX_A100, A100),
-    ("a100-80gb", "NVIDIA A100-SXM4-80GB", 81920, 2039, _A100_TFLOPS, _DGX_A100, A100),
-    ("rtx3090-24gb", "NVIDIA GeForce RTX 3090", 24576, 936, _3090_TFLOPS, _PC_BRIDGED, RTX_3090),
-    ("a10g-24gb", "NVIDIA A10G", 23028, 600, _A10G_TFLOPS, _AWS_G5, A10G),
-    ("rtx4090-24gb", "NVIDIA GeForce RTX 4090", 24564, 1008, _4090_TFLOPS, _PC, RTX_4090),
-    ("l40s-48gb", "NVIDIA L40S", 46068, 864, _L40S_TFLOPS, _AWS_G6E, L40S),
-    ("h100-80gb", "NVIDIA H100 80GB HBM3", 81559, 3350, _H100_TFLOPS, _DGX_H100, H100),
+    ("v100-16gb", "Tesla V100-SXM2-16GB", 16384, 900, 300, _V100_TFLOPS, _DGX_1, V100),
+    ("v100-32gb", "Tesla V100-SXM2-32GB", 32768, 900, 300, _V100_TFLOPS, _DGX_1, V100),
+    ("a100-40gb", "NVIDIA A100-SXM4-40GB", 40960, 1555, 400, _A100_TFLOPS, _DGX_A100, A100),
+    ("a100-80gb", "NVIDIA A100-SXM4-80GB", 81920, 2039, 400, _A100_TFLOPS, _DGX_A100, A100),
+    ("rtx3090-24gb", "NVIDIA GeForce RTX 3090", 24576, 936, 350, _3090_TFLOPS, _PC_BRIDGED, RTX_3090),
+    ("a10g-24gb", "NVIDIA A10G", 23028, 600, 300, _A10G_TFLOPS, _AWS_G5, A10G),
+    ("l40s-48gb", "NVIDIA L40S", 46068, 864, 350, _L40S_TFLOPS, _AWS_G6E, L40S),
+    ("rtx4090-24gb", "NVIDIA GeForce RTX 4090", 24564, 1008, 450, _4090_TFLOPS, _PC, RTX_4090),
+    ("h100-80gb", "NVIDIA H100 80GB HBM3", 81559, 3350, 700, _H100_TFLOPS, _DGX_H100, H100),
     # The SXM5 board with HBM2e, four per host: more memory than the 80 GB board, and slower.
-    ("h100-94gb", "", 95830, 2396, _H100_TFLOPS, _TSUBAME4, H100),
-    ("h100-nvl-94gb", "NVIDIA H100 NVL", 95830, 3900, _NVL_TFLOPS, _NVL_PAIR, H100_NVL),
-    ("h200-141gb", "NVIDIA H200", 143771, 4800, _H100_TFLOPS, _DGX_H100, H100),
+    ("h100-94gb", "", 95830, 2396, 700, _H100_TFLOPS, _TSUBAME4, H100),
+    ("h100-nvl-94gb", "NVIDIA H100 NVL", 95830, 3900, 400, _NVL_TFLOPS, _NVL_PAIR, H100_NVL),
+    ("h200-141gb", "NVIDIA H200", 143771, 4800, 700, _H100_TFLOPS, _DGX_H100, H100),
     # 480 GB is its host's memory.
-    ("gh200-96gb", "NVIDIA GH200 480GB", 97871, 4000, _H100_TFLOPS, _GRACE, GH200),
-    ("gh200-144gb", "NVIDIA GH200 144G HBM3e", 146831, 4900, _H100_TFLOPS, _GRACE, GH200),
-    ("b200-192gb", "NVIDIA B200", 183359, 8000, _B200_TFLOPS, _DGX_B200, B200),
-    ("b300-288gb", "NVIDIA B300 SXM6 AC", 275040, 8000, _B300_TFLOPS, _DGX_B300, B300),
+    ("gh200-96gb", "NVIDIA GH200 480GB", 97871, 4000, 1000, _H100_TFLOPS, _GRACE, GH200),
+    ("gh200-144gb", "NVIDIA GH200 144G HBM3e", 146831, 4900, 1000, _H100_TFLOPS, _GRACE, GH200),
+    ("b200-192gb", "NVIDIA B200", 183359, 8000, 1000, _B200_TFLOPS, _DGX_B200, B200),
+    ("b300-288gb", "NVIDIA B300 SXM6 AC", 275040, 8000, 1100, _B300_TFLOPS, _DGX_B300, B300),
 )
 _DGX_1_SOURCE = "network and host: NVIDIA DGX-1 With Tesla V100 System Architecture"
 _SOURCES = {
@@ -245,8 +245,8 @@ _SOURCES = {
 }
 
 
-def _gpu(row: tuple[str, str, int, float, Mapping[str, float], _Host, Chip]) -> Gpu:
-    name, device_kind, memory_mib, memory_gb_per_s, tflops, host, chip = row
+def _gpu(row: tuple[str, str, int, float, float, Mapping[str, float], _Host, Chip]) -> Gpu:
+    name, device_kind, memory_mib, memory_gb_per_s, _, tflops, host, chip = row
     to_host = host.pcie_gb_per_s * GIGA * PCIE_SHARE
     return Gpu(
         name=name,
@@ -270,6 +270,10 @@ def _gpu(row: tuple[str, str, int, float, Mapping[str, float], _Host, Chip]) -> 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({row[0]: _gpu(row) for row in _TABLE})
 """All kinds, by the name that `--gpu` accepts."""
+BOARD_WATTS: Mapping[str, float] = MappingProxyType({row[0]: float(row[4]) for row in _TABLE})
+"""Maximum power of a board, by NVIDIA's data sheets: H100 SXM up to 700 W (the 94 GB board differs only in memory), H100 NVL
+350 to 400 W, HGX B200 up to 1,000 W. A GH200's 450 to 1,000 W include its CPU and the host's memory. The first board of a
+compute capability stands for kinds that are not in the table."""
 
 
 def gpu_from_device_kind(kind: str) -> Gpu | None:

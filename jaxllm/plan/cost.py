@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.hardware import GPUS, Gpu
+from jaxllm.cost_model.hardware import BOARD_WATTS, GPUS, Gpu
 
 WITH_RECOMPUTATION = 8.0
 """FLOPs for each parameter and token if the forward pass runs twice, as in Narayanan et al. 2021 ("Efficient Large-Scale
@@ -19,27 +18,6 @@ HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 YEAR_S = 365.25 * DAY_S
 
-BOARD_WATTS: Mapping[str, float] = {
-    "v100-16gb": 300.0,
-    "v100-32gb": 300.0,
-    "a100-40gb": 400.0,
-    "a100-80gb": 400.0,
-    "rtx3090-24gb": 350.0,
-    "a10g-24gb": 300.0,
-    "l40s-48gb": 350.0,
-    "rtx4090-24gb": 450.0,
-    "h100-80gb": 700.0,
-    "h100-94gb": 700.0,
-    "h100-nvl-94gb": 400.0,
-    "h200-141gb": 700.0,
-    "gh200-96gb": 1000.0,
-    "gh200-144gb": 1000.0,
-    "b200-192gb": 1000.0,
-    "b300-288gb": 1100.0,
-}
-"""Maximum power of a board, by NVIDIA's data sheets: H100 SXM up to 700 W (the 94 GB board differs only in memory), H100 NVL
-350 to 400 W, HGX B200 up to 1,000 W. A GH200's 450 to 1,000 W include its CPU and the host's memory. The first board of a
-compute capability stands for kinds that are not in the table."""
 OVERHEAD = 1.5
 """Factor for a GPU's share of the host (processors, memory, network cards, fans), of switches and of cooling. By data sheets a
 complete host may take more, 10.2 kW for eight H100s of 0.7 kW, but training GPUs do not stay at their limit either. Chosen, not

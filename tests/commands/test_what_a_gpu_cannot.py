@@ -9,7 +9,7 @@ import jaxllm
 from jaxllm.compile import aot
 from jaxllm.compile.report import compile_report
 from jaxllm.config import ConfigError, load_config
-from jaxllm.config.attention import has_tf32, takes_cudnn, why_not_cudnn
+from jaxllm.config.attention import takes_cudnn, why_not_cudnn
 from jaxllm.cost_model.hardware import GPUS, find_gpu
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.estimate import estimate
@@ -85,6 +85,7 @@ def test_what_each_kind_has(gpu):
     """By NVIDIA's data sheets: float16 alone on a V100; FP8 from Ada on; fused attention wherever there is bfloat16."""
     model = load_config(EIGHT_B, ["model.compute_dtype=bfloat16"]).model
     capability, is_v100 = gpu.chip.compute_capability, gpu.name.startswith("v100")
-    assert takes_cudnn(model, capability) == has_tf32(capability) == (not is_v100)
+    assert takes_cudnn(model, capability) == (not is_v100)
+    assert gpu.peak_flops("float32") == gpu.dense_flops["float32" if is_v100 else "tf32"]
     assert (gpu.float8_flops is not None) == gpu.name.startswith(("rtx4090", "l40s", "h", "gh", "b"))
     assert (why_not_cudnn(model, capability, gpu.name) is None) == (not is_v100)

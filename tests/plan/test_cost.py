@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.config import ConfigError
-from jaxllm.cost_model.hardware import GPUS
+from jaxllm.cost_model.hardware import BOARD_WATTS, GPUS
 from jaxllm.plan.cost import (
-    BOARD_WATTS,
     DAY_S,
     OVERHEAD,
     WITH_RECOMPUTATION,
