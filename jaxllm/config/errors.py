@@ -64,7 +64,9 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
         override = "" if any(isinstance(part, int) for part in where) else f" or with {path}=VALUE"
         return f"{path} is missing: set it in the config{override}{hint}."
     if kind == "literal_error":
-        choices = _literal_choices(root, where) or str(first.get("ctx", {}).get("expected")).replace("'", "")
+        choices = first["ctx"]["expected"].replace("'", "")
+        # With the choice between types, of which a tag in the key tells, there are others.
+        choices = choices.replace(" or ", ", ") if len(where) == len(first["loc"]) else choices
         return f"{path}={shown(given)} is not one of the choices: use {choices}."
     if path == "parallel.data":
         return f"{path}={shown(given)} is not valid: it should be a whole number of at least 1, or auto."
@@ -106,14 +108,3 @@ def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for inner in get_args(annotation):
         yield from _classes(inner)
-
-
-def _literal_choices(root: type[BaseModel], where: Sequence[str | int]) -> str | None:
-    places = sum(isinstance(part, int) for part in where[-1:])
-    *outer, key = where[: len(where) - places]
-    annotation = _section_class(root, outer).model_fields[str(key)].annotation
-    if places:
-        # The choices for an element of a list.
-        annotation = get_args(annotation)[0]
-    choices = [str(value) for value in get_args(annotation) if not hasattr(value, "__mro__") and not get_args(value)]
-    return ", ".join(choices) or None
