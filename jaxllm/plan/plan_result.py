@@ -58,14 +58,6 @@ class Candidate:
         return self.time.tokens_per_s_per_gpu
 
     @property
-    def tflops_per_gpu(self) -> float:
-        return self.time.tflops_per_gpu
-
-    @property
-    def exposed_communication_share(self) -> float:
-        return self.time.exposed_communication_share
-
-    @property
     def sent_s(self) -> float:
         """Predicted seconds of all transfers of a step, hidden ones too: between GPUs, and to and from the host."""
         terms_s, hidden_s = self.predicted.terms_s, self.predicted.hidden_s
@@ -84,10 +76,11 @@ class Candidate:
         return f"<{self.choice}: {readable(self.estimate_bytes)}, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU predicted>"
 
     def to_json(self) -> dict[str, Any]:
-        speed = ("tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share", "sent_s")
-        own = (*speed, "estimate_bytes", "compiled_bytes", "host_bytes", "scheduled_transfers_s")
+        speed = ("tokens_per_s_per_gpu", "tflops_per_gpu", "step_s", "exposed_communication_share")
+        own = ("sent_s", "estimate_bytes", "compiled_bytes", "host_bytes", "scheduled_transfers_s")
         return {
             **self.choice.settings,
+            **{name: getattr(self.time, name) for name in speed},
             **{name: getattr(self, name) for name in own},
             "predicted_step_s": self.predicted.step_s,
             "predicted_transfers_s": self.predicted.transfers_s,
@@ -329,6 +322,6 @@ def _origin_lines(plan: Plan, path: Path, command: str) -> Iterator[str]:
     if (other := plan.without_host) is not None:
         yield f"  no host    {other.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with nothing in the host's memory: {other.choice}"
     yield (
-        f"  expect     {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {best.tflops_per_gpu:,.0f} TFLOP/s/GPU (causal), "
+        f"  expect     {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {best.time.tflops_per_gpu:,.0f} TFLOP/s/GPU (causal), "
         f"{how}, not measured"
     )

@@ -115,7 +115,7 @@ def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
         "-" if compiled is None else f"{compiled / GIB:.1f}",
         f"{(compiled or one.estimate_bytes) / plan.capacity_bytes:.0%}",
         f"{one.tokens_per_s_per_gpu:,.0f}",
-        f"{one.tflops_per_gpu:,.0f} ({one.tflops_per_gpu / peak_tflops:.0%})",
+        f"{one.time.tflops_per_gpu:,.0f} ({one.time.tflops_per_gpu / peak_tflops:.0%})",
     ]
 
 
@@ -173,7 +173,7 @@ def sweep_table(sweep: Sweep, narrow: bool = False) -> Table:
         if row.best is None:
             yield from [*["-"] * (len(headings) - 2), "nothing fits"]
             return
-        yield from (f"{row.tokens_per_s:,.0f}", f"{row.efficiency:.0%}", f"{row.best.exposed_communication_share:.1%}")
+        yield from (f"{row.tokens_per_s:,.0f}", f"{row.efficiency:.0%}", f"{row.best.time.exposed_communication_share:.1%}")
         yield from [f"{row.days:,.1f}"] if with_days else []
         yield from (f"{row.reduction_s[way]:.3g}" for way in ways)
         yield str(row.best.choice)

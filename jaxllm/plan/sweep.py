@@ -53,7 +53,7 @@ class SweepRow:
         return None if self.best is None else self.best.tokens_per_s_per_gpu * self.gpus
 
     def to_json(self) -> dict[str, Any]:
-        best, exposed = self.best and self.best.to_json(), self.best and self.best.exposed_communication_share
+        best, exposed = self.best and self.best.to_json(), self.best and self.best.time.exposed_communication_share
         return {**vars(self), "best": best, "tokens_per_s": self.tokens_per_s, "exposed_communication_share": exposed}
 
 

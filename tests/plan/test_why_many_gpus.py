@@ -98,7 +98,7 @@ def test_gpus():
         assert f"{row.efficiency:.0%}" == each
         assert f"{row.days:,.0f}" == days
         if waits:
-            assert f"{row.best.exposed_communication_share:.1%}" == waits
+            assert f"{row.best.time.exposed_communication_share:.1%}" == waits
     assert sweep.stops_paying == 256
 
 
