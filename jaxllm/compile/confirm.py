@@ -48,12 +48,6 @@ class Compiled:
     transfers_s: float | None
     """Exposed time of its transfers, by its schedule; None: not known."""
 
-    def above(self, plan: Plan) -> tuple[str, int] | None:
-        """(reason for rejection, bytes) of a step that does not fit; else None."""
-        if self.total_bytes > plan.capacity_bytes:
-            return COMPILED_ABOVE, self.total_bytes
-        return (HOST_COMPILED_ABOVE, self.host_bytes) if self.host_bytes > plan.host_bytes_per_gpu else None
-
 
 Compile = Callable[[Config], Compiled]
 """Compiles the step of a config."""
@@ -161,10 +155,12 @@ class _Compilations:
         except (ConfigError, RuntimeError) as error:
             self._refuse(number, COMPILE_REFUSED, " ".join(str(error).split())[:MOST_OF_ERROR])
             return None
-        if (above := compiled.above(self.plan)) is None:
-            self.confirmed[number] = compiled
+        if compiled.total_bytes > self.plan.capacity_bytes:
+            self._refuse(number, COMPILED_ABOVE, readable(compiled.total_bytes))
+        elif compiled.host_bytes > self.plan.host_bytes_per_gpu:
+            self._refuse(number, HOST_COMPILED_ABOVE, readable(compiled.host_bytes))
         else:
-            self._refuse(number, above[0], readable(above[1]))
+            self.confirmed[number] = compiled
         return None
 
     def _refuse(self, number: int, reason: str, example: str) -> None:

@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxllm.compile import hlo
+from jaxllm.compile import buffers, hlo
 from jaxllm.compile.hlo import BUFFER, ON_HOST, OP_NAME, RUNNING, Instruction, Module, byte_size, operands, shape_of
 from jaxllm.compile.overlap import Overlap
 from jaxllm.config import Config
@@ -215,7 +215,6 @@ PARTS = {
     "other": "the rest",
 }
 """Part -> what it contains."""
-PHASES = ("forward", "backward", "update", "transfers")
 OF_LAYERS = ("matmuls", "matmuls_again", *(p for p in PARTS if p.startswith("attention")), "norms", "swiglu", "rotary")
 OF_LAYERS += ("fp8_rounding", "sums", "stacks", "slices", "zero_fills", "copies")
 """Parts that are all or mostly the layers', each microbatch."""
@@ -311,11 +310,10 @@ def kernel_account(
     model, S, possible_flops = config.model, config.train.sequence_length, step_s * config.devices * gpu.dense_flops["bfloat16"]
     per_token = (train_flops_per_token(model, S, causal, config.frozen) for causal in (False, True))
     mfu_full_square, mfu_causal = (config.step_tokens * flops / possible_flops for flops in per_token)
-    phases_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    phases_s = dict.fromkeys(buffers.PHASES, 0.0)
     for part, among in groups.items():
-        if part not in ("transfers", "host_transfers"):
-            for kernel in among:
-                phases_s[phase_of(kernel, part)] += kernel.runs * kernel_seconds(kernel, rates)
+        for kernel in among if part not in ("transfers", "host_transfers") else ():
+            phases_s[phase_of(kernel, part)] += kernel.runs * kernel_seconds(kernel, rates)
     phases_s["transfers"] = step_s - sum(phases_s.values())
     ordered = tuple(sorted(parts, key=lambda row: -row.seconds))
     return KernelAccount(ordered, step_s, phases_s, mfu_full_square, mfu_causal, rates)

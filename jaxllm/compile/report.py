@@ -60,7 +60,7 @@ SMALL_BYTES = 2**16
 
 
 def warnings(
-    config: Config, collectives: Sequence[CollectiveRow], text: str, capacity: int | None, fits: bool | None
+    config: Config, collectives: Sequence[CollectiveRow], text: str, capacity: int | None, fits: bool | None, unknown_loops: int
 ) -> Iterator[str]:
     if capacity is not None:
         yield from replicated_giants(config, capacity, fits)
@@ -78,11 +78,8 @@ def warnings(
             )
     if '_xla_compute_type="host"' in text or 'execution_thread="host"' in text:
         yield "XLA computes a part of the step on the host's CPU, which is very slow: check parallel.remat and offload_state."
-
-
-def unknown_loop_warnings(loops: int) -> Iterator[str]:
-    if loops:
-        which = "a loop with collectives" if loops == 1 else f"{loops} loops with collectives"
+    if unknown_loops:
+        which = "a loop with collectives" if unknown_loops == 1 else f"{unknown_loops} loops with collectives"
         yield f"XLA gives no trip count for {which}: transfers in it count once, and are more in reality."
 
 
@@ -350,7 +347,7 @@ def _compile(
         real_memory=again,
         collectives=collectives,
         largest_results=largest_results(module),
-        warnings=(*warnings(config, collectives, text, capacity, fits), *unknown_loop_warnings(unknown_loops)),
+        warnings=tuple(warnings(config, collectives, text, capacity, fits, unknown_loops)),
         jax_version=jax.__version__,
         overlap=overlap,
         exposed_transfers_s=None if gpu is None or unknown_loops else total(each_step).exposed_s,

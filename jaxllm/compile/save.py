@@ -38,9 +38,7 @@ class SavedProgram:
     compile_s: float
     """0 if it was saved before."""
     bytes: int
-    """Its size in the folder; 0 if it is left to the first run."""
-    calls_cudnn: bool
-    """Whether it is left to the first run for that."""
+    """Its size in the folder; 0 if it is left to the first run, because it calls cuDNN."""
 
 
 def save_programs(
@@ -100,14 +98,14 @@ def _compile(
             before = store.get(key) if key in manifest.programs else None
             # All compile or none does: on GPUs they share out the timing of kernels.
             if not distributed.first_nonempty("" if before else "missing") and before:
-                yield SavedProgram(program.name, 0.0, len(before), False)
+                yield SavedProgram(program.name, 0.0, len(before))
                 continue
             options = program.options
             if program.exchanges:
                 options = early_exchange(lowered, options, mesh.devices.flat[0])
             compiled = lowered.compile(compiler_options=options or None)
-        calls_cudnn = not is_present and CUDNN in (compiled.as_text() or "")
-        content = b"" if calls_cudnn else serialize_executable.serialize(compiled)[0]
+        is_left = not is_present and CUDNN in (compiled.as_text() or "")
+        content = b"" if is_left else serialize_executable.serialize(compiled)[0]
         compile_s = time.perf_counter() - started
         if content and writes:
             store.put(key, content)
@@ -117,7 +115,7 @@ def _compile(
         if writes:
             # At once: what is compiled stays, also if this is interrupted.
             write_whole(folder / MANIFEST, manifest.text().encode())
-        yield SavedProgram(program.name, compile_s, len(content), calls_cudnn)
+        yield SavedProgram(program.name, compile_s, len(content))
 
 
 def saved_lines(saved: list[SavedProgram], folder: str) -> list[str]:
@@ -128,6 +126,6 @@ def saved_lines(saved: list[SavedProgram], folder: str) -> list[str]:
         return f"  {one.name}: {took}, {readable(one.bytes) if one.bytes else 'left to the first run'}"
 
     lines = [f"Programs in {folder}, for a run with run.compilation_cache={folder}", *map(line, saved)]
-    if any(one.calls_cudnn for one in saved):
+    if not all(one.bytes for one in saved):
         lines.append("Those left call cuDNN, whose plans XLA makes on a GPU only. The first run keeps them.")
     return lines

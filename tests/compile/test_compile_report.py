@@ -287,13 +287,13 @@ def test_synchronous_collectives_in_loops_are_named():
     quiet = module.CollectiveRow("all-gather", ("data",), "bf16", True, True, False, 1, 4, 2**24, 2**23)
     loud = dataclasses.replace(quiet, asynchronous=False)
     many = dataclasses.replace(quiet, in_loops=False, count=20, bytes=20 * 1024)
-    assert list(module.warnings(config().resolve(8), [quiet], "", None, None)) == []
-    (warning,) = module.warnings(config().resolve(8), [loud], "", None, None)
+    assert list(module.warnings(config().resolve(8), [quiet], "", None, None, 0)) == []
+    (warning,) = module.warnings(config().resolve(8), [loud], "", None, None, 0)
     assert "4 all-gathers of bf16 over data, 16.0 MiB a step, are synchronous inside loops" in warning
-    (warning,) = module.warnings(config().resolve(8), [many], "", None, None)
+    (warning,) = module.warnings(config().resolve(8), [many], "", None, None, 0)
     assert "20 all-gathers over data move 1.0 KiB each on average: XLA did not combine them." in warning
     (warning,) = module.warnings(
-        config().resolve(8), [], 'x = custom-call(), frontend_attributes={_xla_compute_type="host"}', None, None
+        config().resolve(8), [], 'x = custom-call(), frontend_attributes={_xla_compute_type="host"}', None, None, 0
     )
     assert "on the host's CPU" in warning
 

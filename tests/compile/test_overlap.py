@@ -5,7 +5,7 @@ import scripts
 
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.overlap import by_kind, simulate_overlap, total
-from jaxllm.compile.report import unknown_loop_warnings
+from jaxllm.compile.report import warnings
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.network import all_gather_s, group_of, links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, MEASURED
@@ -85,9 +85,9 @@ def test_a_loop_of_unknown_turns_is_said():
     assert unknown.flops(unknown.entry) == MATMUL + SMALL_MATMUL
     without = unknown.text.replace("all-gather-start(%h.1)", "copy-start(%h.1)").replace("all-gather(%f.1)", "copy(%f.1)")
     assert Module(without, AXES).loops_without_trip_count() == 0
-    (sentence,) = unknown_loop_warnings(1)
+    (sentence,) = warnings(None, [], "", None, None, 1)
     assert sentence.startswith("XLA gives no trip count for a loop with collectives: transfers in it count once")
-    assert not list(unknown_loop_warnings(0))
+    assert not list(warnings(None, [], "", None, None, 0))
 
 
 def test_fp8_counts_as_any_other():
