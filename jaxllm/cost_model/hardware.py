@@ -163,18 +163,11 @@ class _Host(NamedTuple):
     gpus_per_uplink: int = 1
 
 
-# float32 for all three on a V100: its tensor cores have float16 alone. GeForce cards sum tensor products in float32 at half the
-# rate of their float16 sums, the rate that advertisements name.
-_V100_TFLOPS = {"bfloat16": 15.7, "tf32": 15.7, "float32": 15.7}
-_A100_TFLOPS = {"bfloat16": 312, "tf32": 156, "float32": 19.5}
-_3090_TFLOPS = {"bfloat16": 71, "tf32": 35.6, "float32": 35.6}
-_A10G_TFLOPS = {"bfloat16": 70, "tf32": 35, "float32": 35}
-_4090_TFLOPS = {"bfloat16": 165.2, "tf32": 82.6, "float32": 82.6}
-_L40S_TFLOPS = {"bfloat16": 362, "tf32": 183, "float32": 91.6}
-_H100_TFLOPS = {"bfloat16": 989, "tf32": 494, "float32": 67}
-_NVL_TFLOPS = {"bfloat16": 835, "tf32": 417, "float32": 60}
-_B200_TFLOPS = {"bfloat16": 2250, "tf32": 1100, "float32": 80}
-_B300_TFLOPS = {"bfloat16": 2250, "tf32": 1100, "float32": 75}
+# bfloat16, TF32, float32. float32 for all three on a V100: its tensor cores have float16 alone. GeForce cards sum tensor
+# products in float32 at half the rate of their float16 sums, the rate that advertisements name.
+_V100_TFLOPS = (15.7, 15.7, 15.7)
+_A100_TFLOPS = (312, 156, 19.5)
+_H100_TFLOPS = (989, 494, 67)
 
 # The hosts' memory bandwidth is channels x 8 bytes x transfers: 8 x DDR4-2133 in a DGX-1, 16 x DDR4-3200 (two EPYC 7742, 7R32
 # or 7R13), 16 x DDR5-4800 (two Xeon 8480C), 16 x DDR5-5600 (two Xeon 8570), 16 x DDR5-6400 (two Xeon 6776P), 24 x DDR5-4800
@@ -209,20 +202,20 @@ _TABLE = (
     ("v100-32gb", "Tesla V100-SXM2-32GB", 32768, 900, 300, _V100_TFLOPS, _DGX_1, V100),
     ("a100-40gb", "NVIDIA A100-SXM4-40GB", 40960, 1555, 400, _A100_TFLOPS, _DGX_A100, A100),
     ("a100-80gb", "NVIDIA A100-SXM4-80GB", 81920, 2039, 400, _A100_TFLOPS, _DGX_A100, A100),
-    ("rtx3090-24gb", "NVIDIA GeForce RTX 3090", 24576, 936, 350, _3090_TFLOPS, _PC_BRIDGED, RTX_3090),
-    ("a10g-24gb", "NVIDIA A10G", 23028, 600, 300, _A10G_TFLOPS, _AWS_G5, A10G),
-    ("l40s-48gb", "NVIDIA L40S", 46068, 864, 350, _L40S_TFLOPS, _AWS_G6E, L40S),
-    ("rtx4090-24gb", "NVIDIA GeForce RTX 4090", 24564, 1008, 450, _4090_TFLOPS, _PC, RTX_4090),
+    ("rtx3090-24gb", "NVIDIA GeForce RTX 3090", 24576, 936, 350, (71, 35.6, 35.6), _PC_BRIDGED, RTX_3090),
+    ("a10g-24gb", "NVIDIA A10G", 23028, 600, 300, (70, 35, 35), _AWS_G5, A10G),
+    ("l40s-48gb", "NVIDIA L40S", 46068, 864, 350, (362, 183, 91.6), _AWS_G6E, L40S),
+    ("rtx4090-24gb", "NVIDIA GeForce RTX 4090", 24564, 1008, 450, (165.2, 82.6, 82.6), _PC, RTX_4090),
     ("h100-80gb", "NVIDIA H100 80GB HBM3", 81559, 3350, 700, _H100_TFLOPS, _DGX_H100, H100),
     # The SXM5 board with HBM2e, four per host: more memory than the 80 GB board, and slower.
     ("h100-94gb", "", 95830, 2396, 700, _H100_TFLOPS, _TSUBAME4, H100),
-    ("h100-nvl-94gb", "NVIDIA H100 NVL", 95830, 3900, 400, _NVL_TFLOPS, _NVL_PAIR, H100_NVL),
+    ("h100-nvl-94gb", "NVIDIA H100 NVL", 95830, 3900, 400, (835, 417, 60), _NVL_PAIR, H100_NVL),
     ("h200-141gb", "NVIDIA H200", 143771, 4800, 700, _H100_TFLOPS, _DGX_H100, H100),
     # 480 GB is its host's memory.
     ("gh200-96gb", "NVIDIA GH200 480GB", 97871, 4000, 1000, _H100_TFLOPS, _GRACE, GH200),
     ("gh200-144gb", "NVIDIA GH200 144G HBM3e", 146831, 4900, 1000, _H100_TFLOPS, _GRACE, GH200),
-    ("b200-192gb", "NVIDIA B200", 183359, 8000, 1000, _B200_TFLOPS, _DGX_B200, B200),
-    ("b300-288gb", "NVIDIA B300 SXM6 AC", 275040, 8000, 1100, _B300_TFLOPS, _DGX_B300, B300),
+    ("b200-192gb", "NVIDIA B200", 183359, 8000, 1000, (2250, 1100, 80), _DGX_B200, B200),
+    ("b300-288gb", "NVIDIA B300 SXM6 AC", 275040, 8000, 1100, (2250, 1100, 75), _DGX_B300, B300),
 )
 _DGX_1_SOURCE = "network and host: NVIDIA DGX-1 With Tesla V100 System Architecture"
 _SOURCES = {
@@ -245,13 +238,14 @@ _SOURCES = {
 }
 
 
-def _gpu(row: tuple[str, str, int, float, float, Mapping[str, float], _Host, Chip]) -> Gpu:
+def _gpu(row: tuple[str, str, int, float, float, tuple[float, float, float], _Host, Chip]) -> Gpu:
     name, device_kind, memory_mib, memory_gb_per_s, _, tflops, host, chip = row
     to_host = host.pcie_gb_per_s * GIGA * PCIE_SHARE
+    flops = {dtype: 1e12 * speed for dtype, speed in zip(("bfloat16", "tf32", "float32"), tflops, strict=True)}
     return Gpu(
         name=name,
         memory_bytes=memory_mib * MIB,
-        dense_flops=MappingProxyType({dtype: speed * 1e12 for dtype, speed in tflops.items()}),
+        dense_flops=MappingProxyType(flops),
         memory_bandwidth_bytes_per_s=memory_gb_per_s * GIGA,
         gpus_per_host=host.gpus,
         link_bandwidth_bytes_per_s=host.nvlink_gb_per_s * GIGA or to_host / host.gpus_per_uplink,
