@@ -25,7 +25,6 @@ Metrics and state keys call a replica an island.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +43,7 @@ from jaxllm.config.rounds import are_codes, exchanges_beside_steps, fragments_of
 from jaxllm.mesh.axes import REPLICA
 from jaxllm.mesh.sharding import replica_spec
 from jaxllm.parallel.parameters import stacking_of
-from jaxllm.train.outer_codes import coded_mean
+from jaxllm.train.outer_codes import coded_mean, own_square
 from jaxllm.train.step import TrainState
 
 Metrics = dict[str, Any]
@@ -142,20 +141,15 @@ def mean_at_once(mesh: Mesh, shared: Any, own: Any) -> Mean:
       shared, own: trees of PartitionSpecs, of D and of the changes.
     """
 
-    def of_device(changes: Any, counts: jax.Array, others: Sums) -> tuple[Any, Sums]:
+    def of_device(changes: Any, residual: None, counts: jax.Array, others: Sums) -> tuple[Any, None, Sums]:
         own_changes = jax.tree.map(lambda d: jnp.where(counts[0], d[0], 0), changes)
         flat, unflatten = ravel_pytree((own_changes, jax.tree.map(lambda x: x[0], others)))
         sums, others = unflatten(jax.lax.psum(flat, REPLICA))
-        return jax.tree.map(lambda x: x / jnp.maximum(others["number"], 1), sums), others
+        return jax.tree.map(lambda x: x / jnp.maximum(others["number"], 1), sums), residual, others
 
     each, none = PartitionSpec(REPLICA), PartitionSpec()
-    run = jax.shard_map(of_device, mesh=mesh, in_specs=(own, each, each), out_specs=(shared, none), check_vma=False)
-
-    def mean(changes: Any, residual: Any, counts: jax.Array, others: Sums) -> tuple[Any, Any, Sums]:
-        change, sums = run(changes, counts, others)
-        return change, residual, sums
-
-    return mean
+    specs: Any = {"in_specs": (own, none, each, each), "out_specs": (shared, none, none)}
+    return jax.shard_map(of_device, mesh=mesh, check_vma=False, **specs)
 
 
 def squares_of(changes: Any) -> jax.Array:
@@ -173,13 +167,8 @@ def squares_apart(mesh: Mesh, own: Any) -> Callable[[Any], jax.Array]:
     axes = tuple(name for name in mesh.axis_names if name != REPLICA)
     devices = mesh.size // mesh.shape[REPLICA]
 
-    def share(d: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Square of a device's part, over the devices that have the same."""
-        parts = math.prod(mesh.shape[name] for name in jax.tree.leaves(tuple(spec)))
-        return jnp.square(d).sum() * (parts / mesh.size)
-
     def of_device(changes: Any) -> jax.Array:
-        square = jax.tree.reduce(jnp.add, jax.tree.map(share, changes, own))
+        square = own_square(mesh, changes, own)
         # Each number has one writer, and the others bring 0.
         bits = jnp.zeros(devices, jnp.uint32).at[jax.lax.axis_index(axes)].set(square.view(jnp.uint32))
         return jax.lax.pmax(bits, axes).view(jnp.float32).sum()[None]

@@ -98,7 +98,7 @@ def loading_params(config: Config, functions: Parallelized, mesh: Mesh) -> Paral
         loaded, own, own_specs = {}, trained(params, functions.table), trained(specs, functions.table)
         for name, part in trained(functions.table, functions.table).items():
             on_host = config.parallel.offload_state == "all" and name == "layers"
-            run = partial(_cast_part_on_host if on_host else _cast_part, config.model.compute_dtype, part)
+            run = partial(_cast_part, config.model.compute_dtype, on_host, part)
             mapped = jax.shard_map(run, mesh=mesh, in_specs=(own_specs[name],), out_specs=own_specs[name], check_vma=False)
             loaded[name] = mapped(own[name])
         return with_part(params, loaded)
@@ -164,24 +164,17 @@ def _update_part(update: Update, structure: StateStructure, part, on_host, gradi
     return *jax.tree.map(lambda x, shape: x.reshape(shape), carry, shapes), [x[-1] for x in new_counters]
 
 
-def _cast_part(dtype: str, part: Tree, params: Tree) -> Tree:
-    """Copies one top-level entry of the parameters from the host to the device in `dtype`."""
-    numbers, pieces = _cut(part, params)
-    body = lambda _, number: (None, jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True)))  # noqa: E731
-    _, loaded = jax.lax.scan(body, None, numbers)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), loaded, params)
-
-
-def _cast_part_on_host(dtype: str, part: Tree, params: Tree) -> Tree:
-    """The same, back to the host."""
+def _cast_part(dtype: str, on_host: bool, part: Tree, params: Tree) -> Tree:
+    """Copies one top-level entry of the parameters from the host in `dtype`, to the device or (on_host) back to the host."""
     numbers, pieces = _cut(part, params)
 
     def body(copy, number):
         cast = jax.tree.map(lambda x: x.astype(dtype), _read(number, pieces, True))
-        return _write(number, copy, cast, True), None
+        return (_write(number, copy, cast, True), None) if on_host else (copy, cast)
 
-    copy, _ = jax.lax.scan(body, jax.tree.map(lambda x: empty_on_host(x.shape, dtype), pieces), numbers)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), copy, params)
+    empty = jax.tree.map(lambda x: empty_on_host(x.shape, dtype), pieces) if on_host else None
+    copy, loaded = jax.lax.scan(body, empty, numbers)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), copy if on_host else loaded, params)
 
 
 def _squares(part: Tree, specs: Tree, gradients: Tree) -> jax.Array:
@@ -193,13 +186,8 @@ def _squares(part: Tree, specs: Tree, gradients: Tree) -> jax.Array:
         return jax.tree.map(add, sums, _read(number, pieces, True)), None
 
     sums, _ = jax.lax.scan(body, jax.tree.map(lambda _: jnp.zeros((), jnp.float32), pieces), numbers)
-    of_ranks = jax.tree.map(lambda total, spec: jax.lax.psum(total, _axes(spec)), sums, specs)
+    of_ranks = jax.tree.map(lambda total, spec: jax.lax.psum(total, tuple(jax.tree.leaves(tuple(spec)))), sums, specs)
     return jnp.stack(jax.tree.leaves(of_ranks)).sum()
-
-
-def _axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Mesh axes that shard an array."""
-    return tuple(axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,)))
 
 
 def _cut(part: Tree, arrays: Tree) -> tuple[jax.Array, Tree]:

@@ -75,6 +75,20 @@ def at_once(collective: Callable[[jax.Array], jax.Array], records: Any) -> Any:
     return jax.vmap(unflatten)(collective(jax.vmap(lambda piece: ravel_pytree(piece)[0])(records)))
 
 
+def own_square(mesh: Mesh, arrays: Any, specs: Any) -> jax.Array:
+    """A device's part of the sum of squares of sharded arrays, shared by the devices of a replica that have the same.
+
+    Args:
+      specs: a tree of PartitionSpecs.
+    """
+
+    def share(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        parts = math.prod(mesh.shape[name] for name in jax.tree.leaves(tuple(spec)))
+        return jnp.square(x).sum() * (parts / mesh.size)
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(share, arrays, specs))
+
+
 def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
     """A diloco.Mean: what is applied is equal on all replicas, to the bit. The other numbers travel beside the codes. To their
     sums it adds the squares of the replicas' codes, `coded_square`, and of their mean before it is coded, `mean_square`.
@@ -83,14 +97,6 @@ def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[..., tu
       shared, own: trees of PartitionSpecs, of what is applied and of the others.
     """
     replicas, within = mesh.shape[REPLICA], tuple(name for name in mesh.axis_names if name != REPLICA)
-
-    def square(pieces: Any) -> jax.Array:
-        """Sum of squares, over the devices of a replica that have the same."""
-
-        def share(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-            return jnp.square(x).sum() * (math.prod(mesh.shape[name] for name in jax.tree.leaves(tuple(spec))) / mesh.size)
-
-        return jax.tree.reduce(jnp.add, jax.tree.map(share, pieces, own))
 
     def of_device(changes: Any, residuals: Any, counts: jax.Array, others: dict[str, jax.Array]) -> tuple[Any, Any, Any]:
         def in_pieces(change: jax.Array, residual: jax.Array) -> jax.Array:
@@ -112,7 +118,7 @@ def coded_mean(bits: int, mesh: Mesh, shared: Any, own: Any) -> Callable[..., tu
         coded = jax.tree.map(lambda records: decode(records, bits), received)
         mean = jax.tree.map(lambda x: x.sum(0) / number, coded)
         answer = jax.tree.map(lambda x: encode(x, bits), mean)
-        squares = jax.lax.bitcast_convert_type(jnp.stack([square(coded), square(mean)]), jnp.uint8)
+        squares = jax.lax.bitcast_convert_type(jnp.stack([own_square(mesh, each, own) for each in (coded, mean)]), jnp.uint8)
         gathered = jax.tree.map(lambda x: x[None], (answer, squares))
         answers, squares = at_once(partial(jax.lax.all_gather, axis_name=REPLICA, tiled=True), gathered)
         squares = jax.lax.psum(jax.lax.bitcast_convert_type(squares, jnp.float32).sum(0), within)
