@@ -84,15 +84,13 @@ class DocumentsInMemory(Documents):
         return None if self._scored is None else cut(self._scored, self._begins[documents], starts, stops)
 
 
-class TextDocuments(DocumentsInMemory):
-    """Texts that are tokenised in memory, one document each. Keys are hashes of their names. See Documents."""
-
-    def __init__(self, texts: dict[str, bytes], tokenizer: Tokenizer, description: str):
-        ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
-        # A name may contain bytes that are not UTF-8, which Python reads as surrogates.
-        digests = [hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest() for name in texts]
-        keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
-        super().__init__(ids, keys, tokenizer, description)
+def text_documents(texts: dict[str, bytes], tokenizer: Tokenizer, description: str) -> DocumentsInMemory:
+    """Tokenises texts in memory, one document each. Keys are hashes of their names."""
+    ids = tokenizer.encode_documents([text.decode() for text in texts.values()])
+    # A name may contain bytes that are not UTF-8, which Python reads as surrogates.
+    digests = [hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest() for name in texts]
+    keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
+    return DocumentsInMemory(ids, keys, tokenizer, description)
 
 
 class ChainedDocuments(Documents):

@@ -155,16 +155,11 @@ TOKENIZER = "tokenizer"
 DATA_ENDINGS = (".array_record", ".lengths.npy", ".keys.npy")
 NAMES = ("tokens-*", TOKENIZER, MANIFEST, INPUTS)
 """Patterns of the files and folders that are written here under temporary names."""
-INDEX_SHA256 = "index_sha256"
-"""Key of a shard for the checksum of its document lengths and keys, which decide what is held out. Folders that were prepared
-before it existed have none."""
 
 
 @dataclass(frozen=True)
-class StoredTokenizer:
+class StoredTokenizer(OriginTokenizer):
     kind: Literal["bytes", "folder"]
-    name: Name
-    sha256: Digest
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,8 @@ class StoredShard:
     """Bytes of each file."""
     records: Whole | None = None
     index_sha256: Digest | None = None
-    """See INDEX_SHA256."""
+    """Checksum of document lengths and keys, which decide what is held out. Folders that were prepared before it existed have
+    none."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +189,8 @@ class Manifest:
     shards: Annotated[list[StoredShard], FailFast(), Field(min_length=1)]
 
 
-FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files")
-"""Keys that the manifest copies from a shard's .json, beside INDEX_SHA256, which older shards lack."""
+FOR_MANIFEST = ("name", "documents", "tokens", "text_bytes", "records", "broken", "empty", "sha256", "files", "index_sha256")
+"""Keys that the manifest copies from a shard's .json."""
 
 
 @dataclass(frozen=True, kw_only=True)

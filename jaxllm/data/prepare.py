@@ -24,7 +24,6 @@ from jaxllm.config.hub import pin
 from jaxllm.data.manifest import (
     FOR_MANIFEST,
     FORMAT,
-    INDEX_SHA256,
     INPUTS,
     MANIFEST,
     TOKENIZER,
@@ -380,7 +379,7 @@ def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, or
         **total,
         "inputs": {"count": origin.inputs.count, "bytes": origin.inputs.bytes},
         "options": {"text_key": origin.options.text_key, "shard_bytes": origin.options.shard_bytes},
-        "shards": [{key: shard[key] for key in (*FOR_MANIFEST, INDEX_SHA256) if key in shard} for shard in shards],
+        "shards": [{key: shard[key] for key in FOR_MANIFEST if key in shard} for shard in shards],
     }
     with writing(partial(unwritable, folder)):
         remove_leftovers(folder, of_other_hosts=True)

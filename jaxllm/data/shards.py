@@ -15,7 +15,6 @@ import numpy as np
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.manifest import (
     DATA_ENDINGS,
-    INDEX_SHA256,
     Origin,
     adding_to,
     as_shard,
@@ -183,7 +182,7 @@ def _write(
         "broken": broken,
         "empty": empty,
         "sha256": output.digest.hexdigest(),
-        INDEX_SHA256: index_sha256(*output.index),
+        "index_sha256": index_sha256(*output.index),
         "files": {task.name + ending: files[ending].stat().st_size for ending in DATA_ENDINGS},
         "broken_records": kept,
         "options": asdict(origin.options),

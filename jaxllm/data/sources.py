@@ -27,7 +27,7 @@ from jaxllm.config.types import GIVEN
 from jaxllm.data.cached import CachedFolder, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
-from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, TextDocuments
+from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, text_documents
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.records import require_text
@@ -285,7 +285,7 @@ def open_documents(
         where = f"The files of data.paths ({origin}) hold no text: name files that do."
     if not any(texts.values()):
         raise ConfigError(where)
-    return TextDocuments(
+    return text_documents(
         texts, tokenizer or load_tokenizer("bytes"), origin + (f", {skipped} skipped (not UTF-8)" if skipped else "")
     )
 
