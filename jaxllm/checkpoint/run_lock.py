@@ -65,7 +65,7 @@ class Holder:
     pid: Pid
     machine: Text
     """The boot and PID namespace in which `pid` is valid; "" if unknown."""
-    started_at: Text
+    born: Text
     """Start time of the process, in clock ticks since that boot: the system reuses PIDs."""
     token: Text
     time: Text
@@ -79,16 +79,12 @@ class Holder:
         """Content of the file now. Its length is constant: it overwrites the previous heartbeat, and a reader may come in
         between.
         """
-        values = asdict(self) | {"time": utc()}
-        # The key in the file is older than the field's name: runs of both versions must understand each other's locks.
-        values["born"] = values.pop("started_at")
-        return json.dumps(values).encode() + b"\n"
+        return json.dumps(asdict(self) | {"time": utc()}).encode() + b"\n"
 
     @classmethod
     def from_json(cls, content: bytes) -> Holder:
         """Raises RefusedInput if the content is no holder."""
-        values = checked(parse_json(content, HOLDER_BYTES), dict[str, Any])
-        return checked({**values, "started_at": values.get("born")}, cls)
+        return checked(checked(parse_json(content, HOLDER_BYTES), dict[str, Any]), cls)
 
 
 class HolderLock(ABC):
@@ -311,7 +307,7 @@ def holder_status(found: Holder, me: Holder) -> str:
     "unsure".
     """
     is_here = bool(found.machine) and found.machine == me.machine
-    if is_here and start_time_of(found.pid) != found.started_at:
+    if is_here and start_time_of(found.pid) != found.born:
         return "gone"
     if found.launch_id and found.launch_id == me.launch_id and found.attempt < me.attempt:
         return "replaced"

@@ -249,7 +249,9 @@ class StoredCheckpoints:
         with self._changed:
             self._remove_left_twins()
             if step != self._copying:
-                self._link(step)
+                # Where the file system has no links, checkpoint.keep may delete it too early.
+                with suppress(OSError):
+                    shutil.copytree(self._folder / str(step), self._twins / str(step), copy_function=os.link)
             dropped = {one for one in self._waiting if one != step and not self._config.keeps_forever(one)}
             self._waiting = {step, *self._waiting} - dropped
             for one in dropped - {self._copying}:
@@ -288,11 +290,6 @@ class StoredCheckpoints:
         if self._thread is not None:
             self._thread.join(ANSWER_S)
             shutil.rmtree(self._twins, ignore_errors=True)
-
-    def _link(self, step: int) -> None:
-        """Gives a checkpoint its second name. Where the file system has no links, checkpoint.keep may delete it too early."""
-        with suppress(OSError):
-            shutil.copytree(self._folder / str(step), self._twins / str(step), copy_function=os.link)
 
     def _remove_left_twins(self) -> None:
         """At the start of a run: those of one that was killed."""

@@ -61,7 +61,7 @@ def left(monkeypatch):
 
 
 def put(folder, holder: Holder) -> bytes:
-    (folder / ".holder.json").write_text(json.dumps(vars(holder) | {"born": holder.started_at}))
+    (folder / ".holder.json").write_text(json.dumps(vars(holder)))
     return (folder / ".holder.json").read_bytes()
 
 
@@ -122,9 +122,9 @@ HERE = this_process("job 7", 2)
         (replace(ELSEWHERE, launch_id=None, attempt=0), "unsure"),
         (replace(HERE, attempt=1), "replaced"),
         (replace(HERE, launch_id=None), "holds"),
-        (replace(HERE, launch_id=None, started_at="1"), "gone"),
+        (replace(HERE, launch_id=None, born="1"), "gone"),
         # There is nothing to wait for.
-        (replace(HERE, attempt=1, started_at="1"), "gone"),
+        (replace(HERE, attempt=1, born="1"), "gone"),
         (replace(HERE, launch_id=None, pid=2**30), "gone"),
         # The host name proves nothing, because containers may share it.
         (replace(HERE, attempt=2, machine="another"), "unsure"),
@@ -139,7 +139,7 @@ def test_the_status_of_a_holder_at_once(found, verdict):
 def test_a_process_that_has_ended_holds_nothing_even_before_its_parent_has_noticed():
     child = subprocess.Popen(["sleep", "100"])
     try:
-        found = replace(HERE, launch_id=None, pid=child.pid, started_at=module.start_time_of(child.pid))
+        found = replace(HERE, launch_id=None, pid=child.pid, born=module.start_time_of(child.pid))
         assert holder_status(found, HERE) == "holds"
         child.kill()
         deadline = time.monotonic() + 10
@@ -178,12 +178,12 @@ def test_a_lock_file_of_an_earlier_version_is_understood(tmp_path):
         "7",
         "[" * 30_000,
         '{"a":' * 10_000,
-        json.dumps(vars(ELSEWHERE) | {"born": "99", "pid": "1\0"}),
-        json.dumps(vars(ELSEWHERE) | {"born": "99", "pid": -1}),
-        json.dumps(vars(ELSEWHERE) | {"born": "99", "pid": 10**30}),
-        json.dumps(vars(ELSEWHERE) | {"born": "99", "attempt": "many"}),
+        json.dumps(vars(ELSEWHERE) | {"pid": "1\0"}),
+        json.dumps(vars(ELSEWHERE) | {"pid": -1}),
+        json.dumps(vars(ELSEWHERE) | {"pid": 10**30}),
+        json.dumps(vars(ELSEWHERE) | {"attempt": "many"}),
         json.dumps(vars(ELSEWHERE) | {"born": None}),
-        json.dumps(vars(ELSEWHERE) | {"born": "99", "host": "h" * 100_000}),
+        json.dumps(vars(ELSEWHERE) | {"host": "h" * 100_000}),
     ],
     ids=lambda text: text[:40],
 )
