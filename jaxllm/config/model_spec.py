@@ -89,11 +89,7 @@ _DIMS = {
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 
-def _has_bias(model: Shape) -> bool:
-    return model.qkv_bias
-
-
-def _has(key: str, *values: str) -> Callable[[Shape], bool]:
+def _has(key: str, *values: Any) -> Callable[[Shape], bool]:
     return lambda model: getattr(model, key) in values
 
 
@@ -114,7 +110,7 @@ _TABLE = (
     _Row("layers.attention.key", "D|KH", _ATTENTION + "k_proj.weight", "key"),
     _Row("layers.attention.value", "D|KH", _ATTENTION + "v_proj.weight", "value"),
     *(
-        _Row(f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", initial="zeros", when=_has_bias)
+        _Row(f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", "", "zeros", _has("qkv_bias", True))
         for name, dims in (("query", "NH"), ("key", "KH"), ("value", "KH"))
     ),
     *(

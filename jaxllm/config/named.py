@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
+from jaxllm.config.hub import folder_of, is_hub_name, pinned, stays
 from jaxllm.config.load import config_folder, published_models, read_recipe
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.run_sections import RunConfig
@@ -46,8 +47,6 @@ def take_named(values: dict[str, Any]) -> None:
             return _take(values, *_of_folder(Path(name)))
         if ran := _as_it_ran(values, name):
             return _take(values, *ran)
-        from jaxllm.config.hub import folder_of, is_hub_name, pinned
-
         if is_hub_name(name):
             folder = folder_of("model.name", name, weights=False)
             model["name"] = pinned(name, folder)
@@ -80,8 +79,6 @@ def _as_it_ran(values: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any],
     folder = Path(str((run if isinstance(run, Mapping) else {}).get("dir", RunConfig.model_fields["dir"].default)))
     model = read_recipe(folder / "config.yaml").get("model") if (folder / "config.yaml").is_file() else None
     kept = model.get("name") if isinstance(model, Mapping) else None
-    from jaxllm.config.hub import stays
-
     if not isinstance(model, Mapping) or (kept != name and not stays("model.name", name, str(kept), folder)):
         return None
     values["model"]["name"] = kept
