@@ -19,7 +19,7 @@ from pathlib import Path
 
 from markdown_sections import write_between
 from memory_accuracy import TABLE, case_of, read_table
-from published_rule import MODEL, SEQUENCE_LENGTH, read_rows, record_of, rule_by_gpu, safety
+from published_rule import MODEL, SEQUENCE_LENGTH, megatron_fits, read_rows, record_of, rule_by_gpu, safety
 from step_time import Row, predict, published_rows, spearman
 
 from jaxllm.config import load_config
@@ -28,7 +28,6 @@ from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.cost_model.megatron import (
     SAFE_SHARE,
     RuleRecord,
-    megatron_fits,
     megatron_flops_per_token,
     megatron_memory,
     nominal_bytes,

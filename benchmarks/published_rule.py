@@ -26,8 +26,8 @@ from typing import Any
 from memory_accuracy import TABLE, read_table
 
 from jaxllm.config import Config, load_config
-from jaxllm.cost_model.hardware import find_gpu
-from jaxllm.cost_model.megatron import SAFE_SHARE, RuleRecord, megatron_fits, megatron_memory, nominal_bytes
+from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.megatron import SAFE_SHARE, RuleRecord, megatron_memory, nominal_bytes
 from jaxllm.cost_model.memory import estimate_memory
 
 PUBLISHED = Path(__file__).parent / "published" / "llama-3.1-8b.csv"
@@ -112,6 +112,11 @@ def record_of(verdicts: Iterable[tuple[bool, bool]]) -> RuleRecord:
     counts = Counter(verdicts)
     ran, unsafe_ran = counts[True, True], counts[False, True]
     return RuleRecord(ran + counts[True, False], ran, unsafe_ran + counts[False, False], unsafe_ran)
+
+
+def megatron_fits(config: Config, gpu: Gpu) -> bool:
+    """Whether the published rule calls the config safe: megatron_memory is at most SAFE_SHARE of nominal_bytes."""
+    return megatron_memory(config).peak_bytes <= SAFE_SHARE * nominal_bytes(gpu)
 
 
 def rule_by_gpu(rows: Iterable[Row]) -> dict[str, RuleRecord]:

@@ -83,15 +83,11 @@ def error_range(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = 
         return ErrorRange(math.exp(-ONE_GPU_ERROR), math.exp(ONE_GPU_ERROR), (), layout, "holds jaxllm's own five on an H100")
     below, above = PROGRAM_ERRORS[convention]["fp8" if config.model.multiplies_fp8 else "bf16"]
     if convention == "jaxllm":
-        below += ATTENTION_ERROR * attention_share(config) + NARROW_ERROR * (config.model.hidden_size < NARROW)
+        model, length = config.model, config.train.sequence_length
+        attention = 3 * attention_flops_per_token(model, length, causal=True) / train_flops_per_token(model, length)
+        below += ATTENTION_ERROR * attention + NARROW_ERROR * (model.hidden_size < NARROW)
     low, high = math.exp(-math.hypot(layout, below)), math.exp(math.hypot(layout, above))
     return ErrorRange(low, high, tuple(extrapolations(config, gpu, gpus_per_host, convention)), layout)
-
-
-def attention_share(config: Config) -> float:
-    """Attention's share of the model FLOPs of a step."""
-    model, length = config.model, config.train.sequence_length
-    return 3 * attention_flops_per_token(model, length, causal=True) / train_flops_per_token(model, length)
 
 
 def was_measured(config: Config, gpu: Gpu) -> bool:

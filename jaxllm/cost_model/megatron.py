@@ -88,11 +88,6 @@ def megatron_memory(config: Config) -> MemoryEstimate:
     return MemoryEstimate(config.devices, (stage,), host_bytes=0)
 
 
-def megatron_fits(config: Config, gpu: Gpu) -> bool:
-    """Whether the published rule calls the config safe: megatron_memory is at most SAFE_SHARE of nominal_bytes."""
-    return megatron_memory(config).peak_bytes <= SAFE_SHARE * nominal_bytes(gpu)
-
-
 def record_text() -> str:
     """What the rule got right and wrong in PUBLISHED_RUNS, in one line."""
     counts = RuleRecord(*map(sum, zip(*PUBLISHED_RUNS.values(), strict=True)))

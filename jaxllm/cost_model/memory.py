@@ -40,7 +40,7 @@ from jaxllm.config.attention import Capability
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.cost_model.hardware import Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.layer_backward import layer_backward
-from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes, layer_parameters
+from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 
 MANY_RANKS = {2: 128, 3: 96}
 """For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently, by steps of Llama 3 8B and 70B: of level 2, 96
@@ -249,8 +249,7 @@ class Step(StepSizes):
     def streamed_update(self) -> dict[str, float]:
         """Terms while a layer is updated: its new weights and moments, which are written when all are made, what a matrix's
         are made of, and the gradients that wait on the device."""
-        of_layer = layer_parameters(self.model, self.parallel)
-        last = min(of_layer[spec.path].master for spec in layer_matmuls(self.model))
+        last = min(self.table[spec.path].master for spec in layer_matmuls(self.model))
         return {"gradients": FLOAT32 * self.vocabulary.master, "update": FLOAT32 * (3 * self.layer.master + 4 * last)}
 
     def orthogonal_update(self) -> dict[str, float]:

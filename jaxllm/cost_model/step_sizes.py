@@ -71,22 +71,17 @@ def _parameters(model: Any, pipe: int, tensor: int, ranks: int) -> Mapping[str, 
         shape = dict(zip(spec.dims, spec.shape, strict=True))
         if "vocab" in shape:
             shape["vocab"] = -(-shape["vocab"] // ways) * ways
-        found[spec.path] = _elements(shape, split, ranks, spec.is_matrix)
+        compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
+        found[spec.path] = Elements(compute, compute)
+        if ranks > 1 and (shard := zero_shard(shape, split, ranks, spec.is_matrix)) is not None:
+            dim, zeros = shard
+            found[spec.path] = Elements(compute, compute // shape[dim] * (shape[dim] + zeros) // ranks)
     return MappingProxyType(found)
 
 
 def layer_parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
     """Elements of each parameter of one layer on one device."""
     return {path: elements for path, elements in parameters(model, parallel).items() if path.startswith(model_spec.LAYERS)}
-
-
-def _elements(shape: dict[str, int], split: dict[str, int], ranks: int, is_matrix: bool) -> Elements:
-    compute = math.prod(size // split.get(dim, 1) for dim, size in shape.items())
-    found = None if ranks == 1 else zero_shard(shape, split, ranks, is_matrix)
-    if found is None:
-        return Elements(compute, compute)
-    dim, zeros = found
-    return Elements(compute, compute // shape[dim] * (shape[dim] + zeros) // ranks)
 
 
 # -------------------------------------------------------------------------------------------------------------- step sizes

@@ -11,13 +11,13 @@ from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.megatron import (
     PUBLISHED_RUNS,
     SAFE_SHARE,
-    megatron_fits,
     megatron_flops_per_token,
     megatron_memory,
     nominal_bytes,
     record_text,
 )
 
+megatron_fits = scripts.load("benchmarks/published_rule.py").megatron_fits
 megatron_memory_by_stage = scripts.load("benchmarks/megatron_stages.py").megatron_memory_by_stage
 GIB = 2**30
 HALF_DIGIT = 0.00501

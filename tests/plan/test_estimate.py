@@ -14,7 +14,7 @@ from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import FIT_SHARE, GPUS, RESERVE_BYTES, XLA_MEMORY_FRACTION
 from jaxllm.cost_model.hosts import UNKNOWN_HOST_BYTES, choose_gpus_per_host, named_devices, require_devices
-from jaxllm.cost_model.megatron import megatron_fits, megatron_flops_per_token, megatron_memory, record_text
+from jaxllm.cost_model.megatron import megatron_flops_per_token, megatron_memory, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.advice import changed, changes_that_fit, combinations, ladders, smallest_cluster
@@ -108,7 +108,7 @@ def test_the_megatron_convention_is_the_published_rule():
     values = report.to_json()
     assert values["peak_bytes"] == megatron_memory(chosen).peak_bytes
     assert values["capacity_bytes"] == 64 * GIB
-    assert values["fits"] is megatron_fits(chosen, H100)
+    assert values["fits"] is (megatron_memory(chosen).peak_bytes <= 64 * GIB)
     flops = megatron_flops_per_token(chosen.model, 8192)
     assert values["tflops_per_gpu"] == pytest.approx(values["tokens_per_s_per_gpu"] * flops / 1e12)
     assert values["step_s"] == pytest.approx(estimate_step_time(chosen, H100, 8, "megatron").step_s)
