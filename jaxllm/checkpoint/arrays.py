@@ -15,7 +15,6 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError
-from jaxllm.mesh.axes import HOST
 from jaxllm.mesh.sharding import Parameter, stack_dims
 
 OF_REPLICAS = ("islands", "residual")
@@ -103,11 +102,6 @@ def give_up(arrays: Any) -> Any:
     layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     jax.tree.map(lambda x: x.delete(), arrays)
     return layout
-
-
-def on_host(arrays: Any) -> bool:
-    """Whether some of the arrays are in the host's memory (parallel.offload_state)."""
-    return any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(arrays))
 
 
 def restacked(arrays: Any, like: Any) -> Any:

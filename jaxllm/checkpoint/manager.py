@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxllm.checkpoint.arrays import on_host, read_arrays, restacked, silence_orphans
+from jaxllm.checkpoint.arrays import read_arrays, restacked, silence_orphans
 from jaxllm.checkpoint.files import (
     BACKSLASH,
     MANIFEST,
@@ -55,6 +55,7 @@ from jaxllm.cluster import distributed, exit_codes, progress
 from jaxllm.cluster.distributed import is_of_jax, raise_together
 from jaxllm.cluster.exit_codes import causes
 from jaxllm.config import CheckpointConfig, ConfigError
+from jaxllm.mesh.axes import HOST
 from jaxllm.untrusted import parse_json
 
 State = Any
@@ -205,7 +206,7 @@ class Checkpoints:
             items = {STATE: ocp.args.PyTreeSave(as_dict(state)), META: ocp.args.JsonSave(meta)}
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
             # Orbax does not copy arrays in host memory: the next step would overwrite them during the save.
-            if not self._config.asynchronous or on_host(state):
+            if not self._config.asynchronous or any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(state)):
                 self._settle()
         except Exception as error:
             raise self._failure(error) from error

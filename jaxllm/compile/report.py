@@ -86,29 +86,19 @@ def warnings(
 def replicated_giants(config: Config, capacity: int, fits: bool | None) -> Iterator[str]:
     """Parameters of which every rank along an axis holds the same large part, although a dim would divide. Stored weights are
     always reported. The compute copy is replicated by design below ZeRO 3, so it is reported only if the step does not fit."""
-    sizes = axis_sizes(config.parallel)
+    sizes, large = axis_sizes(config.parallel), GIANT_SHARE * capacity
     rows = [describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1])]
-    masters: dict[str, list[ParameterRow]] = {}
-    copies: dict[str, list[ParameterRow]] = {}
-    for row in rows:
-        at_rest = row.bytes_per_device.master + row.bytes_per_device.moments
-        for axis in (PIPE, DATA, CONTEXT, TENSOR):
-            if at_rest > GIANT_SHARE * capacity and _could_split(row, row.master, axis, sizes):
-                masters.setdefault(axis, []).append(row)
-            held = row.bytes_per_device.compute_copy
-            if held > GIANT_SHARE * capacity and axis in ZERO_AXES and _could_split(row, row.compute, axis, sizes):
-                copies.setdefault(axis, []).append(row)
-    for axis, rows in masters.items():
-        size = sum(row.bytes_per_device.master + row.bytes_per_device.moments for row in rows)
-        cure = ": parallel.zero=1 or more shards them." if axis in ZERO_AXES and config.parallel.zero == 0 else "."
-        yield f"Weights and moments of {_names(rows)}, {readable(size)}, are the same on all {sizes[axis]} {axis} ranks{cure}"
-    if fits is False and config.parallel.zero < 3:
-        for axis, rows in copies.items():
-            size = sum(row.bytes_per_device.compute_copy for row in rows)
-            yield (
-                f"The {config.model.compute_dtype} copies of {_names(rows)}, {readable(size)}, are the same on all "
-                f"{sizes[axis]} {axis} ranks: parallel.zero=3 gathers them a layer at a time."
-            )
+    for axis in (PIPE, DATA, CONTEXT, TENSOR):
+        there = [(row.path, row.bytes_per_device) for row in rows if _could_split(row, row.master, axis, sizes)]
+        if giants := {path: size.master + size.moments for path, size in there if size.master + size.moments > large}:
+            same = f"{', '.join(giants)}, {readable(sum(giants.values()))}, are the same on all {sizes[axis]} {axis} ranks"
+            cure = ": parallel.zero=1 or more shards them." if axis in ZERO_AXES and config.parallel.zero == 0 else "."
+            yield f"Weights and moments of {same}{cure}"
+    for axis in ZERO_AXES if fits is False and config.parallel.zero < 3 else ():
+        there = [(row.path, row.bytes_per_device) for row in rows if _could_split(row, row.compute, axis, sizes)]
+        if giants := {path: size.compute_copy for path, size in there if size.compute_copy > large}:
+            same = f"{', '.join(giants)}, {readable(sum(giants.values()))}, are the same on all {sizes[axis]} {axis} ranks"
+            yield f"The {config.model.compute_dtype} copies of {same}: parallel.zero=3 gathers them a layer at a time."
 
 
 def _could_split(row: ParameterRow, layout: tuple[tuple[str, ...], ...], axis: str, sizes: dict[str, int]) -> bool:
@@ -118,10 +108,6 @@ def _could_split(row: ParameterRow, layout: tuple[tuple[str, ...], ...], axis: s
     left = [size // math.prod(sizes[a] for a in axes) for size, axes in zip(row.shape, layout, strict=True)]
     dims = [size for size, dim in zip(left, row.dims, strict=True) if (dim in STACK_DIMS) == (axis == PIPE)]
     return any(size % sizes[axis] == 0 for size in dims)
-
-
-def _names(rows: Sequence[ParameterRow]) -> str:
-    return ", ".join(row.path for row in rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------- report
