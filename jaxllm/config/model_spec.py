@@ -89,7 +89,7 @@ _DIMS = {
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 
-def _has(key: str, *values: Any) -> Callable[[Shape], bool]:
+def _has(key: str, *values: str) -> Callable[[Shape], bool]:
     return lambda model: getattr(model, key) in values
 
 
@@ -110,7 +110,7 @@ _TABLE = (
     _Row("layers.attention.key", "D|KH", _ATTENTION + "k_proj.weight", "key"),
     _Row("layers.attention.value", "D|KH", _ATTENTION + "v_proj.weight", "value"),
     *(
-        _Row(f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", "", "zeros", _has("qkv_bias", True))
+        _Row(f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", "", "zeros", lambda m: m.qkv_bias)
         for name, dims in (("query", "NH"), ("key", "KH"), ("value", "KH"))
     ),
     *(
