@@ -110,8 +110,8 @@ _TABLE = (
     _Row("layers.attention.key", "D|KH", _ATTENTION + "k_proj.weight", "key"),
     _Row("layers.attention.value", "D|KH", _ATTENTION + "v_proj.weight", "value"),
     *(
-        _Row(f"layers.attention.{name}_bias", dims, f"{_ATTENTION}{name[0]}_proj.bias", "", "zeros", lambda m: m.qkv_bias)
-        for name, dims in (("query", "NH"), ("key", "KH"), ("value", "KH"))
+        _Row(f"layers.attention.{key}_bias", dims, f"{_ATTENTION}{key[0]}_proj.bias", "", "zeros", lambda model: model.qkv_bias)
+        for key, dims in (("query", "NH"), ("key", "KH"), ("value", "KH"))
     ),
     *(
         _norm(f"attention.{name}_norm", dims, f"{_ATTENTION}{name[0]}_norm", _has("qk_norm", kind))
