@@ -47,9 +47,9 @@ file of a card is the question (model, text, batch). The second is the planner's
 the first file and run the same two commands. [plan](plan.md) explains the planner, [compile](compile.md) the compiler's
 report.
 
-Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs. Their
-speeds are older than [the public record](estimate.md#how-sure-a-speed-is), by which they are 1 to 28% lower: the commands print
-today's.
+Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs.
+The predictions are older than [the public record](estimate.md#how-sure-a-speed-is), by which they are 1 to 28% lower: the
+commands print today's.
 A card whose answer keeps activations or state in the host's memory also shows the best answer that does not, and the
 difference: by how much copies to the host slow the compute beside them is not measured ([remat](remat.md)).
 `python docs/recipes.py` writes this page.

@@ -310,11 +310,11 @@ def kernel_account(
     model, S, possible_flops = config.model, config.train.sequence_length, step_s * config.devices * gpu.dense_flops["bfloat16"]
     per_token = (train_flops_per_token(model, S, causal, config.frozen) for causal in (False, True))
     mfu_full_square, mfu_causal = (config.step_tokens * flops / possible_flops for flops in per_token)
-    phases_s = dict.fromkeys(buffers.PHASES, 0.0)
+    phases_s: dict[str, float] = dict.fromkeys(buffers.PHASES, 0.0)
     for part, among in groups.items():
         for kernel in among if part not in ("transfers", "host_transfers") else ():
             phases_s[phase_of(kernel, part)] += kernel.runs * kernel_seconds(kernel, rates)
-    phases_s["transfers"] = step_s - sum(phases_s.values())
+    phases_s["transfers"] = max(0.0, step_s - sum(phases_s.values()))
     ordered = tuple(sorted(parts, key=lambda row: -row.seconds))
     return KernelAccount(ordered, step_s, phases_s, mfu_full_square, mfu_causal, rates)
 

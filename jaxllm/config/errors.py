@@ -64,7 +64,7 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
         override = "" if any(isinstance(part, int) for part in where) else f" or with {path}=VALUE"
         return f"{path} is missing: set it in the config{override}{hint}."
     if kind == "literal_error":
-        choices = first["ctx"]["expected"].replace("'", "")
+        choices = str(first.get("ctx", {}).get("expected")).replace("'", "")
         # With the choice between types, of which a tag in the key tells, there are others.
         choices = choices.replace(" or ", ", ") if len(where) == len(first["loc"]) else choices
         return f"{path}={shown(given)} is not one of the choices: use {choices}."

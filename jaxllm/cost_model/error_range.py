@@ -7,10 +7,9 @@
 Two errors add up. The layout's: the constants of Megatron's convention were fitted to one table of published runs but for one
 group (larger clusters, longer sequences, another kind of host), and predicted that group. LAYOUT_ERRORS is what holds HELD of
 its rows, by kind of layout (`python benchmarks/step_time.py --ranges`). It alone decides between two layouts on one machine.
-The program's: PUBLISHED was fitted to all published programs of jaxllm's kind but for one project's, and predicted those.
-PROGRAM_ERRORS, wider for attention and narrow layers, hold HELD of the rows of every kind of GPU (`python
-benchmarks/published_speeds.py`). jaxllm itself has run on one H100 alone: there the range is what holds its own steps
-(ONE_GPU_ERROR).
+The program's: PUBLISHED was fitted to all published programs of jaxllm's kind but for one project's, and predicted those
+(benchmarks/published_speeds.py). PROGRAM_ERRORS, wider for attention and narrow layers, hold HELD of the rows of every kind of
+GPU. jaxllm itself has run on one H100 alone: there the range is what holds its own steps (ONE_GPU_ERROR).
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class ErrorRange:
 
 def error_range(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = "jaxllm") -> ErrorRange:
     """The range of a predicted speed of a resolved config."""
-    layout = layout_error(config, gpus_per_host)
+    layout = LAYOUT_ERRORS[kind_of_layout(config, gpus_per_host)]
     if convention == "jaxllm" and was_measured(config, gpu):
         return ErrorRange(math.exp(-ONE_GPU_ERROR), math.exp(ONE_GPU_ERROR), (), layout, "holds jaxllm's own five on an H100")
     below, above = PROGRAM_ERRORS[convention]["fp8" if config.model.multiplies_fp8 else "bf16"]
@@ -100,11 +99,6 @@ def was_measured(config: Config, gpu: Gpu) -> bool:
     long = 4096 <= train.sequence_length <= 16384 and config.microbatch_sequences * train.sequence_length >= 8192
     measured = config.devices == 1 and gpu.name == "h100-80gb"
     return measured and usual and unrolled and wide and long
-
-
-def layout_error(config: Config, gpus_per_host: int) -> float:
-    """ErrorRange.layout_error of a resolved config."""
-    return LAYOUT_ERRORS[kind_of_layout(config, gpus_per_host)]
 
 
 def range_lines(tokens_per_s_per_gpu: float, found: ErrorRange) -> Iterator[str]:

@@ -106,7 +106,7 @@ class StepModel(LayerCompute):
         tflops = tokens_per_s * self.flops_per_token() / 1e12
         passes_s = ticks * forward_s + terms["head"] / 3, ticks * backward_s + terms["head"] * 2 / 3
         share = passes_s[0] / sum(passes_s)
-        return StepTime(terms, hidden, tokens_per_s, tflops, bubble_transfers_s, sum(self.update().values()), share)
+        return StepTime(terms, hidden, tokens_per_s, tflops, bubble_transfers_s, share)
 
     def flops_per_token(self) -> float:
         """Model FLOPs, as counted in tflops_per_gpu."""

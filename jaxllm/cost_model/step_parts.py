@@ -59,8 +59,7 @@ class Fitted:
     hopper_kernel_s: float = 5e-6
     """KERNEL_S from Hopper on."""
     overlap_cost: float = 0.0
-    """Seconds by which compute is longer for each second of a transfer beside it: NCCL's kernels take multiprocessors and
-    memory bandwidth."""
+    """Seconds by which compute is longer for each second of a transfer beside it: NCCL's kernels take multiprocessors."""
 
     def share_of_matmuls(self, is_hopper: bool, is_fp8: bool) -> float:
         """Share of the dense peak of their precision that large matmuls reach."""
@@ -97,7 +96,7 @@ PUBLISHED = replace(
     MEASURED,
     matmul_share=0.709,
     hopper_matmul_share=0.578,
-    # As much less than on one GPU: other programs gain more by FP8 than jaxllm did on one H100, with kernels that it has not.
+    # As much less as bfloat16's. Other programs gain more by FP8 than jaxllm did on one H100, with kernels that it has not.
     hopper_fp8_share=MEASURED.hopper_fp8_share * 0.578 / MEASURED.hopper_matmul_share,
     overlap_cost=0.155,
 )
@@ -143,17 +142,15 @@ class StepTime:
     """Model FLOPs: causal, or in Megatron's convention as Megatron-LM counts them."""
     bubble_transfers_s: float = 0.0
     """The part of the term `bubble` that is exposed transfers between GPUs."""
-    update_s: float = 0.0
-    """The update of the weights."""
     forward_share: float = 1 / 3
-    """The forward pass's share of the rest of the step. What is not of one pass, such as the bubble, counts for both alike."""
+    """The forward pass's share of both passes. What is not of one of them, such as the bubble, counts for both alike."""
 
     @property
     def phases_s(self) -> dict[str, float]:
         """Seconds of the forward pass, the backward pass and the update; they sum to step_s."""
-        passes_s = self.step_s - self.update_s
-        forward_s = self.forward_share * passes_s
-        return {"forward": forward_s, "backward": passes_s - forward_s, "update": self.update_s}
+        update_s = sum(self.terms_s.get(name, 0.0) for name in ("optimizer", "offload_state"))
+        forward_s = self.forward_share * (self.step_s - update_s)
+        return {"forward": forward_s, "backward": self.step_s - update_s - forward_s, "update": update_s}
 
     @property
     def step_s(self) -> float:
@@ -188,7 +185,7 @@ class StepTime:
         hidden = {name: time_s for name, time_s in self.hidden_s.items() if name not in BETWEEN_GPUS}
         faster = self.step_s / sum(terms.values())
         speeds = faster * self.tokens_per_s_per_gpu, faster * self.tflops_per_gpu
-        return StepTime(terms, hidden, *speeds, update_s=self.update_s, forward_share=self.forward_share)
+        return StepTime(terms, hidden, *speeds, forward_share=self.forward_share)
 
     @property
     def between_replicas_s(self) -> float:

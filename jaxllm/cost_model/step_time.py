@@ -18,16 +18,12 @@ microbatch's layers. There are two conventions:
             exchanged behind the last backward and the first forward (the same from ZeRO 1 on), FLOPs as it counts them
 
 All GPUs of a step wait for the slowest: slowest_gpu, which grows with the root of the logarithm of their number. In Megatron's
-convention data ranks also wait for attention masks: input. Megatron-LM's loaders make a mask of S x S bytes for each sequence
-unless told not to. That explains why published speeds fall with longer sequences, more ranks and small microbatches where a
-rank has many GPUs; it is not proven. jaxllm makes no such masks.
+convention data ranks also wait for attention masks, S x S bytes for each sequence unless its loaders are told not to: input.
+That explains why its published speeds fall with longer sequences, more ranks and small microbatches; it is not proven.
 
-Constants of Megatron's convention: seven are fitted (FITTED) to 164 published TFLOP/s of Megatron-LM (Llama 3.1 8B, S 8,192
-and 16,384, A100s and H100s; benchmarks/published) by `python benchmarks/step_time.py --fit`, which also fits to all but one
-group of rows and predicts that group; error_range.py has the errors. The choice of parts was made with knowledge of the
-published rows. jaxllm's own convention has the same for A100s and for what several GPUs add, and from Hopper on the shares that
-kernels of its own steps reached on one H100 (MEASURED); no step has run on several GPUs. The rest come from data sheets
-(cost_model/hardware.py), follow from shapes, or are rules of thumb, marked as such.
+Constants: jaxllm's own were measured on one H100 (MEASURED); on several GPUs they are what programs of its kind reach by the
+public record (PUBLISHED). Megatron's are fitted to one table, with parts chosen with knowledge of it (FITTED). The rest come
+from data sheets (hardware.py), follow from shapes, or are rules of thumb, marked as such. error_range.py has the errors.
 """
 
 from __future__ import annotations

@@ -256,13 +256,9 @@ def _with_batch(config: Config, use: Use, devices: int) -> Config:
         )
     length = -(-use.sequence_length // unit) * unit
     rows = evaluation_rows(length) if use.purpose == "eval" else 1
-    train = TrainConfig(
-        steps=1,
-        sequence_length=length,
-        global_batch_sequences=max(1, rows * devices // (p.context * p.tensor)),
-        microbatch_sequences=rows,
-        loss_chunk_tokens=config.train.loss_chunk_tokens,
-    )
+    batch = max(1, rows * devices // (p.context * p.tensor))
+    sizes: dict[str, Any] = {"sequence_length": length, "microbatch_sequences": rows, "global_batch_sequences": batch}
+    train = TrainConfig(steps=1, loss_chunk_tokens=config.train.loss_chunk_tokens, **sizes)
     found = Config.model_construct(parallel=p, model=config.model, train=train).resolve(devices)
     # FP8 is for training: the commands do without it.
     model = config.model.model_copy(update={"matmul_dtype": "compute_dtype"})

@@ -99,7 +99,7 @@ def test_gpus():
         assert f"{row.days:,.0f}" == days
         if waits:
             assert f"{row.best.time.exposed_communication_share:.1%}" == waits
-    assert sweep.stops_paying == 256
+    assert sweep.stops_paying is None
 
 
 @pytest.mark.slow
