@@ -221,7 +221,7 @@ def test_all_on_the_host_leaves_a_few_layers_on_the_device(tiny_config, ranks):
         config = tiny_config(*more, "data.mask_documents=false", "model.tie_embeddings=true").resolve(ranks)
         program = compile_step(config, gpu_devices(1, ranks))
         text, memory = program.as_text(), program.memory_analysis()
-        assert not list(warnings(config, (), text, None, None))
+        assert not list(warnings(config, (), text, None, None, 0))
         assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes
         assert memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes == pytest.approx(
             estimate_memory(config).host_bytes, rel=1e-3
