@@ -176,7 +176,7 @@ def load_host_bytes(config: Config, stored: str, gpus_per_process: int) -> Terms
     run               loading a run: twice all float32 weights of the process's devices, because Orbax reads every array at the
                       same time (up to ORBAX_AT_ONCE_BYTES)
     training_state    resuming a run: the same for weights and both moments
-    convert           from and to Hugging Face: the largest matrix of a layer, which is transposed, and blocks of it
+    convert           from and to Hugging Face: the largest matrix of a layer, which is transposed, and a block of it
     convert_a_run     the largest parameter with all its layers, in float32, twice
     """
     model, itemsize = config.model, ITEMSIZE[stored]
@@ -194,7 +194,7 @@ def load_host_bytes(config: Config, stored: str, gpus_per_process: int) -> Terms
         "model_folder": (2 * read if read <= AT_ONCE_BYTES else 3 * share) + itemsize * shapes[largest],
         "run": 2 * min(of_orbax, ORBAX_AT_ONCE_BYTES),
         "training_state": 2 * min(3 * of_orbax, ORBAX_AT_ONCE_BYTES),
-        "convert": matrix + 2 * min(BLOCK_BYTES, matrix),
+        "convert": matrix + min(BLOCK_BYTES, matrix),
         "convert_a_run": FLOAT32 * 2 * max(whole.values()) + 2 * BLOCK_BYTES,
     }
 

@@ -721,7 +721,7 @@ def test_a_flipped_bit_in_what_decides_the_held_out_split_is_found(tmp_path, end
     ("change", "what"),
     [
         ({"shards": None}, "shards is null: it should be a valid list"),
-        ({"tokenizer": {"name": "bytes"}}, "it has no tokenizer.kind"),
+        ({"tokenizer": {"name": "bytes"}}, "it has no tokenizer.sha256"),
         ({"shards": [{"name": "tokens-00000-of-00001"}]}, "it has no shards.0.documents"),
         ({"shards": []}, "shards is []: List should have at least 1 item after validation, not 0"),
         ({"dtype": "words"}, "dtype is words: it should be 'uint8', 'uint16' or 'uint32'"),
