@@ -165,7 +165,7 @@ def row(candidate: Candidate, capacity_bytes: int, gpus: int) -> dict[str, Any]:
         "layout": str(candidate.choice),
         "memory": f"{readable(candidate.estimate_bytes)}, {candidate.estimate_bytes / capacity_bytes:.0%}",
         "tokens": f"{candidate.tokens_per_s_per_gpu:,.0f}",
-        "tflops": f"{candidate.tflops_per_gpu:,.0f}",
+        "tflops": f"{candidate.time.tflops_per_gpu:,.0f}",
         "settings": [*settings(spread), *settings(sizes)],
         "gpus": str(gpus),
     }
