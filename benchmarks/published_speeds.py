@@ -138,7 +138,6 @@ def _speed(line: dict[str, str]) -> Speed:
     }[line["unit"]](line["figure"])
     own = {name: line[name] for name in ("source", "convention", "attention", "precision", "note")}
     power_w = int(line["power_w"]) if line["power_w"] else None
-    power_w = int(line["power_w"]) if line["power_w"] else None
     of_machine = {"gpu": gpu, "gpus_per_host": min(gpus, int(line["gpus_per_host"])), "power_w": power_w}
     return Speed(**own, **of_machine, year=int(line["year"]), config=config, measured=measured)
 

@@ -363,7 +363,7 @@ def test_report_of_a_config(tiny_config):
 
 
 def test_identity_layers_are_idle_as_waiting_is():
-    """Of 5 stages with 7 layers each, 3 of 35 layers are zeros, in a step that waits for 4 of 84 ticks."""
+    """With 7 layers on each of 5 stages, 3 of 35 are zeros, in a step that waits for 4 of 84 ticks."""
     sizes = ["model.num_layers=32", "parallel.pipe=5", "parallel.data=2", "train.global_batch_sequences=160"]
     uneven = pipeline_report(load_config("mesh-demo", [*sizes, "train.microbatch_sequences=1", "run.cpu_devices=null"]))
     assert uneven.waiting_share == pytest.approx(4 / 84)

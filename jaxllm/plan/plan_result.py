@@ -13,7 +13,7 @@ import yaml
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.named import as_named, title_of
-from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
+from jaxllm.cost_model.error_range import LAYOUT_ERRORS, ErrorRange, error_range, kind_of_layout, range_json, range_lines
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
 from jaxllm.cost_model.hosts import hosts_text
 from jaxllm.cost_model.replicas import exchange_json
@@ -187,8 +187,8 @@ class Plan:
     def undecided(self) -> tuple[Candidate, ...]:
         """Candidates that may be faster than the winner: the larger of both layouts' errors is as large as the difference."""
         own, others = self.speed_range.layout_error, self.candidates[1:]
-        ranges = (error_range(one.config, self.gpu, self.gpus_per_host) for one in others)
-        return tuple(one for one, of in zip(others, ranges, strict=True) if self.faster(one) <= max(of.layout_error, own))
+        errors = (LAYOUT_ERRORS[kind_of_layout(one.config, self.gpus_per_host)] for one in others)
+        return tuple(one for one, error in zip(others, errors, strict=True) if self.faster(one) <= max(error, own))
 
     def faster(self, other: Candidate) -> float:
         """Share by which the winner is faster than another candidate."""
