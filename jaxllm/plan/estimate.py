@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.attention import AMPERE, require_runs
+from jaxllm.config.attention import AMPERE, HOPPER, require_runs
 from jaxllm.config.named import title_of
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
@@ -266,12 +266,12 @@ def estimate(
         raise ConfigError(f"--convention={convention} is not one of the choices: use {', '.join(CONVENTIONS)}.")
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
-    if kind:
-        require_runs(config.model, kind.chip.compute_capability, kind.name)
-        if convention == "megatron" and kind.chip.compute_capability < AMPERE:
-            raise ConfigError(
-                f"--convention=megatron is of bfloat16 with fused attention, and {kind.name} has neither: leave it out."
-            )
+    capability = kind.chip.compute_capability if kind else HOPPER
+    require_runs(config.model, capability, kind.name if kind else "a GPU")
+    if kind and convention == "megatron" and capability < AMPERE:
+        raise ConfigError(
+            f"--convention=megatron is of bfloat16 with fused attention, and {kind.name} has neither: leave it out."
+        )
     config = config.resolve(devices).at_largest_batch
     host = kind.gpus_per_host if kind else HOST_GPUS
     per_host, because = choose_gpus_per_host(devices, gpus_per_host, host, config.parallel)
