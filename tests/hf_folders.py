@@ -53,6 +53,16 @@ GEMMA3: dict[str, Any] = {
     **{"head_dim": 10, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 7},
     **{"rope_local_base_freq": 50.0, "tie_word_embeddings": True, "pad_token_id": None},
 }
+OLMO3: dict[str, Any] = {
+    **{**HUB, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 9},
+    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None},
+    **{"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+}
+"""With the published theta: in the hub's dialect transformers 5 takes another one for full layers only (its Olmo3Config)."""
+SMOLLM3: dict[str, Any] = {
+    **{**HUB, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layer_interval": 2},
+    **{"tie_word_embeddings": True, "pad_token_id": None},
+}
 
 
 def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +72,9 @@ def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
     config["rope_parameters"] = {**rope, "rope_theta": config.pop("rope_theta", 10000.0)}
     if "rope_local_base_freq" in config:
         local = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq")}
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    if config["model_type"] == "olmo3":
+        local = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     config["dtype"] = config.pop("torch_dtype", "float32")
     return config
@@ -79,8 +92,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         vocab_size=config["vocab_size"],
         tie_embeddings=config["tie_word_embeddings"],
         qkv_bias=config["model_type"] == "qwen2",
-        qk_norm={"qwen3": "head", "olmo2": "width", "gemma3_text": "head"}.get(config["model_type"]),
-        block_norms={"olmo2": "after", "gemma3_text": "both"}.get(config["model_type"], "before"),
+        qk_norm={"qwen3": "head", "olmo2": "width", "olmo3": "width", "gemma3_text": "head"}.get(config["model_type"]),
+        block_norms={"olmo2": "after", "olmo3": "after", "gemma3_text": "both"}.get(config["model_type"], "before"),
     )
 
 

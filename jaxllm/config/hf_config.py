@@ -63,13 +63,20 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     if (tied := found.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))) not in (True, False, None):
         raise ConfigError(f"{where} says tie_word_embeddings={shown(tied)}: it should be true or false.")
     section["tie_embeddings"] = bool(tied)
-    section |= VARIANTS | KINDS[kind].variants | read_window(found, defaults, KINDS[kind].windows, where)
-    if KINDS[kind].has_local_rope:
-        found, local_theta = _without_local_rope(found, defaults, where)
-        section["local_rope_theta"] = None if section["sliding_window"] is None else local_theta
+    section |= VARIANTS | KINDS[kind].variants
+    if "no_rope_every" in KINDS[kind].says:
+        section["no_rope_every"] = _no_rope_every({**defaults, **found}, section["num_layers"], where)
+    section |= read_window(found, defaults, KINDS[kind].windows, where)
+    if "query_pre_attn_scalar" in KINDS[kind].says:
         scalar = _integer({**defaults, **found}, "query_pre_attn_scalar", where)
         section["query_pre_attn_scalar"] = None if scalar == section["head_dim"] else scalar
-    section["rope_theta"], section["rope_scaling"] = _rope(found, kind, where)
+    has_local, local = "local_rope_theta" in KINDS[kind].says, None
+    if has_local:
+        found, local = _without_local_rope(found, defaults, where)
+    section["rope_theta"], section["rope_scaling"] = full = _rope(found, kind, where)
+    in_windows = (local or full[0], None)
+    if has_local and section["sliding_window"] is not None and in_windows != full:
+        section["local_rope_theta"] = in_windows[0]
     return {key: section[key] for key in SHAPE_KEYS}
 
 
@@ -127,14 +134,19 @@ def hugging_face_config(
     config["rope_theta"] = model["rope_theta"]
     config["rope_scaling"] = scaling if ours is not None else None
     config["rope_parameters"] = {**scaling, "rope_theta": model["rope_theta"]}
-    if KINDS[kind].has_local_rope:
+    if "no_rope_every" in KINDS[kind].says:
+        every = model.get("no_rope_every")
+        config["no_rope_layers"] = [int(not every or (n + 1) % every != 0) for n in range(model["num_layers"])]
+        config |= {"no_rope_layer_interval": every} if every else {}
+    if "local_rope_theta" in KINDS[kind].says:
         local = model.get("local_rope_theta") or model["rope_theta"]
         if model.get("local_rope_theta") is None and model.get("sliding_window") and ours is not None:
             raise ConfigError(
                 f"{KINDS[kind].architecture} does not scale the angles of layers with a window: set model.local_rope_theta."
             )
-        config["rope_local_base_freq"] = local
-        config["query_pre_attn_scalar"] = model.get("query_pre_attn_scalar") or model["head_dim"]
+        if "query_pre_attn_scalar" in KINDS[kind].says:
+            config["rope_local_base_freq"] = local
+            config["query_pre_attn_scalar"] = model.get("query_pre_attn_scalar") or model["head_dim"]
         config["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -213,8 +225,8 @@ def _kind_of(model: Mapping[str, Any]) -> str:
     """The kind of a network that came without a config.json."""
     variants = {key: model.get(key, value) for key, value in VARIANTS.items()}
     said = {key: variants[key] for key in hf_kinds.SAID}
-    has_local = any(said[key] is not None for key in ("local_rope_theta", "query_pre_attn_scalar"))
-    able = [name for name, kind in KINDS.items() if can_say(model, kind.windows) and (kind.has_local_rope or not has_local)]
+    special = {key for key, value in said.items() if key not in WINDOWS and value is not None}
+    able = [name for name, kind in KINDS.items() if can_say(model, kind.windows) and special <= set(kind.says)]
     kind = next((name for name in able if {**VARIANTS, **KINDS[name].variants, **said} == variants), None)
     if kind is None:
         said = " and ".join(f"model.{key}={value}" for key, value in variants.items() if value != VARIANTS[key])
@@ -222,8 +234,28 @@ def _kind_of(model: Mapping[str, Any]) -> str:
     return kind
 
 
-def _without_local_rope(found: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], float]:
-    """(the config.json with the angles of full attention alone, theta of the layers with a window)"""
+def _no_rope_every(said: Mapping[str, Any], layers: int, where: str) -> int | None:
+    """model.no_rope_every by a config.json and transformers' values of missing keys."""
+    if said.get("use_sliding_window"):
+        raise ConfigError(f"{where} says use_sliding_window=true, which jaxllm does not support here: use another model.")
+    every = _integer(said, "no_rope_layer_interval", where)
+    rotates = said.get("no_rope_layers") or [int((number + 1) % every != 0) for number in range(layers)]
+    if not isinstance(rotates, list) or len(rotates) < layers or any(one not in (0, 1) for one in rotates):
+        raise ConfigError(f"{where} says no_rope_layers={shown(rotates)}: it should be a list of 0 and 1 for {layers} layers.")
+    if all(rotates := rotates[:layers]):
+        return None
+    every = rotates.index(0) + 1
+    if rotates != [int((number + 1) % every != 0) for number in range(layers)]:
+        raise ConfigError(
+            f"{where} says no_rope_layers in an order that jaxllm does not support: it takes a 0 in every so many layers."
+        )
+    return every
+
+
+def _without_local_rope(
+    found: Mapping[str, Any], defaults: Mapping[str, Any], where: str
+) -> tuple[Mapping[str, Any], float | None]:
+    """(the config.json with the angles of full attention alone, theta of the layers with a window; None: that of all)"""
     thetas, rope = {}, found.get("rope_parameters")
     if "rope_local_base_freq" in found:
         thetas["rope_local_base_freq"] = found["rope_local_base_freq"]
@@ -237,8 +269,8 @@ def _without_local_rope(found: Mapping[str, Any], defaults: Mapping[str, Any], w
             thetas["rope_parameters"] = local["rope_theta"]
         found = {**found, "rope_parameters": full}
     _refuse_disagreement(thetas, where)
-    theta = next(iter(thetas.values()), defaults["rope_local_base_freq"])
-    return found, _number({"rope_local_base_freq": theta}, "rope_local_base_freq", where)
+    theta = next(iter(thetas.values()), defaults.get("rope_local_base_freq"))
+    return found, None if theta is None else _number({"rope_local_base_freq": theta}, "rope_local_base_freq", where)
 
 
 def _rope(found: Mapping[str, Any], kind: str, where: str) -> tuple[float, dict[str, Any] | None]:

@@ -12,7 +12,7 @@ sliding_window_pattern."""
 
 WINDOWS = {"sliding_window": None, "full_attention_every": None, "full_attention_first": 0}
 """Keys of the `model` section, with the values of a network without windows."""
-SAID: dict[str, Any] = {**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None}
+SAID: dict[str, Any] = {**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None, "no_rope_every": None}
 """VARIANTS that a config.json says. The others are those of its class."""
 VARIANTS: dict[str, Any] = {
     **{"qkv_bias": False, "qk_norm": None, "block_norms": "before", "norm_plus_one": False, "activation": "silu"},
@@ -58,8 +58,8 @@ class Kind:
     """How it says which layers have a sliding window."""
     ignores: tuple[str, ...] = ()
     """Keys of MUST_BE that its class does not read."""
-    has_local_rope: bool = False
-    """Whether layers with a window have angles of their own."""
+    says: tuple[str, ...] = ()
+    """Keys of SAID, beside WINDOWS, that its config.json says."""
 
 
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
@@ -77,6 +77,24 @@ KINDS = {
         {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         {"qk_norm": "width", "block_norms": "after"},
     ),
+    "olmo3": Kind(
+        "Olmo3ForCausalLM",
+        {
+            **{"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+            **{"sliding_window": 4096, "sliding_window_pattern": 4},
+        },
+        {"qk_norm": "width", "block_norms": "after"},
+        windows="pattern",
+        says=("local_rope_theta",),
+    ),
+    "smollm3": Kind(
+        "SmolLM3ForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True},
+            **{"no_rope_layer_interval": 4},
+        },
+        says=("no_rope_every",),
+    ),
     "gemma3_text": Kind(
         "Gemma3ForCausalLM",
         {
@@ -87,7 +105,7 @@ KINDS = {
         {"qk_norm": "head", "block_norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "scale_embeddings": True},
         windows="pattern",
         ignores=("hidden_act",),
-        has_local_rope=True,
+        says=("local_rope_theta", "query_pre_attn_scalar"),
     ),
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

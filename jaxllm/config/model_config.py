@@ -121,7 +121,9 @@ class ModelConfig(Section):
     full_attention_first: Count = 0
     """With sliding_window: so many layers at the start attend to all positions (max_window_layers of Qwen)."""
     local_rope_theta: PositiveFloat | None = None
-    """rope_theta of the layers with a window, without rope_scaling (Gemma 3); default: as all others."""
+    """rope_theta of the layers with a window, without rope_scaling (Gemma 3, OLMo 3); default: as all others."""
+    no_rope_every: PositiveInt | None = None
+    """The last of every so many layers has no rotary positions (SmolLM3: 4)."""
     query_pre_attn_scalar: PositiveInt | None = None
     """Attention scores are divided by its square root; default: head_dim."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -164,14 +166,26 @@ class ModelConfig(Section):
         return tuple(None if full else self.sliding_window for full in is_full)
 
     @property
+    def _window_and_rotation(self) -> tuple[tuple[int | None, bool], ...]:
+        """(window, whether positions rotate queries and keys) of each layer: its kind."""
+        every = self.no_rope_every
+        return tuple((window, not every or (number + 1) % every != 0) for number, window in enumerate(self.windows))
+
+    @property
     def kinds(self) -> tuple[int | None, ...]:
-        """The different windows: the kinds of layers."""
-        return tuple(dict.fromkeys(self.windows))
+        """The window of each kind of layers."""
+        return tuple(window for window, _ in dict.fromkeys(self._window_and_rotation))
+
+    @property
+    def rotates(self) -> tuple[bool, ...]:
+        """Whether positions rotate the queries and keys of each kind of layers."""
+        return tuple(rotates for _, rotates in dict.fromkeys(self._window_and_rotation))
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
         """Number of each layer's kind."""
-        return tuple(map(self.kinds.index, self.windows))
+        of_layers = self._window_and_rotation
+        return tuple(map(list(dict.fromkeys(of_layers)).index, of_layers))
 
     @model_validator(mode="before")
     @classmethod
@@ -216,6 +230,8 @@ class ModelConfig(Section):
                 f"{self.full_attention_every} and full_attention_first={self.full_attention_first}: change these, or set "
                 f"model.sliding_window=null."
             )
+        if self.no_rope_every is not None and self.no_rope_every > self.num_layers:
+            raise refuse(f"model.no_rope_every={self.no_rope_every} is on none of {self.num_layers} layers: set it to null.")
         if self.head_dim % 2:
             raise refuse(
                 f"model.head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs: make it {self.head_dim + 1}."

@@ -60,7 +60,7 @@ def xla_attention(
 def plain_attention(model: ModelConfig) -> Attend:
     """xla_attention with the windows of a model."""
     if model.sliding_window is None:
-        return xla_attention
+        return lambda *arrays, kind=0: xla_attention(*arrays)
     everything = jnp.iinfo(jnp.int32).max
     windows = jnp.array([everything if window is None else window for window in model.kinds], jnp.int32)
     return lambda *arrays, kind=0: xla_attention(*arrays, window=windows[kind])

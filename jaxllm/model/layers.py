@@ -177,11 +177,12 @@ Rotary = tuple[Float[Array, "*kinds B S H/2"], Float[Array, "*kinds B S H/2"]]
 def rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
     """Cosine and sine of every angle times attention_factor, float32: bfloat16 would round position 257 to 256. Where layers
     have different angles, with a leading dim of their kinds."""
-    if model.local_rope_theta is not None and len(model.kinds) > 1:
-        tables = [_rotary_table(_of_window(model, window), positions_BS) for window in model.kinds]
-        return jax.lax.optimization_barrier((jnp.stack([cos for cos, _ in tables]), jnp.stack([sin for _, sin in tables])))
+    of_kinds = [(_of_window(model, window), rotates) for window, rotates in zip(model.kinds, model.rotates, strict=True)]
+    if model.local_rope_theta is None and len(set(model.rotates)) == 1:
+        of_kinds = of_kinds[:1]
+    tables = [_rotary_table(of_kind, positions_BS, rotates) for of_kind, rotates in of_kinds]
     # The barrier keeps XLA from fusing cos and sin into every layer's rotation and computing them once per head.
-    return jax.lax.optimization_barrier(_rotary_table(_of_window(model, model.windows[0]), positions_BS))
+    return jax.lax.optimization_barrier(tables[0] if len(tables) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *tables))
 
 
 def _of_window(model: ModelConfig, window: int | None) -> ModelConfig:
@@ -191,7 +192,10 @@ def _of_window(model: ModelConfig, window: int | None) -> ModelConfig:
     return model.model_copy(update={"rope_theta": model.local_rope_theta, "rope_scaling": None})
 
 
-def _rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"]) -> Rotary:
+def _rotary_table(model: ModelConfig, positions_BS: Int[Array, "B S"], rotates: bool) -> Rotary:
+    if not rotates:
+        ones = jnp.ones((*positions_BS.shape, model.head_dim // 2), jnp.float32)
+        return ones, jnp.zeros_like(ones)
     angles = positions_BS.astype(jnp.float32)[..., None] * rotary_frequencies(model)[None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if (factor := attention_factor(model)) != 1:

@@ -86,7 +86,8 @@ def architecture(kind: str, model: ModelConfig) -> MODEL_ARCH:
     Args:
       kind: transformers' model_type.
     """
-    found = ARCHITECTURES[kind]
+    if (found := ARCHITECTURES.get(kind)) is None:
+        raise ConfigError(f"jaxllm writes no GGUF of {KINDS[kind].architecture}: use --to hf and another server.")
     for reason in _differences(found, model):
         raise ConfigError(f"llama.cpp's {MODEL_ARCH_NAMES[found]} has no {reason}: use --to hf and another server.")
     return found

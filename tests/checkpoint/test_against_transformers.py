@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, in_new_dialect, random_weights, read_folder, write_folder
+from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, OLMO3, SMOLLM3, in_new_dialect, random_weights, read_folder, write_folder
 
 import jaxllm
 from jaxllm.config import ConfigError, ModelConfig
@@ -38,6 +38,9 @@ CASES = {
         **{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     },
     "gemma3": GEMMA3,
+    "olmo3": OLMO3,
+    "smollm3": SMOLLM3,
+    "smollm3 yarn": {**SMOLLM3, "rope_scaling": YARN, "no_rope_layers": [0, 0, 0]},
 }
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, in_new_dialect, random_weights, write_folder
+from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, OLMO3, SMOLLM3, in_new_dialect, random_weights, write_folder
 from tiny import TINY
 
 from jaxllm.config import ConfigError, ModelConfig, load_config
@@ -53,6 +53,7 @@ def test_both_dialects_say_the_same_network(dialect):
         "full_attention_first": 0,
         "local_rope_theta": None,
         "query_pre_attn_scalar": None,
+        "no_rope_every": None,
     }
     assert tuple(section) == SHAPE_KEYS
 
@@ -264,7 +265,61 @@ def test_what_a_gemma_may_not_be(change, sentence):
         model_section({**GEMMA3, **change}, "config.json")
 
 
-@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3, OLMO2, GEMMA3, {**MISTRAL, "sliding_window": 16}])
+@pytest.mark.parametrize("dialect", [dict, in_new_dialect])
+def test_olmo_3_scales_the_angles_of_full_layers_alone(dialect):
+    section = model_section(dialect(OLMO3), "")
+    assert ModelConfig.model_validate(section).windows == (9, None, 9)
+    assert (section["rope_theta"], section["local_rope_theta"]) == (5e5, 5e5)
+    assert section["rope_scaling"]["rope_type"] == "yarn"
+    # As published: three layers of four, by the class.
+    named = load_config({"model": {"name": "olmo-3-7b"}, "train": TINY["train"]}).model
+    hub = {"sliding_window": 4096, "max_position_embeddings": 65536, "num_hidden_layers": 32, "layer_types": None}
+    by_class = ModelConfig.model_validate(model_section({**OLMO3, **hub}, ""))
+    assert by_class.windows == named.windows == (4096, 4096, 4096, None) * 8
+    assert model_section(dialect({**OLMO3, "rope_scaling": None}), "")["local_rope_theta"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "every"),
+    [
+        ({}, 3, 2),
+        ({"no_rope_layers": [1, 1, 0, 1, 1, 0]}, 6, 3),
+        ({"no_rope_layers": [0, 0, 0]}, 3, 1),
+        ({"no_rope_layers": [1, 1, 1, 0]}, 3, None),
+        ({"no_rope_layer_interval": 4}, 3, None),
+    ],
+)
+def test_layers_of_smollm3_without_rotation(change, layers, every):
+    config = {**SMOLLM3, **change, "num_hidden_layers": layers}
+    section = model_section(config, "")
+    assert section["no_rope_every"] == every
+    for original in (config, None):
+        written = hugging_face_config(section, dtype="float32", max_position=128, original=original)
+        if original or every:
+            assert written["no_rope_layers"] == [0 if every and (n + 1) % every == 0 else 1 for n in range(layers)]
+            assert model_section(written, "") == section
+    assert model_section(without(SMOLLM3, "rope_theta", "tie_word_embeddings"), "") == model_section(SMOLLM3, "") | {
+        "rope_theta": 2e6
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"no_rope_layers": [0, 0, 1]}, "no_rope_layers in an order that jaxllm does not support"),
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]: it should be a list of 0 and 1 for 3 layers"),
+        ({"no_rope_layers": [1, 0, 2]}, "it should be a list of 0 and 1 for 3 layers"),
+        ({"no_rope_layers": "all"}, "it should be a list of 0 and 1 for 3 layers"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0: it should be a whole number of at least 1"),
+        ({"use_sliding_window": True, "sliding_window": 9}, "use_sliding_window=true, which jaxllm does not support here"),
+    ],
+)
+def test_what_a_smollm3_may_not_be(change, sentence):
+    with pytest.raises(ConfigError, match=f"^config.json.*{sentence}"):
+        model_section({**SMOLLM3, **change}, "config.json")
+
+
+@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA3, {**MISTRAL, "sliding_window": 16}])
 def test_a_network_without_its_config_gets_the_class_that_computes_it(config):
     section = model_section(config, "")
     written = hugging_face_config(section, dtype="float32", max_position=128)
@@ -293,6 +348,9 @@ def test_a_network_that_transformers_lacks_is_named():
         in_new_dialect(OLMO2),
         GEMMA3,
         in_new_dialect(GEMMA3),
+        OLMO3,
+        in_new_dialect(OLMO3),
+        SMOLLM3,
         {**QWEN2, "rope_scaling": YARN},
     ],
 )

@@ -21,7 +21,7 @@ NETWORK = ("model.head_dim=16", "model.num_layers=3", "model.vocab_size=258")
 OLMO2 = ("model.qk_norm=width", "model.block_norms=after", "model.initializer_std=0.2")
 NETWORKS = {
     "gqa": ("model.num_kv_heads=2", "model.qkv_bias=true", "model.qk_norm=head", "model.block_norms=both"),
-    "gqa-width": ("model.num_kv_heads=2", *OLMO2),
+    "gqa-width": ("model.num_kv_heads=2", "model.no_rope_every=2", *OLMO2),
     "mqa-tied": ("model.num_kv_heads=1", "model.qkv_bias=true", "model.tie_embeddings=true", *OLMO2),
 }
 CASES = [
