@@ -71,16 +71,11 @@ def train(recipe: opt.Recipe) -> None:
 @app.command(**opt.example("inspect quickstart --gpus 8 parallel.tensor=2"))
 def inspect(
     recipe: opt.Recipe,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the mesh; none is needed here.")] = None,
-    gpus_per_host: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above 8.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.yaml", help="Show what shapes waste of a step on this kind of GPU.")
-    ] = None,
+    gpus: Annotated[int | None, opt.option("N", "Devices of the mesh; none is needed here.")] = None,
+    gpus_per_host: Annotated[int | None, opt.option("N", "Default: the largest divisor of --gpus not above 8.")] = None,
+    gpu: Annotated[str | None, opt.option("NAME|FILE.yaml", "Show what shapes waste of a step on this kind of GPU.")] = None,
     picture: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.png", help="Draw which context rank computes which attention block, and when."),
+        str | None, opt.option("FILE.png", "Draw which context rank computes which attention block, and when.")
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -103,19 +98,15 @@ def inspect(
 def estimate(
     recipe: opt.Recipe,
     gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: memory only, no speed."),
+        str | None, opt.option("NAME|FILE.yaml", "The kind of GPU, such as h100-80gb; default: memory only, no speed.")
     ] = None,
     gpus: opt.GpuCount = None,
     gpus_per_host: opt.GpusPerHost = None,
     convention: Annotated[
-        str,
-        typer.Option(
-            metavar="jaxllm|megatron", help="megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count."
-        ),
+        str, opt.option("jaxllm|megatron", "megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count.")
     ] = "jaxllm",
     picture: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Draw the bytes of each stage as stacked bars; .png or .svg.")
+        str | None, opt.option("FILE.png", "Draw the bytes of each stage as stacked bars; .png or .svg.")
     ] = None,
     purpose: opt.Purpose = "train",
     stored_dtype: opt.StoredDtype = None,
@@ -125,9 +116,7 @@ def estimate(
     max_new_tokens: opt.NewTokens = None,
     over: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHAT", help="Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."
-        ),
+        opt.option("WHAT", "Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."),
     ] = None,
     tokens: opt.Tokens = None,
     price: opt.Price = None,
@@ -182,30 +171,25 @@ def draw_estimate(report: Any, picture: str | None, over: str | None) -> None:
 def compile_(
     recipe: opt.Recipe,
     gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h100-80gb; default: the local devices."),
+        str | None, opt.option("NAME|FILE.yaml", "The kind of GPU, such as h100-80gb; default: the local devices.")
     ] = None,
     gpus: opt.GpuCount = None,
     gpus_per_host: opt.GpusPerHost = None,
     real_memory: Annotated[
-        bool, typer.Option("--real-memory", help="Compile again for the GPU's real memory, to see whether XLA rematerialises.")
+        bool, opt.flag("--real-memory", "Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
     kernels: Annotated[
         bool,
-        typer.Option(
-            "--kernels", help="Show the time of every kernel by part: a roofline at shares of the peaks that an H100 reached."
-        ),
+        opt.flag("--kernels", "Show the time of every kernel by part: a roofline at shares of the peaks that an H100 reached."),
     ] = False,
     against: Annotated[
-        list[str] | None, typer.Option(metavar="OTHER", help="Compare with key=value (several may be given) or another recipe.")
+        list[str] | None, opt.option("OTHER", "Compare with key=value (several may be given) or another recipe.")
     ] = None,
     save: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Compile the run's programs into DIR, for run.compilation_cache=DIR."),
+        str | None, opt.option("DIR", "Compile the run's programs into DIR, for run.compilation_cache=DIR.")
     ] = None,
     run: Annotated[
-        int | None,
-        typer.Option(metavar="STEPS", min=1, help="Run steps of rank 0 on the one local GPU: its compute, without transfers."),
+        int | None, opt.option("STEPS", "Run steps of rank 0 on the one local GPU: its compute, without transfers.", min=1)
     ] = None,
     cache: opt.CacheDir = None,
     no_cache: opt.NoCache = False,
@@ -264,41 +248,34 @@ def compile_and_save(config: Config, folder: str, gpu: Any, gpus: int | None, gp
 @app.command(**opt.example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
 def plan(
     recipe: opt.Recipe,
-    gpu: Annotated[str, typer.Option(metavar="NAME|FILE.yaml", help="The kind of GPU, such as h200-141gb.")] = "h100-80gb",
+    gpu: Annotated[str, opt.option("NAME|FILE.yaml", "The kind of GPU, such as h200-141gb.")] = "h100-80gb",
     gpus: opt.GpuCount = None,
     gpus_per_host: opt.GpusPerHost = None,
     compile_: Annotated[
-        int, typer.Option("--compile", metavar="K", help="Confirm the best K by compiling the real step; 0: estimates only.")
+        int, opt.option("K", "Confirm the best K by compiling the real step; 0: estimates only.", "--compile")
     ] = 8,
     objective: Annotated[
         str,
-        typer.Option(
-            metavar="GOAL",
-            help="speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest.",
-        ),
+        opt.option("GOAL", "speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest."),
     ] = "speed",
     keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Do not change this setting of the config: tensor, zero, remat ... Repeatable."),
+        list[str] | None, opt.option("NAME", "Do not change this setting of the config: tensor, zero, remat ... Repeatable.")
     ] = None,
     across_hosts: Annotated[
         bool | None,
-        typer.Option(
-            "--across-hosts/--within-hosts", help="May context x tensor cross hosts? Default: only if nothing else fits."
-        ),
+        opt.flag("--across-hosts/--within-hosts", "May context x tensor cross hosts? Default: only if nothing else fits."),
     ] = None,
     host_gib_per_gpu: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", min=0, help="Host memory that offloading may use per GPU. Default: 7/8 of its share."),
+        float | None, opt.option("GIB", "Host memory that offloading may use per GPU. Default: 7/8 of its share.", min=0)
     ] = None,
     tokens: opt.Tokens = None,
     price: opt.Price = None,
     mtbf_hours: opt.MtbfHours = None,
     restart_minutes: opt.RestartMinutes = None,
     checkpoint_gb_per_s: opt.CheckpointRate = None,
-    sweep: Annotated[str | None, typer.Option(metavar="gpus", help="gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
-    out: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Write the best plan as a recipe; a new file.")] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of candidates in the table.")] = 10,
+    sweep: Annotated[str | None, opt.option("gpus", "gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
+    out: Annotated[str | None, opt.option("FILE.yaml", "Write the best plan as a recipe; a new file.")] = None,
+    rows: Annotated[int, opt.option("N", "Number of candidates in the table.", min=0)] = 10,
     cache: opt.CacheDir = None,
     no_cache: opt.NoCache = False,
     as_json: opt.AsJson = False,
@@ -343,7 +320,7 @@ def plan(
 @app.command(**opt.example("schedule mesh-demo parallel.pipe=4 train.microbatch_sequences=1"))
 def schedule(
     recipe: opt.Recipe,
-    out: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the timeline; ends in .png or .svg.")] = None,
+    out: Annotated[str | None, opt.option("FILE", "Draw the timeline; ends in .png or .svg.")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Shows the pipeline schedule. The work of each stage over time, its idle share of the step, and what it must store."""
@@ -360,25 +337,18 @@ def schedule(
 
 @app.command("report", **opt.example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
 def report_(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories (run.dir); several are compared.")],
+    runs: Annotated[list[str], opt.argument("RUN...", "Run directories (run.dir); several are compared.")],
     out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.html", help="The page; default: report.html in RUN, of several comparison.html in the first."
-        ),
+        str | None, opt.option("FILE.html", "The page; default: report.html in RUN, of several comparison.html in the first.")
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE.yaml", help="Predict step times on this kind of GPU; default: the measured step time."),
+        str | None, opt.option("NAME|FILE.yaml", "Predict step times on this kind of GPU; default: the measured step time.")
     ] = None,
-    gpus_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="GPUs per host; default: that kind's.")] = None,
+    gpus_per_host: Annotated[int | None, opt.option("N", "GPUs per host; default: that kind's.", min=1)] = None,
     loss: Annotated[
-        float | None,
-        typer.Option(metavar="NATS", help="Count hours to this training loss (smoothed); default: the lowest reached."),
+        float | None, opt.option("NATS", "Count hours to this training loss (smoothed); default: the lowest reached.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else; without --out, no page.")
-    ] = False,
+    as_json: Annotated[bool, opt.flag("--json", "Print one JSON object and nothing else; without --out, no page.")] = False,
 ) -> None:
     """Reports on runs, with charts in one HTML page. Of one run it also predicts the effect of more data ranks."""
     from jaxllm.run_report.page import write
@@ -411,12 +381,9 @@ app.command(**opt.example("generate --model runs/quickstart --prompt 'def ' --te
 @app.command(**opt.example("doctor", "doctor quickstart parallel.data=2"))
 def doctor(
     recipe: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="As for `jaxllm train`; none: all devices here."),
+        list[str] | None, opt.argument("[CONFIG] [SECTION.KEY=VALUE]...", "As for `jaxllm train`; none: all devices here.")
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.yaml", help="The expected kind of GPU; default: the kind found.")
-    ] = None,
+    gpu: Annotated[str | None, opt.option("NAME|FILE.yaml", "The expected kind of GPU; default: the kind found.")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
@@ -436,11 +403,11 @@ def doctor(
 @app.command(**opt.example("rehearse quickstart --hosts 4 --kill 2 --freeze 1"))
 def rehearse(
     recipe: opt.Recipe,
-    hosts: Annotated[int, typer.Option(metavar="N", min=2, max=64, help="Hosts, with one process each.")] = 4,
-    kill: Annotated[int, typer.Option(metavar="N", min=0, help="Hosts that lose their power, and come back.")] = 1,
-    freeze: Annotated[int, typer.Option(metavar="N", min=0, help="Processes that freeze.")] = 1,
-    cut: Annotated[int, typer.Option(metavar="N", min=0, help="Cables that are cut, and plugged again; needs root.")] = 0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Of the faults; default: a random one, which is shown.")] = None,
+    hosts: Annotated[int, opt.option("N", "Hosts, with one process each.", min=2, max=64)] = 4,
+    kill: Annotated[int, opt.option("N", "Hosts that lose their power, and come back.", min=0)] = 1,
+    freeze: Annotated[int, opt.option("N", "Processes that freeze.", min=0)] = 1,
+    cut: Annotated[int, opt.option("N", "Cables that are cut, and plugged again; needs root.", min=0)] = 0,
+    seed: Annotated[int | None, opt.option("N", "Of the faults; default: a random one, which is shown.")] = None,
 ) -> None:
     """Rehearses faults. The config, shrunk, on this machine as many hosts; exit code 1 if anything is lost or not named."""
     loaded = opt.load(recipe)

@@ -16,21 +16,18 @@ from jaxllm.untrusted import in_lines
 
 
 def export(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A run directory, one of its checkpoints or a model; s3://, gs:// too.")
-    ],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder; --to gguf: a new file.")],
+    source: Annotated[str, opt.argument("SRC", "A run directory, one of its checkpoints or a model; s3://, gs:// too.")],
+    destination: Annotated[str, opt.argument("DST", "A new folder; --to gguf: a new file.")],
     to: Annotated[
         str,
-        typer.Option(
-            metavar="jaxllm|hf|gguf",
-            help="jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ...; gguf: for llama.cpp, Ollama.",
+        opt.option(
+            "jaxllm|hf|gguf",
+            "jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ...; gguf: for llama.cpp, Ollama.",
         ),
     ] = "jaxllm",
     step: opt.SavedStep = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: float32; --to hf and gguf: as stored."),
+        str | None, opt.option("DTYPE", "float32, bfloat16 or float16; default: float32; --to hf and gguf: as stored.")
     ] = None,
     max_shard_size: opt.MaxShardSize = None,
     max_position: opt.MaxPosition = None,
@@ -65,18 +62,16 @@ def export(
 
 def evaluate(
     model: opt.ModelFolder,
-    text: Annotated[str, typer.Option(metavar="FILE", help="A file of UTF-8 text.")],
+    text: Annotated[str, opt.option("FILE", "A file of UTF-8 text.")],
     overrides: opt.Overrides = None,
     sequence_length: Annotated[
-        int | None,
-        typer.Option(metavar="S", help="Tokens per window; default: 1024, or less if the model was made for less."),
+        int | None, opt.option("S", "Tokens per window; default: 1024, or less if the model was made for less.")
     ] = None,
     stride: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens from one window to the next; default: S. Less gives each token more context."),
+        int | None, opt.option("N", "Tokens from one window to the next; default: S. Less gives each token more context.")
     ] = None,
     by_position: Annotated[
-        bool, typer.Option("--by-position", help="Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
+        bool, opt.flag("--by-position", "Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
     ] = False,
     tokenizer: opt.OtherTokenizer = None,
     adapter: opt.Adapter = None,
@@ -96,27 +91,19 @@ def evaluate(
 
 def generate(
     model: opt.ModelFolder,
-    prompt: Annotated[
-        list[str], typer.Option(metavar="TEXT", help="A text to continue. Repeatable: prompts are processed together.")
-    ],
+    prompt: Annotated[list[str], opt.option("TEXT", "A text to continue. Repeatable: prompts are processed together.")],
     overrides: opt.Overrides = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are user messages: answer them with the model's chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens per prompt.")] = 128,
+    chat: Annotated[bool, opt.flag("--chat", "Prompts are user messages: answer them with the model's chat template.")] = False,
+    system: Annotated[str | None, opt.option("TEXT", "With --chat: the system message.")] = None,
+    max_new_tokens: Annotated[int, opt.option("N", "At most this many tokens per prompt.")] = 128,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="0 takes the likeliest token; 1 samples from the model's probabilities.")
+        float, opt.option("T", "0 takes the likeliest token; 1 samples from the model's probabilities.")
     ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Sample from the likeliest tokens with this total probability.")
-    ] = 1.0,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; default: from all.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")] = 0,
+    top_p: Annotated[float, opt.option("P", "Sample from the likeliest tokens with this total probability.")] = 1.0,
+    top_k: Annotated[int | None, opt.option("K", "Sample from the K likeliest tokens; default: from all.")] = None,
+    seed: Annotated[int, opt.option("N", "Seed of the sampling.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the continuation, like a stop token. Repeatable.")
+        list[str] | None, opt.option("TEXT", "A text that ends the continuation, like a stop token. Repeatable.")
     ] = None,
     tokenizer: opt.OtherTokenizer = None,
     adapter: opt.Adapter = None,
@@ -152,19 +139,14 @@ def generate(
 
 def lm_eval(
     model: opt.ModelFolder,
-    tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")],
+    tasks: Annotated[str, opt.option("A,B", "Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")],
     overrides: opt.Overrides = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N requests of each task.")] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Examples before each; default: the task's.")
-    ] = None,
-    include_path: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with tasks of your own.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask with the model's chat template.")] = False,
+    limit: Annotated[int | None, opt.option("N", "Only the first N requests of each task.", min=1)] = None,
+    num_fewshot: Annotated[int | None, opt.option("N", "Examples before each; default: the task's.", min=0)] = None,
+    include_path: Annotated[str | None, opt.option("DIR", "A folder with tasks of your own.")] = None,
+    chat: Annotated[bool, opt.flag("--chat", "Ask with the model's chat template.")] = False,
     max_length: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=2, help="Tokens of a text; default: what the model supports, a run: its sequence_length."
-        ),
+        int | None, opt.option("N", "Tokens of a text; default: what the model supports, a run: its sequence_length.", min=2)
     ] = None,
     tokenizer: opt.OtherTokenizer = None,
     adapter: opt.Adapter = None,
@@ -184,30 +166,25 @@ def lm_eval(
 def data_prepare(
     inputs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Files, quoted patterns (** for folders) or addresses: s3://, gs://, https://, hf://datasets/ORG/NAME/... "
+        opt.argument(
+            "INPUT...",
+            "Files, quoted patterns (** for folders) or addresses: s3://, gs://, https://, hf://datasets/ORG/NAME/... "
             ".jsonl and .ndjson: one object per line; .json: that, or one array; .csv, .parquet and .arrow: rows; any other "
             "text file: one document. .gz and .zst are decompressed.",
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="The folder to write; a stopped run resumes in it.")],
-    tokenizer: Annotated[
-        str, typer.Option(metavar="PATH|NAME|bytes", help="A folder with tokenizer.json, ORG/NAME, or bytes.")
-    ],
-    text_key: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of processes; default: one per CPU.")] = None,
+    out: Annotated[str, opt.option("DIR", "The folder to write; a stopped run resumes in it.")],
+    tokenizer: Annotated[str, opt.option("PATH|NAME|bytes", "A folder with tokenizer.json, ORG/NAME, or bytes.")],
+    text_key: Annotated[str, opt.option("NAME", "The field or column that holds the text.")] = "text",
+    workers: Annotated[int | None, opt.option("N", "Number of processes; default: one per CPU.")] = None,
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Do the I-th of N parts of the work, from 0; all parts use the same --out.")
+        str, opt.option("I/N", "Do the I-th of N parts of the work, from 0; all parts use the same --out.")
     ] = "0/1",
     shard_megabytes: Annotated[
-        int | None,
-        typer.Option(metavar="MIB", help="Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256."),
+        int | None, opt.option("MIB", "Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256.")
     ] = None,
-    max_broken_share: Annotated[
-        float, typer.Option(metavar="SHARE", help="Refuse more broken records than this share.")
-    ] = 0.01,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first broken record: --max-broken-share 0.")] = False,
+    max_broken_share: Annotated[float, opt.option("SHARE", "Refuse more broken records than this share.")] = 0.01,
+    strict: Annotated[bool, opt.flag("--strict", "Stop at the first broken record: --max-broken-share 0.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
@@ -241,12 +218,9 @@ def data_fill(recipe: opt.Recipe, as_json: opt.AsJson = False) -> None:
 
 def convert_from_hf(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC", help="A folder with config.json and *.safetensors, ORG/NAME of the Hub, or s3://, gs://."
-        ),
+        str, opt.argument("SRC", "A folder with config.json and *.safetensors, ORG/NAME of the Hub, or s3://, gs://.")
     ],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder, in jaxllm's own format.")],
+    destination: Annotated[str, opt.argument("DST", "A new folder, in jaxllm's own format.")],
     force: opt.Force = False,
     verify: opt.Verify = False,
 ) -> None:
@@ -257,19 +231,15 @@ def convert_from_hf(
 
 
 def convert_to_hf(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A jaxllm model folder, a run directory or a checkpoint; s3://, gs:// too.")
-    ],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder that transformers can load.")],
+    source: Annotated[str, opt.argument("SRC", "A jaxllm model folder, a run directory or a checkpoint; s3://, gs:// too.")],
+    destination: Annotated[str, opt.argument("DST", "A new folder that transformers can load.")],
     step: opt.SavedStep = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; default: as stored.")
-    ] = None,
+    dtype: Annotated[str | None, opt.option("DTYPE", "float32, bfloat16 or float16; default: as stored.")] = None,
     max_shard_size: opt.MaxShardSize = None,
     max_position: opt.MaxPosition = None,
     adapter: opt.Adapter = None,
     adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", help="Write the adapter of a run with model.lora alone, in PEFT's format.")
+        bool, opt.flag("--adapter-only", "Write the adapter of a run with model.lora alone, in PEFT's format.")
     ] = False,
     force: opt.Force = False,
     verify: opt.Verify = False,

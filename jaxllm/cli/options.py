@@ -18,99 +18,87 @@ from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.terminal import bar, console
 from jaxllm.untrusted import one_line
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-GpuCount = Annotated[
-    int | None, typer.Option(metavar="N", help="Number of GPUs; none is needed here. Default: the config's mesh.")
-]
-GpusPerHost = Annotated[
-    int | None, typer.Option(metavar="N", help="Default: the largest divisor of --gpus not above that kind's host size.")
-]
-CacheDir = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Folder of compile reports; default: jaxllm/compile in the user's cache.")
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even if a report is stored, and store none.")]
-Adapter = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FOLDER", help="Merge a LoRA adapter in PEFT's format into the weights. Repeatable."),
-]
-SavedStep = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
-Force = Annotated[bool, typer.Option("--force", help="Move an existing DST aside, to DST.before-1; it is not deleted.")]
+
+def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """An option that takes a value, which its help calls `metavar`."""
+    return typer.Option(*names, metavar=metavar, help=help, **more)
+
+
+def flag(name: str, help: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=help)
+
+
+def argument(metavar: str, help: str) -> Any:
+    """An argument without a dash, which its help calls `metavar`."""
+    return typer.Argument(metavar=metavar, help=help)
+
+
+AsJson = Annotated[bool, flag("--json", "Print one JSON object and nothing else.")]
+GpuCount = Annotated[int | None, option("N", "Number of GPUs; none is needed here. Default: the config's mesh.")]
+GpusPerHost = Annotated[int | None, option("N", "Default: the largest divisor of --gpus not above that kind's host size.")]
+CacheDir = Annotated[str | None, option("DIR", "Folder of compile reports; default: jaxllm/compile in the user's cache.")]
+NoCache = Annotated[bool, flag("--no-cache", "Compile even if a report is stored, and store none.")]
+Adapter = Annotated[list[str] | None, option("FOLDER", "Merge a LoRA adapter in PEFT's format into the weights. Repeatable.")]
+SavedStep = Annotated[int | None, option("N", "The checkpoint of this step; default: the newest.")]
+Force = Annotated[bool, flag("--force", "Move an existing DST aside, to DST.before-1; it is not deleted.")]
 Verify = Annotated[
-    bool,
-    typer.Option("--verify", help="Compare logits with transformers, in float32, before DST gets its name (extra reference)."),
+    bool, flag("--verify", "Compare logits with transformers, in float32, before DST gets its name (extra reference).")
 ]
 MaxShardSize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE", help="Largest file, such as 500MiB; larger models become several files with an index. Default: 5GB."
-    ),
+    str | None, option("SIZE", "Largest file, such as 500MiB; larger models become several files with an index. Default: 5GB.")
 ]
 MaxPosition = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="max_position_embeddings; default: the model's own, or the run's length if longer."),
+    int | None, option("N", "max_position_embeddings; default: the model's own, or the run's length if longer.")
 ]
 
-Tokens = Annotated[str | None, typer.Option(metavar="N", help="Also days, GPU-hours and energy for 300B, 15T ...")]
-Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Also money: the price of a GPU-hour.")]
+Tokens = Annotated[str | None, option("N", "Also days, GPU-hours and energy for 300B, 15T ...")]
+Price = Annotated[float | None, option("AMOUNT", "Also money: the price of a GPU-hour.")]
 MtbfHours = Annotated[
-    float | None,
-    typer.Option(metavar="H", help="Also goodput and the best time between checkpoints: hours between failures of one GPU."),
+    float | None, option("H", "Also goodput and the best time between checkpoints: hours between failures of one GPU.")
 ]
 RestartMinutes = Annotated[
-    float | None,
-    typer.Option(metavar="MIN", help="From a failure until training continues, without reading; default: 10, not measured."),
+    float | None, option("MIN", "From a failure until training continues, without reading; default: 10, not measured.")
 ]
 CheckpointRate = Annotated[
-    float | None,
-    typer.Option("--checkpoint-gb-per-s", metavar="GB/S", help="From each host to the store; default: 1, not measured."),
+    float | None, option("GB/S", "From each host to the store; default: 1, not measured.", "--checkpoint-gb-per-s")
 ]
 AchievedTflops = Annotated[
-    float | None,
-    typer.Option(metavar="TFLOPS", help="Speed of a GPU for --tokens, 8 FLOPs per parameter and token; default: predicted."),
+    float | None, option("TFLOPS", "Speed of a GPU for --tokens, 8 FLOPs per parameter and token; default: predicted.")
 ]
-Purpose = Annotated[
-    str,
-    typer.Option("--for", metavar="train|load|eval|generate", help="What the memory is for; only train has a speed."),
-]
-StoredDtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="--for others: bfloat16 or float32 on disk; default: float32.")
-]
-WindowTokens = Annotated[
-    int | None, typer.Option("--sequence-length", metavar="N", help="--for eval: tokens of a window; default: 1024.")
-]
-Prompts = Annotated[int | None, typer.Option(metavar="N", help="--for generate: prompts at once; default: 1.")]
-PromptTokens = Annotated[
-    int | None, typer.Option(metavar="N", help="--for generate: tokens of the longest prompt; default: 1024.")
-]
-NewTokens = Annotated[int | None, typer.Option(metavar="N", help="--for generate: new tokens of each; default: 128.")]
+Purpose = Annotated[str, option("train|load|eval|generate", "What the memory is for; only train has a speed.", "--for")]
+StoredDtype = Annotated[str | None, option("DTYPE", "--for others: bfloat16 or float32 on disk; default: float32.")]
+WindowTokens = Annotated[int | None, option("N", "--for eval: tokens of a window; default: 1024.", "--sequence-length")]
+Prompts = Annotated[int | None, option("N", "--for generate: prompts at once; default: 1.")]
+PromptTokens = Annotated[int | None, option("N", "--for generate: tokens of the longest prompt; default: 1024.")]
+NewTokens = Annotated[int | None, option("N", "--for generate: new tokens of each; default: 128.")]
 
 Recipe = Annotated[
     list[str],
-    typer.Argument(
-        metavar="CONFIG [SECTION.KEY=VALUE]...",
-        help="A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
+    argument(
+        "CONFIG [SECTION.KEY=VALUE]...",
+        "A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
         "train.steps=100, in any order.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...",
-        help="Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
+    argument(
+        "[SECTION.KEY=VALUE]...",
+        "Settings such as model.compute_dtype=float32 or parallel.tensor=2. Default: float32 on CPU, bfloat16 on GPUs, "
         "on all devices here.",
     ),
 ]
 ModelFolder = Annotated[
     str,
-    typer.Option(
-        metavar="DIR|NAME|ADDRESS",
-        help="A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints; here, as ORG/NAME of the Hub, "
+    option(
+        "DIR|NAME|ADDRESS",
+        "A Hugging Face or jaxllm model folder, a run directory or one of its checkpoints; here, as ORG/NAME of the Hub, "
         "or in a store: s3://, gs://.",
     ),
 ]
 OtherTokenizer = Annotated[
-    str | None,
-    typer.Option(metavar="PATH|NAME|bytes", help="A folder with tokenizer.json, ORG/NAME, or bytes; default: the model's own."),
+    str | None, option("PATH|NAME|bytes", "A folder with tokenizer.json, ORG/NAME, or bytes; default: the model's own.")
 ]
 
 
