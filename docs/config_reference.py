@@ -18,8 +18,10 @@ NAMED = "that of `name`"
 """Default of a model size: the schema does not require it, because a published shape has it."""
 HEAD = """# Every key of a recipe
 
-A recipe is a YAML file with the sections below. `section.key=value` on the command line overrides a key. `null` is YAML's word
-for nothing. `python docs/config_reference.py` writes this page from the code: to change a line, change the docstring there.
+A recipe is a YAML file with the sections below. `section.key=value` on the command line overrides a key; `--section.key=value`,
+`--section.key value` and hydra's `+section.key=value` are the same. `null` is YAML's word for nothing. Names that other trainers
+have for a key are in `jaxllm/config/foreign_keys.yaml`, and a refusal says what they are here. `python docs/config_reference.py`
+writes this page from the code: to change a line, change the docstring there.
 
 ## Where it lives
 
@@ -28,7 +30,8 @@ for nothing. `python docs/config_reference.py` writes this page from the code: t
 ## How it is tested
 
 `tests/test_project_files.py` holds this page to the schema. `tests/config/test_config.py` tests what is refused, and
-`tests/config/test_config_keys.py` that each key is read.
+`tests/config/test_config_keys.py` that each key is read, `tests/config/test_key_hints.py` what names of other trainers are
+answered.
 """
 
 

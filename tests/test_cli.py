@@ -14,8 +14,10 @@ import typer
 
 import jaxllm
 from jaxllm.cli.app import app
+from jaxllm.cli.errors import ending_in_one_sentence
 from jaxllm.cli.options import load, print_lines
-from jaxllm.config import config_folder
+from jaxllm.config import config_folder, load_config, published_models
+from jaxllm.config.named import as_named
 
 ROOT = config_folder().parent
 
@@ -85,6 +87,136 @@ def test_help_fits_80_columns_and_ends_with_an_example_that_parses(command, path
             name = next(name for other, name in ALL_COMMANDS if other is found)
             recipe = found.make_context("jaxllm", rest[len(name) :]).params.get("recipe")
             assert not recipe or load(recipe)
+
+
+def dispatch(words):
+    with ending_in_one_sentence(), typer.main.get_command(app).make_context("jaxllm", list(words)) as context:
+        context.command.invoke(context)
+    sys.exit(0)
+
+
+def ending(capsys, *words):
+    """(exit code, standard output, standard error) of a command line, in this process."""
+    with pytest.raises(SystemExit) as end:
+        dispatch(words)
+    return end.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("path", [path for _, path in ALL_COMMANDS], ids=" ".join)
+def test_h_is_help(path, capsys):
+    short, long = ending(capsys, *path, "-h"), ending(capsys, *path, "--help")
+    assert short == long
+    assert short[0] == 0
+    assert "-h, --help" in short[1]
+
+
+FORMS = {
+    "train quickstart --train.steps=3 --model.num_layers 2": ["quickstart", "train.steps=3", "model.num_layers=2"],
+    "estimate --train.z_loss_weight -1 --gpus 2 quickstart": ["train.z_loss_weight=-1", "quickstart"],
+    "doctor --gpu h100-80gb --parallel.tensor=2": ["parallel.tensor=2"],
+    "train quickstart -- --train.steps=3": ["quickstart", "--train.steps=3"],
+    "train quickstart +train.steps=3": ["quickstart", "+train.steps=3"],
+}
+
+
+@pytest.mark.parametrize("line", FORMS)
+def test_overrides_may_be_written_with_dashes(line):
+    words = line.split()
+    command = next(command for command, path in ALL_COMMANDS if path == (words[0],))
+    assert command.make_context("jaxllm", words[1:]).params["recipe"] == FORMS[line]
+
+
+def test_the_value_of_an_option_is_no_override():
+    command = next(command for command, path in ALL_COMMANDS if path == ("generate",))
+    words = ["--model", "x", "--prompt", "--train.steps=2", "--parallel.tensor=2"]
+    given = command.make_context("jaxllm", words).params
+    assert (given["prompt"], given["overrides"]) == (["--train.steps=2"], ["parallel.tensor=2"])
+
+
+OTHERS = "and overrides are written section.key=value"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    {
+        "train quickstart --steps 2": f"No such option --steps, {OTHERS}: did you mean train.steps?",
+        "train --config quickstart": f"No such option --config, {OTHERS}: the recipe is named without an option, as in `jaxllm "
+        "train quickstart`.",
+        "plan quickstart --micro-batch-size=2": f"No such option --micro-batch-size, {OTHERS}: did you mean "
+        "train.microbatch_sequences?",
+        "train quickstart --train.stpes=3": "Unknown key train.stpes: did you mean train.steps?",
+        "train quickstart --train.steps": "2 were given: quickstart, train.steps; overrides are written section.key=value.",
+        "train quickstart --stpes": "No such option: --stpes: see `jaxllm train --help`.",
+        # Only where overrides are taken.
+        "report runs --train.steps=3": "No such option: --train.steps: see `jaxllm report --help`.",
+    }.items(),
+)
+def test_a_wrong_option_ends_in_one_sentence(line, sentence, capsys):
+    code, _, error = ending(capsys, *line.split())
+    assert code == 2
+    assert error.startswith("jaxllm: ")
+    assert error.endswith(f"{sentence}\n")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", published_models())
+def test_a_models_name_is_a_config_of_its_size(name, capfd):
+    config = load([name, "train.steps=7"], or_model=True)
+    assert config.model == as_named(name)
+    tokens = config.step_tokens
+    assert tokens == 2**24 if "405b" in name else 2**22 if "70b" in name or "72b" in name or "32b" in name else 2**20
+    train = config.train
+    assert capfd.readouterr().err == (
+        f"jaxllm: {name} is a model and no recipe, so this takes train.steps=7 train.sequence_length={train.sequence_length} "
+        f"train.global_batch_sequences={train.global_batch_sequences} train.microbatch_sequences=1; other keys may follow the "
+        f"name.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    {
+        "estimate llama-3.1-8b --gpu h100-80gb --gpus 8 train.sequence_length=4096": "524,288 tokens a step: 16 microbatches",
+        "estimate llama-3.1-8b --for generate --gpus 1": "llama-3.1-8b to generate on 1 GPU",
+        "estimate llama-3.1-8b --gpu h100-80gb --gpus 8 --tokens 1T": "GPU-hours",
+        "plan smollm2-135m --compile 0 --gpus 1 --rows 1": "configurations",
+        "inspect smollm2-135m": "134,515,008 parameters",
+    }.items(),
+)
+def test_commands_that_plan_take_a_models_name(line, expected, capsys):
+    code, out, _ = ending(capsys, *line.split())
+    assert code == 0
+    assert expected in out
+
+
+def test_a_file_of_a_models_name_is_the_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("llama-3.1-8b").write_text((config_folder() / "quickstart.yaml").read_text())
+    assert load(["llama-3.1-8b"], or_model=True) == load_config("quickstart")
+
+
+def test_training_takes_no_models_name(capsys):
+    code, _, error = ending(capsys, "train", "llama-3.1-8b")
+    assert code == 2
+    assert error.endswith("that is the shape of a model, so set model.name=llama-3.1-8b in a recipe.\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    {
+        "jaxllm tr": ["train"],
+        "jaxllm train qu": ["quickstart"],
+        "jaxllm train llama-3.1": [],
+        "jaxllm estimate llama-3.1": ["llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"],
+        "jaxllm train quickstart train.st": ["train.steps="],
+        "jaxllm plan --gp": ["--gpu", "--gpus", "--gpus-per-host"],
+    }.items(),
+)
+def test_a_shell_completes_commands_recipes_models_and_keys(line, completed):
+    environment = {"_JAXLLM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    result = run(env={**os.environ, **environment})
+    assert result.returncode == 0
+    assert result.stdout.split() == completed
 
 
 def test_long_lines_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch, capsys):

@@ -93,7 +93,7 @@ def packages(wheels: list[Path]) -> Iterator[tuple[str, bytes]]:
 
 def ours() -> Iterator[tuple[str, bytes]]:
     """The same of the checkout's jaxllm, with the published models where a wheel has them."""
-    for path in sorted((CHECKOUT / "jaxllm").rglob("*.py")):
+    for path in sorted(path for ending in ("py", "yaml") for path in (CHECKOUT / "jaxllm").rglob(f"*.{ending}")):
         yield path.relative_to(CHECKOUT).as_posix(), path.read_bytes()
     for path in sorted((CHECKOUT / "configs" / "models").glob("*.yaml")):
         yield f"jaxllm/configs/models/{path.name}", path.read_bytes()

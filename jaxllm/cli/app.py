@@ -21,10 +21,11 @@ from jaxllm import BEGAN_S, __version__
 from jaxllm.cli import options as opt
 from jaxllm.cli.errors import ending_at_ctrl_c, ending_in_one_sentence, in_one_line, open_standard_streams
 from jaxllm.cli.models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
+from jaxllm.cli.options import argument, flag, option
 from jaxllm.config import Config, ConfigError, json_schema
 
 app = typer.Typer(
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -70,17 +71,17 @@ def train(recipe: opt.Recipe) -> None:
 
 @app.command(**opt.example("inspect quickstart --gpus 8 parallel.tensor=2"))
 def inspect(
-    recipe: opt.Recipe,
-    gpus: Annotated[int | None, opt.option("N", "Devices of the mesh; none is needed here.")] = None,
-    gpus_per_host: Annotated[int | None, opt.option("N", "Default: the largest divisor of --gpus not above 8.")] = None,
-    gpu: Annotated[str | None, opt.option("NAME|FILE.yaml", "Show what shapes waste of a step on this kind of GPU.")] = None,
+    recipe: opt.RecipeOrModel,
+    gpus: Annotated[int | None, option("N", "Devices of the mesh; none is needed here.")] = None,
+    gpus_per_host: Annotated[int | None, option("N", "Default: the largest divisor of --gpus not above 8.")] = None,
+    gpu: Annotated[str | None, option("NAME|FILE.yaml", "Show what shapes waste of a step on this kind of GPU.")] = None,
     picture: Annotated[
-        str | None, opt.option("FILE.png", "Draw which context rank computes which attention block, and when.")
+        str | None, option("FILE.png", "Draw which context rank computes which attention block, and when.")
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Shows the mesh, the parameters and wasted work. Each parameter with its shardings and bytes per device."""
-    loaded = opt.load(recipe)
+    loaded = opt.load(recipe, or_model=True)
     from jaxllm.compile.inspect import inspect_config
     from jaxllm.compile.text import render_inspect
 
@@ -96,18 +97,14 @@ def inspect(
     **opt.example("estimate quickstart --gpu h100-80gb --gpus 8", "estimate quickstart --for generate --prompts 8 --gpus 1")
 )
 def estimate(
-    recipe: opt.Recipe,
-    gpu: Annotated[
-        str | None, opt.option("NAME|FILE.yaml", "The kind of GPU, such as h100-80gb; default: memory only, no speed.")
-    ] = None,
+    recipe: opt.RecipeOrModel,
+    gpu: Annotated[str | None, option("NAME|FILE.yaml", "Kind of GPU, such as h100-80gb; default: memory alone.")] = None,
     gpus: opt.GpuCount = None,
     gpus_per_host: opt.GpusPerHost = None,
     convention: Annotated[
-        str, opt.option("jaxllm|megatron", "megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count.")
+        str, option("jaxllm|megatron", "megatron: the published rule's memory and verdict, and Megatron-LM's FLOP count.")
     ] = "jaxllm",
-    picture: Annotated[
-        str | None, opt.option("FILE.png", "Draw the bytes of each stage as stacked bars; .png or .svg.")
-    ] = None,
+    picture: Annotated[str | None, option("FILE.png", "Draw the bytes of each stage as stacked bars; .png or .svg.")] = None,
     purpose: opt.Purpose = "train",
     stored_dtype: opt.StoredDtype = None,
     sequence_length: opt.WindowTokens = None,
@@ -116,7 +113,7 @@ def estimate(
     max_new_tokens: opt.NewTokens = None,
     over: Annotated[
         str | None,
-        opt.option("WHAT", "Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."),
+        option("WHAT", "Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."),
     ] = None,
     tokens: opt.Tokens = None,
     price: opt.Price = None,
@@ -137,14 +134,14 @@ def estimate(
         only_training = picture is not None or over is not None or convention != "jaxllm"
         if purpose != "train" and (only_training or any(term is not None for term in terms)):
             raise ConfigError(f"Pictures, --convention and the quote are for training: leave them out with --for={purpose}.")
-        loaded = opt.load(recipe, load_untrained)
+        loaded = opt.load(recipe, load_untrained, or_model=True)
         found = estimate_inference(loaded, cast(Any, purpose), gpu, gpus, gpus_per_host, **sizes)
         opt.print_report(found, as_json)
         return
     from jaxllm.plan.estimate import estimate as estimate_config
     from jaxllm.plan.quote import Terms, quote_estimate
 
-    report = estimate_config(opt.load(recipe), gpu, gpus, gpus_per_host, cast(Any, convention))
+    report = estimate_config(opt.load(recipe, or_model=True), gpu, gpus, gpus_per_host, cast(Any, convention))
     offer = quote_estimate(report, Terms(*terms))
     draw_estimate(report, picture, over)
     if as_json:
@@ -169,27 +166,23 @@ def draw_estimate(report: Any, picture: str | None, over: str | None) -> None:
 
 @app.command("compile", **opt.example("compile quickstart --gpu h100-80gb --gpus 8"))
 def compile_(
-    recipe: opt.Recipe,
-    gpu: Annotated[
-        str | None, opt.option("NAME|FILE.yaml", "The kind of GPU, such as h100-80gb; default: the local devices.")
-    ] = None,
+    recipe: opt.RecipeOrModel,
+    gpu: Annotated[str | None, option("NAME|FILE.yaml", "Kind of GPU, such as h100-80gb; default: the local devices.")] = None,
     gpus: opt.GpuCount = None,
     gpus_per_host: opt.GpusPerHost = None,
     real_memory: Annotated[
-        bool, opt.flag("--real-memory", "Compile again for the GPU's real memory, to see whether XLA rematerialises.")
+        bool, flag("--real-memory", "Compile again for the GPU's real memory, to see whether XLA rematerialises.")
     ] = False,
     kernels: Annotated[
         bool,
-        opt.flag("--kernels", "Show the time of every kernel by part: a roofline at shares of the peaks that an H100 reached."),
+        flag("--kernels", "Show the time of every kernel by part: a roofline at shares of the peaks that an H100 reached."),
     ] = False,
     against: Annotated[
-        list[str] | None, opt.option("OTHER", "Compare with key=value (several may be given) or another recipe.")
+        list[str] | None, option("OTHER", "Compare with key=value (several may be given) or another recipe.")
     ] = None,
-    save: Annotated[
-        str | None, opt.option("DIR", "Compile the run's programs into DIR, for run.compilation_cache=DIR.")
-    ] = None,
+    save: Annotated[str | None, option("DIR", "Compile the run's programs into DIR, for run.compilation_cache=DIR.")] = None,
     run: Annotated[
-        int | None, opt.option("STEPS", "Run steps of rank 0 on the one local GPU: its compute, without transfers.", min=1)
+        int | None, option("STEPS", "Run steps of rank 0 on the one local GPU: its compute, without transfers.", min=1)
     ] = None,
     cache: opt.CacheDir = None,
     no_cache: opt.NoCache = False,
@@ -202,7 +195,7 @@ def compile_(
         raise ConfigError("--save makes no report: leave out --against, --kernels, --real-memory, --cache and --no-cache.")
     if run and (gpu or gpus_per_host or save or against or kernels or real_memory or cache or no_cache):
         raise ConfigError("--run runs on the local GPU and makes no report: give it only --gpus and --json.")
-    loaded = opt.load(recipe)
+    loaded = opt.load(recipe, or_model=True)
     found = None if gpu is None else find_gpu(gpu)
     if run:
         from jaxllm.compile.pretend import run_rank
@@ -247,41 +240,39 @@ def compile_and_save(config: Config, folder: str, gpu: Any, gpus: int | None, gp
 
 @app.command(**opt.example("plan quickstart --gpu h100-80gb --gpus 8 --out best.yaml"))
 def plan(
-    recipe: opt.Recipe,
-    gpu: Annotated[str, opt.option("NAME|FILE.yaml", "The kind of GPU, such as h200-141gb.")] = "h100-80gb",
+    recipe: opt.RecipeOrModel,
+    gpu: Annotated[str, option("NAME|FILE.yaml", "The kind of GPU, such as h200-141gb.")] = "h100-80gb",
     gpus: opt.GpuCount = None,
     gpus_per_host: opt.GpusPerHost = None,
-    compile_: Annotated[
-        int, opt.option("K", "Confirm the best K by compiling the real step; 0: estimates only.", "--compile")
-    ] = 8,
+    compile_: Annotated[int, option("K", "Confirm the best K by compiling the real step; 0: estimates only.", "--compile")] = 8,
     objective: Annotated[
         str,
-        opt.option("GOAL", "speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest."),
+        option("GOAL", "speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest."),
     ] = "speed",
     keep: Annotated[
-        list[str] | None, opt.option("NAME", "Do not change this setting of the config: tensor, zero, remat ... Repeatable.")
+        list[str] | None, option("NAME", "Do not change this setting of the config: tensor, zero, remat ... Repeatable.")
     ] = None,
     across_hosts: Annotated[
         bool | None,
-        opt.flag("--across-hosts/--within-hosts", "May context x tensor cross hosts? Default: only if nothing else fits."),
+        flag("--across-hosts/--within-hosts", "May context x tensor cross hosts? Default: only if nothing else fits."),
     ] = None,
     host_gib_per_gpu: Annotated[
-        float | None, opt.option("GIB", "Host memory that offloading may use per GPU. Default: 7/8 of its share.", min=0)
+        float | None, option("GIB", "Host memory that offloading may use per GPU. Default: 7/8 of its share.", min=0)
     ] = None,
     tokens: opt.Tokens = None,
     price: opt.Price = None,
     mtbf_hours: opt.MtbfHours = None,
     restart_minutes: opt.RestartMinutes = None,
     checkpoint_gb_per_s: opt.CheckpointRate = None,
-    sweep: Annotated[str | None, opt.option("gpus", "gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
-    out: Annotated[str | None, opt.option("FILE.yaml", "Write the best plan as a recipe; a new file.")] = None,
-    rows: Annotated[int, opt.option("N", "Number of candidates in the table.", min=0)] = 10,
+    sweep: Annotated[str | None, option("gpus", "gpus: also the best of 1, 2, 4 ... up to --gpus.")] = None,
+    out: Annotated[str | None, option("FILE.yaml", "Write the best plan as a recipe; a new file.")] = None,
+    rows: Annotated[int, option("N", "Number of candidates in the table.", min=0)] = 10,
     cache: opt.CacheDir = None,
     no_cache: opt.NoCache = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Searches for the fastest config that fits. Tries mesh, ZeRO, microbatch, schedule, remat, host; compiles the best."""
-    loaded = opt.load(recipe)
+    loaded = opt.load(recipe, or_model=True)
     from jaxllm.compile.plan import outcome
     from jaxllm.plan.plan_result import check_new, write_recipe
     from jaxllm.plan.quote import Terms
@@ -320,7 +311,7 @@ def plan(
 @app.command(**opt.example("schedule mesh-demo parallel.pipe=4 train.microbatch_sequences=1"))
 def schedule(
     recipe: opt.Recipe,
-    out: Annotated[str | None, opt.option("FILE", "Draw the timeline; ends in .png or .svg.")] = None,
+    out: Annotated[str | None, option("FILE", "Draw the timeline; ends in .png or .svg.")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Shows the pipeline schedule. The work of each stage over time, its idle share of the step, and what it must store."""
@@ -337,18 +328,18 @@ def schedule(
 
 @app.command("report", **opt.example("report runs/quickstart", "report runs/small-batch runs/large-batch"))
 def report_(
-    runs: Annotated[list[str], opt.argument("RUN...", "Run directories (run.dir); several are compared.")],
+    runs: Annotated[list[str], argument("RUN...", "Run directories (run.dir); several are compared.")],
     out: Annotated[
-        str | None, opt.option("FILE.html", "The page; default: report.html in RUN, of several comparison.html in the first.")
+        str | None, option("FILE.html", "The page; default: report.html in RUN, of several comparison.html in the first.")
     ] = None,
     gpu: Annotated[
-        str | None, opt.option("NAME|FILE.yaml", "Predict step times on this kind of GPU; default: the measured step time.")
+        str | None, option("NAME|FILE.yaml", "Predict step times on this kind of GPU; default: the measured step time.")
     ] = None,
-    gpus_per_host: Annotated[int | None, opt.option("N", "GPUs per host; default: that kind's.", min=1)] = None,
+    gpus_per_host: Annotated[int | None, option("N", "GPUs per host; default: that kind's.", min=1)] = None,
     loss: Annotated[
-        float | None, opt.option("NATS", "Count hours to this training loss (smoothed); default: the lowest reached.")
+        float | None, option("NATS", "Count hours to this training loss (smoothed); default: the lowest reached.")
     ] = None,
-    as_json: Annotated[bool, opt.flag("--json", "Print one JSON object and nothing else; without --out, no page.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object and nothing else; without --out, no page.")] = False,
 ) -> None:
     """Reports on runs, with charts in one HTML page. Of one run it also predicts the effect of more data ranks."""
     from jaxllm.run_report.page import write
@@ -381,9 +372,9 @@ app.command(**opt.example("generate --model runs/quickstart --prompt 'def ' --te
 @app.command(**opt.example("doctor", "doctor quickstart parallel.data=2"))
 def doctor(
     recipe: Annotated[
-        list[str] | None, opt.argument("[CONFIG] [SECTION.KEY=VALUE]...", "As for `jaxllm train`; none: all devices here.")
+        list[str] | None, argument("[CONFIG] [SECTION.KEY=VALUE]...", "As for `jaxllm train`; none: all devices here.")
     ] = None,
-    gpu: Annotated[str | None, opt.option("NAME|FILE.yaml", "The expected kind of GPU; default: the kind found.")] = None,
+    gpu: Annotated[str | None, option("NAME|FILE.yaml", "The expected kind of GPU; default: the kind found.")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
@@ -403,11 +394,11 @@ def doctor(
 @app.command(**opt.example("rehearse quickstart --hosts 4 --kill 2 --freeze 1"))
 def rehearse(
     recipe: opt.Recipe,
-    hosts: Annotated[int, opt.option("N", "Hosts, with one process each.", min=2, max=64)] = 4,
-    kill: Annotated[int, opt.option("N", "Hosts that lose their power, and come back.", min=0)] = 1,
-    freeze: Annotated[int, opt.option("N", "Processes that freeze.", min=0)] = 1,
-    cut: Annotated[int, opt.option("N", "Cables that are cut, and plugged again; needs root.", min=0)] = 0,
-    seed: Annotated[int | None, opt.option("N", "Of the faults; default: a random one, which is shown.")] = None,
+    hosts: Annotated[int, option("N", "Hosts, with one process each.", min=2, max=64)] = 4,
+    kill: Annotated[int, option("N", "Hosts that lose their power, and come back.", min=0)] = 1,
+    freeze: Annotated[int, option("N", "Processes that freeze.", min=0)] = 1,
+    cut: Annotated[int, option("N", "Cables that are cut, and plugged again; needs root.", min=0)] = 0,
+    seed: Annotated[int | None, option("N", "Of the faults; default: a random one, which is shown.")] = None,
 ) -> None:
     """Rehearses faults. The config, shrunk, on this machine as many hosts; exit code 1 if anything is lost or not named."""
     loaded = opt.load(recipe)
@@ -444,6 +435,7 @@ def main() -> None:
     with ending_in_one_sentence():
         # Typer's own main would end without a sentence if the reader of a pipe stops.
         command = typer.main.get_command(app)
+        command._main_shell_completion({}, "jaxllm")
         with command.make_context("jaxllm", sys.argv[1:]) as context:
             command.invoke(context)
     sys.exit(0)

@@ -10,24 +10,25 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli import options as opt
+from jaxllm.cli.options import argument, flag, option
 from jaxllm.config import ConfigError
 from jaxllm.terminal import print_sentence
 from jaxllm.untrusted import in_lines
 
 
 def export(
-    source: Annotated[str, opt.argument("SRC", "A run directory, one of its checkpoints or a model; s3://, gs:// too.")],
-    destination: Annotated[str, opt.argument("DST", "A new folder; --to gguf: a new file.")],
+    source: Annotated[str, argument("SRC", "A run directory, one of its checkpoints or a model; s3://, gs:// too.")],
+    destination: Annotated[str, argument("DST", "A new folder; --to gguf: a new file.")],
     to: Annotated[
         str,
-        opt.option(
+        option(
             "jaxllm|hf|gguf",
             "jaxllm: for train.init_from, or an archive; hf: for vLLM, transformers ...; gguf: for llama.cpp, Ollama.",
         ),
     ] = "jaxllm",
     step: opt.SavedStep = None,
     dtype: Annotated[
-        str | None, opt.option("DTYPE", "float32, bfloat16 or float16; default: float32; --to hf and gguf: as stored.")
+        str | None, option("DTYPE", "float32, bfloat16 or float16; default: float32; --to hf and gguf: as stored.")
     ] = None,
     max_shard_size: opt.MaxShardSize = None,
     max_position: opt.MaxPosition = None,
@@ -62,16 +63,16 @@ def export(
 
 def evaluate(
     model: opt.ModelFolder,
-    text: Annotated[str, opt.option("FILE", "A file of UTF-8 text.")],
+    text: Annotated[str, option("FILE", "A file of UTF-8 text.")],
     overrides: opt.Overrides = None,
     sequence_length: Annotated[
-        int | None, opt.option("S", "Tokens per window; default: 1024, or less if the model was made for less.")
+        int | None, option("S", "Tokens per window; default: 1024, or less if the model was made for less.")
     ] = None,
     stride: Annotated[
-        int | None, opt.option("N", "Tokens from one window to the next; default: S. Less gives each token more context.")
+        int | None, option("N", "Tokens from one window to the next; default: S. Less gives each token more context.")
     ] = None,
     by_position: Annotated[
-        bool, opt.flag("--by-position", "Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
+        bool, flag("--by-position", "Also the loss by how many tokens of the window are before: 1, 2-3, 4-7 ...")
     ] = False,
     tokenizer: opt.OtherTokenizer = None,
     adapter: opt.Adapter = None,
@@ -91,20 +92,16 @@ def evaluate(
 
 def generate(
     model: opt.ModelFolder,
-    prompt: Annotated[list[str], opt.option("TEXT", "A text to continue. Repeatable: prompts are processed together.")],
+    prompt: Annotated[list[str], option("TEXT", "A text to continue. Repeatable: prompts are processed together.")],
     overrides: opt.Overrides = None,
-    chat: Annotated[bool, opt.flag("--chat", "Prompts are user messages: answer them with the model's chat template.")] = False,
-    system: Annotated[str | None, opt.option("TEXT", "With --chat: the system message.")] = None,
-    max_new_tokens: Annotated[int, opt.option("N", "At most this many tokens per prompt.")] = 128,
-    temperature: Annotated[
-        float, opt.option("T", "0 takes the likeliest token; 1 samples from the model's probabilities.")
-    ] = 0.0,
-    top_p: Annotated[float, opt.option("P", "Sample from the likeliest tokens with this total probability.")] = 1.0,
-    top_k: Annotated[int | None, opt.option("K", "Sample from the K likeliest tokens; default: from all.")] = None,
-    seed: Annotated[int, opt.option("N", "Seed of the sampling.")] = 0,
-    stop: Annotated[
-        list[str] | None, opt.option("TEXT", "A text that ends the continuation, like a stop token. Repeatable.")
-    ] = None,
+    chat: Annotated[bool, flag("--chat", "Prompts are user messages: answer them with the model's chat template.")] = False,
+    system: Annotated[str | None, option("TEXT", "With --chat: the system message.")] = None,
+    max_new_tokens: Annotated[int, option("N", "At most this many tokens per prompt.")] = 128,
+    temperature: Annotated[float, option("T", "0 takes the likeliest token; 1 samples from the model's probabilities.")] = 0.0,
+    top_p: Annotated[float, option("P", "Sample from the likeliest tokens with this total probability.")] = 1.0,
+    top_k: Annotated[int | None, option("K", "Sample from the K likeliest tokens; default: from all.")] = None,
+    seed: Annotated[int, option("N", "Seed of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, option("TEXT", "A text that ends a continuation, like a stop token. Repeatable.")] = None,
     tokenizer: opt.OtherTokenizer = None,
     adapter: opt.Adapter = None,
     as_json: opt.AsJson = False,
@@ -139,14 +136,14 @@ def generate(
 
 def lm_eval(
     model: opt.ModelFolder,
-    tasks: Annotated[str, opt.option("A,B", "Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")],
+    tasks: Annotated[str, option("A,B", "Tasks of lm-evaluation-harness, such as arc_easy,hellaswag.")],
     overrides: opt.Overrides = None,
-    limit: Annotated[int | None, opt.option("N", "Only the first N requests of each task.", min=1)] = None,
-    num_fewshot: Annotated[int | None, opt.option("N", "Examples before each; default: the task's.", min=0)] = None,
-    include_path: Annotated[str | None, opt.option("DIR", "A folder with tasks of your own.")] = None,
-    chat: Annotated[bool, opt.flag("--chat", "Ask with the model's chat template.")] = False,
+    limit: Annotated[int | None, option("N", "Only the first N requests of each task.", min=1)] = None,
+    num_fewshot: Annotated[int | None, option("N", "Examples before each; default: the task's.", min=0)] = None,
+    include_path: Annotated[str | None, option("DIR", "A folder with tasks of your own.")] = None,
+    chat: Annotated[bool, flag("--chat", "Ask with the model's chat template.")] = False,
     max_length: Annotated[
-        int | None, opt.option("N", "Tokens of a text; default: what the model supports, a run: its sequence_length.", min=2)
+        int | None, option("N", "Tokens of a text; default: what the model supports, a run: its sequence_length.", min=2)
     ] = None,
     tokenizer: opt.OtherTokenizer = None,
     adapter: opt.Adapter = None,
@@ -166,25 +163,23 @@ def lm_eval(
 def data_prepare(
     inputs: Annotated[
         list[str],
-        opt.argument(
+        argument(
             "INPUT...",
             "Files, quoted patterns (** for folders) or addresses: s3://, gs://, https://, hf://datasets/ORG/NAME/... "
             ".jsonl and .ndjson: one object per line; .json: that, or one array; .csv, .parquet and .arrow: rows; any other "
             "text file: one document. .gz and .zst are decompressed.",
         ),
     ],
-    out: Annotated[str, opt.option("DIR", "The folder to write; a stopped run resumes in it.")],
-    tokenizer: Annotated[str, opt.option("PATH|NAME|bytes", "A folder with tokenizer.json, ORG/NAME, or bytes.")],
-    text_key: Annotated[str, opt.option("NAME", "The field or column that holds the text.")] = "text",
-    workers: Annotated[int | None, opt.option("N", "Number of processes; default: one per CPU.")] = None,
-    shard: Annotated[
-        str, opt.option("I/N", "Do the I-th of N parts of the work, from 0; all parts use the same --out.")
-    ] = "0/1",
+    out: Annotated[str, option("DIR", "The folder to write; a stopped run resumes in it.")],
+    tokenizer: Annotated[str, option("PATH|NAME|bytes", "A folder with tokenizer.json, ORG/NAME, or bytes.")],
+    text_key: Annotated[str, option("NAME", "The field or column that holds the text.")] = "text",
+    workers: Annotated[int | None, option("N", "Number of processes; default: one per CPU.")] = None,
+    shard: Annotated[str, option("I/N", "Do the I-th of N parts of the work, from 0; all parts use the same --out.")] = "0/1",
     shard_megabytes: Annotated[
-        int | None, opt.option("MIB", "Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256.")
+        int | None, option("MIB", "Approximate MiB of input per shard; default: a 64th of the input, but 4 to 256.")
     ] = None,
-    max_broken_share: Annotated[float, opt.option("SHARE", "Refuse more broken records than this share.")] = 0.01,
-    strict: Annotated[bool, opt.flag("--strict", "Stop at the first broken record: --max-broken-share 0.")] = False,
+    max_broken_share: Annotated[float, option("SHARE", "Refuse more broken records than this share.")] = 0.01,
+    strict: Annotated[bool, flag("--strict", "Stop at the first broken record: --max-broken-share 0.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Tokenizes text once into a folder to train on. It uses several processes; run it again to resume."""
@@ -218,9 +213,9 @@ def data_fill(recipe: opt.Recipe, as_json: opt.AsJson = False) -> None:
 
 def convert_from_hf(
     source: Annotated[
-        str, opt.argument("SRC", "A folder with config.json and *.safetensors, ORG/NAME of the Hub, or s3://, gs://.")
+        str, argument("SRC", "A folder with config.json and *.safetensors, ORG/NAME of the Hub, or s3://, gs://.")
     ],
-    destination: Annotated[str, opt.argument("DST", "A new folder, in jaxllm's own format.")],
+    destination: Annotated[str, argument("DST", "A new folder, in jaxllm's own format.")],
     force: opt.Force = False,
     verify: opt.Verify = False,
 ) -> None:
@@ -231,15 +226,15 @@ def convert_from_hf(
 
 
 def convert_to_hf(
-    source: Annotated[str, opt.argument("SRC", "A jaxllm model folder, a run directory or a checkpoint; s3://, gs:// too.")],
-    destination: Annotated[str, opt.argument("DST", "A new folder that transformers can load.")],
+    source: Annotated[str, argument("SRC", "A jaxllm model folder, a run directory or a checkpoint; s3://, gs:// too.")],
+    destination: Annotated[str, argument("DST", "A new folder that transformers can load.")],
     step: opt.SavedStep = None,
-    dtype: Annotated[str | None, opt.option("DTYPE", "float32, bfloat16 or float16; default: as stored.")] = None,
+    dtype: Annotated[str | None, option("DTYPE", "float32, bfloat16 or float16; default: as stored.")] = None,
     max_shard_size: opt.MaxShardSize = None,
     max_position: opt.MaxPosition = None,
     adapter: opt.Adapter = None,
     adapter_only: Annotated[
-        bool, opt.flag("--adapter-only", "Write the adapter of a run with model.lora alone, in PEFT's format.")
+        bool, flag("--adapter-only", "Write the adapter of a run with model.lora alone, in PEFT's format.")
     ] = False,
     force: opt.Force = False,
     verify: opt.Verify = False,

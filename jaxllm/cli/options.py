@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -14,8 +15,10 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperCommand
 
-from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.terminal import bar, console
+from jaxllm.config import Config, ConfigError, config_folder, load_config, published_models
+from jaxllm.config.key_hints import meant
+from jaxllm.config.named import as_named
+from jaxllm.terminal import bar, console, print_sentence
 from jaxllm.untrusted import one_line
 
 
@@ -34,6 +37,20 @@ def argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help)
 
 
+def recipe(metavar: str, or_model: str = "") -> Any:
+    """The argument of a config's name and of overrides; `or_model` says that a model's name is one too."""
+
+    def complete(incomplete: str) -> list[str]:
+        sections = ((section, field.annotation) for section, field in Config.model_fields.items())
+        keys = [f"{section}.{key}=" for section, found in sections for key in getattr(found, "model_fields", ())]
+        words = [*(path.stem for path in config_folder().glob("*.yaml")), *(published_models() if or_model else ()), *keys]
+        return [word for word in words if word.startswith(incomplete)]
+
+    text = f"A YAML recipe, or the name of one that comes with jaxllm, such as quickstart{or_model}; and keys to override, "
+    text += "such as train.steps=100, in any order."
+    return typer.Argument(metavar=f"{metavar} [SECTION.KEY=VALUE]...", help=text, autocompletion=complete)
+
+
 AsJson = Annotated[bool, flag("--json", "Print one JSON object and nothing else.")]
 GpuCount = Annotated[int | None, option("N", "Number of GPUs; none is needed here. Default: the config's mesh.")]
 GpusPerHost = Annotated[int | None, option("N", "Default: the largest divisor of --gpus not above that kind's host size.")]
@@ -42,15 +59,11 @@ NoCache = Annotated[bool, flag("--no-cache", "Compile even if a report is stored
 Adapter = Annotated[list[str] | None, option("FOLDER", "Merge a LoRA adapter in PEFT's format into the weights. Repeatable.")]
 SavedStep = Annotated[int | None, option("N", "The checkpoint of this step; default: the newest.")]
 Force = Annotated[bool, flag("--force", "Move an existing DST aside, to DST.before-1; it is not deleted.")]
-Verify = Annotated[
-    bool, flag("--verify", "Compare logits with transformers, in float32, before DST gets its name (extra reference).")
-]
+Verify = Annotated[bool, flag("--verify", "Compare logits with transformers in float32 before DST is named (extra reference).")]
 MaxShardSize = Annotated[
     str | None, option("SIZE", "Largest file, such as 500MiB; larger models become several files with an index. Default: 5GB.")
 ]
-MaxPosition = Annotated[
-    int | None, option("N", "max_position_embeddings; default: the model's own, or the run's length if longer.")
-]
+MaxPosition = Annotated[int | None, option("N", "max_position_embeddings; default: the model's, or a longer run's length.")]
 
 Tokens = Annotated[str | None, option("N", "Also days, GPU-hours and energy for 300B, 15T ...")]
 Price = Annotated[float | None, option("AMOUNT", "Also money: the price of a GPU-hour.")]
@@ -73,14 +86,8 @@ Prompts = Annotated[int | None, option("N", "--for generate: prompts at once; de
 PromptTokens = Annotated[int | None, option("N", "--for generate: tokens of the longest prompt; default: 1024.")]
 NewTokens = Annotated[int | None, option("N", "--for generate: new tokens of each; default: 128.")]
 
-Recipe = Annotated[
-    list[str],
-    argument(
-        "CONFIG [SECTION.KEY=VALUE]...",
-        "A YAML recipe, or the name of one that comes with jaxllm, such as quickstart; and keys to override, such as "
-        "train.steps=100, in any order.",
-    ),
-]
+Recipe = Annotated[list[str], recipe("CONFIG")]
+RecipeOrModel = Annotated[list[str], recipe("CONFIG|MODEL", ", or of a published model, such as llama-3.1-8b")]
 Overrides = Annotated[
     list[str] | None,
     argument(
@@ -103,7 +110,25 @@ OtherTokenizer = Annotated[
 
 
 class Command(TyperCommand):
-    """Help that shows only the metavar of each argument. The metavar shows whether it is optional or repeatable."""
+    """A command whose help shows only the metavar of each argument, which tells whether it is optional or repeatable, and that
+    takes --section.key=value and --section.key value, as other trainers have them, for section.key=value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, [*args])
+        except Exception as error:
+            # The class is that of the click which typer brings.
+            name = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
+            at = next((at for at, one in enumerate(args) if name and one.partition("=")[0] == name), None)
+            if at is None or not any("=VALUE" in str(one.metavar) for one in self.params):
+                raise
+            key = name.lstrip("-")
+            if "." not in key:
+                if hint := meant(Config, [key], {}, cutoff=1):
+                    raise ConfigError(f"No such option {name}, and overrides are written section.key=value: {hint}") from None
+                raise
+        end = at + (1 if "=" in args[at] else 2)
+        return self.parse_args(ctx, [*args[:at], "=".join(args[at:end]).lstrip("-"), *args[end:]])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(str(one.metavar) for one in self.params if one.param_type_name == "argument")]
@@ -174,27 +199,44 @@ def compile_cache(given: str | None, unused: bool) -> Path | None:
     return None if unused else Path(given) if given else cache_folder() / "compile"
 
 
-def load(recipe: list[str], read: Callable[[str, list[str]], Config] = load_config) -> Config:
-    """The config of a command line: one file, and section.key=value strings before or after it."""
+def load(recipe: list[str], read: Callable[[Any, list[str]], Config] = load_config, *, or_model: bool = False) -> Config:
+    """The config of a command line: one file, and section.key=value strings before or after it. `or_model`: or a published
+    model in its place, with the length and the batch of `sketch`."""
     files = [argument for argument in recipe if "=" not in argument]
     if len(files) != 1:
         given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
         raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
-    return read(files[0], [argument for argument in recipe if "=" in argument])
+    name, overrides = files[0], [argument for argument in recipe if "=" in argument]
+    if not or_model or name not in published_models() or Path(name).exists():
+        return read(name, overrides)
+    sizes = sketch(name)
+    config = read({}, [f"model.name={name}", *(f"train.{key}={value}" for key, value in sizes.items()), *overrides])
+    if read is load_config:
+        said = " ".join(f"train.{key}={getattr(config.train, key)}" for key in sizes)
+        print_sentence(f"{name} is a model and no recipe, so this takes {said}; other keys may follow the name.")
+    return config
+
+
+def sketch(name: str) -> dict[str, int]:
+    """Keys of `train` for a published model, as in docs/recipes.md: 8,192 tokens, or 4,096 with fast rotary frequencies, and
+    2^20 tokens a step, from 30B parameters on 2^22, from 200B on 2^24."""
+    from jaxllm.cost_model.flops import parameter_count
+
+    model = as_named(name)
+    size, length = parameter_count(model), 8192 if model.rope_theta >= 5e5 else 4096
+    step_tokens = 2**20 if size < 3e10 else 2**22 if size < 2e11 else 2**24
+    batch = {"sequence_length": length, "global_batch_sequences": step_tokens // length, "microbatch_sequences": 1}
+    return {"steps": 1000, **batch}
 
 
 def load_other(recipe: list[str], words: list[str]) -> Config:
     """The config that is compared with that of a recipe: another recipe, or this one with other keys."""
-
-    def is_elsewhere(word: str) -> bool:
-        return word.startswith("XLA_FLAGS=") or ("=" not in word and (word.endswith(".json") or Path(word).is_dir()))
-
-    if any(map(is_elsewhere, words)):
+    if any(re.match(r"XLA_FLAGS=|[^=]*\.json$", word) or Path(word).is_dir() for word in words):
         raise ConfigError(
             "--against takes another recipe or key=value: with an environment, XLA_FLAGS or a stored report compares "
             "benchmarks/against.py of jaxllm's repository."
         )
-    return load(words if any("=" not in word for word in words) else [*recipe, *words])
+    return load(words if any("=" not in word for word in words) else [*recipe, *words], or_model=True)
 
 
 @contextmanager

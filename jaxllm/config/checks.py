@@ -277,14 +277,9 @@ def check_batch_growth(train: TrainConfig, data: DataConfig, log: LogConfig) -> 
 def check_log(data: DataConfig, train: TrainConfig, log: LogConfig, of_bytes: bool) -> None:
     """Checks the log section. `of_bytes`: the run reads one text in memory, as bytes."""
     wants = train.eval_every_steps or log.baselines
-    if data.source == GIVEN and wants:
-        raise refuse(
-            "train.eval_every_steps and log.baselines need held-out text, and data.source=given has none: remove them."
-        )
-    if data.held_out_fraction == 0 and wants:
-        raise refuse(
-            "train.eval_every_steps and log.baselines need held-out text: set data.held_out_fraction above 0 or remove them."
-        )
+    if wants and (data.source == GIVEN or data.held_out_fraction == 0):
+        fix = ", and data.source=given has none:" if data.source == GIVEN else ": set data.held_out_fraction above 0 or"
+        raise refuse(f"train.eval_every_steps and log.baselines need held-out text{fix} remove them.")
     if log.baselines and not of_bytes:
         raise refuse(
             "log.baselines counts bytes of one text in memory: set log.baselines=false, or read files without a tokenizer."

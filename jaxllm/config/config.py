@@ -8,7 +8,9 @@ override that shape. Every error is one sentence (ConfigError) that says what to
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,16 @@ from pydantic_core import PydanticCustomError
 from jaxllm.config import checks
 from jaxllm.config.batch_schedule import Phase, batches_of, doublings, phase_at, phases_of, sequences_before
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
-from jaxllm.config.load import find_recipe, read_recipe, refuse_code, with_overrides
+from jaxllm.config.hf_kinds import SHAPE_KEYS
+from jaxllm.config.load import find_recipe, read_recipe, refuse_code
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.run_sections import CheckpointConfig, LaunchConfig, LogConfig, RunConfig
 from jaxllm.config.sections import CONVERSATIONS, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, Section, divisors
 from jaxllm.display import table
+from jaxllm.untrusted import RefusedInput, parse_yaml, shown
+
+log = logging.getLogger(__name__)
 
 
 class Config(Section):
@@ -360,6 +366,57 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(one_sentence(error, Config)) from None
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Copies the sections of an unchecked config and applies `section.key=value` strings. Another model.name replaces the sizes
+    in `values`, with a warning, and keeps those among the strings.
+
+    Raises:
+      ConfigError: a string has another form.
+    """
+    values = {section: dict(keys) if isinstance(keys, Mapping) else keys or {} for section, keys in values.items()}
+    # Other trainers write them with dashes, or with hydra's plus.
+    plain = [override.lstrip("+-") for override in overrides]
+    for override in sorted(plain, key=lambda one: not one.startswith("model.name=")):
+        _apply(override, values)
+    return values
+
+
+def _apply(override: str, values: dict[str, Any]) -> None:
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if len(keys) == 1 and separator and keys[0] not in Config.model_fields:
+        from jaxllm.config.key_hints import meant
+
+        if hint := meant(Config, keys, {}):
+            raise ConfigError(f"Unknown key {shown(keys[0])}: {hint}")
+    if not separator or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"Cannot read the override {shown(override)!r}: write section.key=value, such as train.steps=100.")
+    try:
+        value = parse_yaml(text)
+    except RefusedInput as error:
+        raise ConfigError(f"Cannot read the value of {shown(override)!r} ({error}): quote it, or write it as YAML.") from None
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", text.strip()):
+        # YAML reads 3e-4 as a string, because it has no dot.
+        value = float(value)
+    node = values
+    for key in keys[:-1]:
+        child = node.get(key)
+        if child is None:
+            child = {}
+        if not isinstance(child, Mapping):
+            raise ConfigError(f"{shown(override)!r} does not name a key: {key} has no keys below it.")
+        node[key] = dict(child)
+        node = node[key]
+    if keys == ["model", "name"] and value not in (None, node.get("name")):
+        node, before = {key: kept for key, kept in node.items() if key not in SHAPE_KEYS}, node
+        values["model"] = node
+        if sizes := [key for key in before if key not in node]:
+            rest = [key for key in node if key != "name"]
+            kept = f", whose {', '.join(rest)} {'stay' if len(rest) > 1 else 'stays'}" if rest else ""
+            log.warning("%s replaces %s of the recipe%s.", shown(override), ", ".join(sizes), kept)
+    node[keys[-1]] = value
 
 
 def json_schema() -> dict[str, Any]:

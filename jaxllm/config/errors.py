@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -33,6 +33,12 @@ def line_of(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
+def nearest(given: object, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """The end of a sentence that refuses a name: the known one that is most like it, else `otherwise`."""
+    found = difflib.get_close_matches(str(given), list(known), n=1, cutoff=cutoff)
+    return f"did you mean {found[0]}?" if found else otherwise
+
+
 def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
     """The first error of a config of class `root`, an unknown key before all others, in words that a user can act on."""
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
@@ -46,16 +52,15 @@ def one_sentence(error: ValidationError, root: type[BaseModel]) -> str:
     if kind == "jaxllm":
         return first["msg"]
     if kind == "extra_forbidden":
-        keys = list(_section_class(root, where[:-1]).model_fields)
-        nearest = difflib.get_close_matches(str(where[-1]), keys, n=1, cutoff=0.5)
-        home = next((s for s, f in root.model_fields.items() if where[-1] in getattr(f.annotation, "model_fields", {})), None)
-        if nearest:
-            hint = f"did you mean {_path([*where[:-1], nearest[0]])}?"
-        elif home:
-            hint = f"did you mean {home}.{where[-1]}?"
-        else:
-            hint = f"the keys there are {', '.join(keys)}."
-        return f"Unknown key {path}: {hint}"
+        from jaxllm.config.key_hints import meant
+
+        siblings = {key: _path([*where[:-1], key]) for key in _section_class(root, where[:-1]).model_fields}
+        # Below an unknown section its first key says more.
+        while (is_elsewhere := where[0] not in root.model_fields) and isinstance(given, Mapping) and given:
+            key, given = next(iter(given.items()))
+            where.append(str(key))
+        all_keys = f"the {'sections' if is_elsewhere else 'keys there'} are {', '.join(siblings)}."
+        return f"Unknown key {_path(where)}: {meant(root, [p for p in where if isinstance(p, str)], siblings) or all_keys}"
     if kind == "missing":
         if len(where) == 1:
             return f"The section {path} is missing: add it to the config."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxllm.config.errors import ConfigError
+from jaxllm.config.errors import ConfigError, nearest
 from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
 from jaxllm.config.hub import folder_of, is_hub_name, pinned, stays
 from jaxllm.config.load import config_folder, published_models, read_recipe
@@ -110,7 +109,6 @@ def _published_shape(name: Any) -> dict[str, Any]:
             f"model.name={name} is not a folder with a config.json: download the model to it, or name another folder."
         )
     if not isinstance(name, str) or not path.is_file():
-        nearest = difflib.get_close_matches(str(name), published_models(), n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"choose one of {', '.join(published_models())}."
+        hint = nearest(name, published_models(), f"choose one of {', '.join(published_models())}.", 0.4)
         raise ConfigError(f"model.name={name} is neither a published model nor an existing folder: {hint}")
     return read_recipe(path)

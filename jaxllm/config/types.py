@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from functools import lru_cache
@@ -10,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from jaxllm.config.errors import refuse
+from jaxllm.config.errors import nearest, refuse
 from jaxllm.config.model_spec import MATMUL_OUTPUTS, Shape, norms_after
 from jaxllm.untrusted import INT32, INT64, shown
 
@@ -56,8 +55,7 @@ def _check_remat(remat: Any) -> Any:
         return remat
     for name, action in remat.items():
         if name not in (*BLOCK_TENSORS, LAST_OUTPUT):
-            nearest = difflib.get_close_matches(shown(name), BLOCK_TENSORS, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"the tensors of a block are {', '.join(BLOCK_TENSORS)}."
+            hint = nearest(shown(name), BLOCK_TENSORS, f"the tensors of a block are {', '.join(BLOCK_TENSORS)}.")
             raise refuse(f"parallel.remat.{shown(name)} is not a tensor of a block: {hint}")
         if action not in get_args(RematAction):
             choices = ", ".join(get_args(RematAction))

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.config.attention import AMPERE, FIRST_WITH, Capability, require_runs
-from jaxllm.config.errors import ConfigError
+from jaxllm.config.errors import ConfigError, nearest
 from jaxllm.display import readable
 from jaxllm.untrusted import RefusedInput, one_line, read_yaml, reason_of
 
@@ -325,8 +325,8 @@ def find_gpu(name: str) -> Gpu:
     if name.endswith((".yaml", ".yml")):
         return _gpu_from_file(Path(name))
     if name not in GPUS:
-        nearest = [known for known in GPUS if name and known.startswith(name.lower())] or difflib.get_close_matches(name, GPUS)
-        choose = f"did you mean {nearest[0]}? Choose" if nearest else "choose"
+        near = [known for known in GPUS if name and known.startswith(name.lower())] or difflib.get_close_matches(name, GPUS)
+        choose = f"did you mean {near[0]}? Choose" if near else "choose"
         raise ConfigError(
             f"There is no GPU {name or repr(name)}: {choose} one of {', '.join(GPUS)}, or a YAML file of your own."
         )
@@ -345,8 +345,7 @@ def _gpu_from_file(path: Path) -> Gpu:
     known = on_chip | on_gpu
     for key, value in given.items():
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"it may have {', '.join(sorted(known))}."
+            hint = nearest(key, known, f"it may have {', '.join(sorted(known))}.")
             raise ConfigError(f"Unknown key {key} in {path}: {hint}")
         _check_value(path, key, value, known[key])
     chip = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in on_chip}

@@ -8,7 +8,7 @@ print("\\n".join(report.lines()))
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -190,10 +190,10 @@ class InferenceEstimate:
                 yield f"  {name.replace('_', ' '):<{LABEL_WIDTH}}{readable(size):>12}"
 
 
-def load_untrained(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_untrained(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """As load_config, of a recipe whose model is only loaded or run: what training alone needs may be missing or not valid, but
     not unknown."""
-    values = with_overrides(read_recipe(find_recipe(Path(path))), overrides)
+    values = with_overrides(path if isinstance(path, Mapping) else read_recipe(find_recipe(Path(path))), overrides)
     check_texts(values)
     try:
         Config.model_validate(values)

@@ -11,7 +11,6 @@ Divisibility is plain arithmetic here, with the same rules that Config checks, s
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxllm.config import AUTO, Config, ConfigError, Remat, all_have_layers, divisors, sequence_unit
 from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
+from jaxllm.config.errors import nearest
 from jaxllm.config.remat_policy import offloads, remat_text
 from jaxllm.config.types import GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B
 
@@ -125,8 +125,7 @@ def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Me
     """
     for name in keep:
         if name not in KEEPABLE:
-            nearest = difflib.get_close_matches(name, KEEPABLE, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"choose among {', '.join(KEEPABLE)}."
+            hint = nearest(name, KEEPABLE, f"choose among {', '.join(KEEPABLE)}.")
             raise ConfigError(f"--keep={name} is not a searched setting: {hint}")
     if "data" in keep and config.parallel.data == AUTO:
         raise ConfigError("--keep=data needs a number: set parallel.data, or leave it to the search.")

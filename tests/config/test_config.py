@@ -23,8 +23,8 @@ BASE = {
 REFUSALS = {
     ("train.stpes=3",): "Unknown key train.stpes: did you mean train.steps?",
     ("model.sequence_length=3",): "Unknown key model.sequence_length: did you mean train.sequence_length?",
-    ("trian.steps=3",): "Unknown key trian: did you mean train?",
-    ("[model.scan_layers=true]",): "Unknown key [model: did you mean model?",
+    ("trian.steps=3",): "Unknown key trian.steps: did you mean train.steps?",
+    ("[model.scan_layers=true]",): "Unknown key [model.scan_layers: did you mean model.scan_layers?",
     ("train.max-steps=3",): "Unknown key train.max-steps: did you mean train.steps?",
     ("model.name=llama-3-8",): (
         "model.name=llama-3-8 is neither a published model nor an existing folder: did you mean llama-3-8b?"
@@ -133,7 +133,7 @@ REFUSALS = {
     ): "parallel.overlap_passes was removed, because tensor ranks that send in a ring wait less: leave it out.",
     ("model.matmul_dtype=mxfp8",): "model.matmul_dtype=mxfp8 was removed, because fp8 rounds in less time: set "
     "model.matmul_dtype=fp8.",
-    ("steps=3",): "Cannot read the override 'steps=3': write section.key=value, such as train.steps=100.",
+    ("steps=3",): "Unknown key steps: did you mean train.steps?",
     ("train.steps.x=3",): "'train.steps.x=3' does not name a key: steps has no keys below it.",
 }
 
@@ -197,6 +197,8 @@ def test_mistakes_in_a_mixture_name_the_part(part, sentence):
 def test_files_that_are_not_recipes(tmp_path):
     with pytest.raises(ConfigError, match=r"There is no config file .*quickstrat.yaml: did you mean .*quickstart.yaml"):
         load_config(tmp_path / "quickstrat.yaml")
+    with pytest.raises(ConfigError, match=r"There is no config file llama-3-1-8b: did you mean llama-3.1-8b\?$"):
+        load_config("llama-3-1-8b")
     (tmp_path / "list.yaml").write_text("- a\n- b\n")
     with pytest.raises(ConfigError, match="holds no sections"):
         load_config(tmp_path / "list.yaml")
@@ -281,6 +283,7 @@ def test_a_recipe_cannot_ask_for_code(tmp_path):
     )
     assert load_config(recipe, ["log.sinks=[mine:Sink]"]).log.sinks == ("mine:Sink",)
     assert load_config(recipe, ["log.sinks=[]"]).log.sinks == ()
+    assert load_config(recipe, ["+log.sinks=[mine:Sink]"]).log.sinks == ("mine:Sink",)
     assert load_config(values).log.sinks == ("theirs:Sink",)
 
 
