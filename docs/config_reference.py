@@ -19,9 +19,9 @@ NAMED = "that of `name`"
 HEAD = """# Every key of a recipe
 
 A recipe is a YAML file with the sections below. `section.key=value` on the command line overrides a key; `--section.key=value`,
-`--section.key value` and hydra's `+section.key=value` are the same. `null` is YAML's word for nothing. Names that other trainers
-have for a key are in `jaxllm/config/foreign_keys.yaml`, and a refusal says what they are here. `python docs/config_reference.py`
-writes this page from the code: to change a line, change the docstring there.
+`--section.key value` and hydra's `+section.key=value` are the same. `null` is YAML's word for nothing. A key of another trainer
+(`jaxllm/config/foreign_keys.yaml`) is refused with the key here. `python docs/config_reference.py` writes this page from the
+code: to change a line, change the docstring there.
 
 ## Where it lives
 
