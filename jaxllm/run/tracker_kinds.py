@@ -100,6 +100,22 @@ class Kind:
         return None if report is None else report.report_page(self.config.run.dir)
 
 
+PREFIXED = re.compile(r"^(eval|gpu|memory|predicted|programs|start)_")
+THROUGHPUT = re.compile(r"(unix|data|compile|evaluate|save|step)_s|tokens_per_s_per_device|tflops_per_gpu|mfu")
+
+
+def grouped(record: Record) -> Record:
+    """A line without its step, by names whose part before the first slash is the chart's group: train/loss, eval/loss/wiki,
+    memory/peak_bytes, throughput/mfu. What has a slash already, such as layer_grad_norm/0, keeps its name."""
+    found = Record()
+    for name, value in record.items():
+        if "/" not in (named := PREFIXED.sub(r"\1/", name)):
+            named = f"{'throughput' if THROUGHPUT.fullmatch(name) else 'train'}/{name}"
+        found[named] = value
+    found.pop("train/step", None)
+    return found
+
+
 class TensorBoard(Kind):
     """Writes event files. Steps from purge_step on, which an earlier start wrote, are dropped by TensorBoard's reader."""
 
@@ -118,9 +134,8 @@ class TensorBoard(Kind):
 
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
-            for name, value in record.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, record["step"], record.get("unix_s"))
+            for name, value in grouped(record).items():
+                self._writer.add_scalar(name, value, record["step"], record.get("unix_s"))
         self._writer.flush()
 
     def close(self, ended: bool) -> None:
@@ -172,7 +187,7 @@ class WeightsAndBiases(Kind):
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
-        self._run.log(dict(record))
+        self._run.log({"step": record["step"], **grouped(record)})
 
     def close(self, ended: bool) -> None:
         if (page := self.page()) is not None:
@@ -222,10 +237,9 @@ class MLflow(Kind):
         for record in records:
             # The line of an evaluation follows that of its step.
             self._unix_s = record.get("unix_s", self._unix_s)
-            for name, value in record.items():
-                if name != "step":
-                    key = re.sub(r"[^\w\-. /:]", "_", name)
-                    metrics.append(self._entities.Metric(key, value, int(self._unix_s * 1000), record["step"]))
+            for name, value in grouped(record).items():
+                key = re.sub(r"[^\w\-. /:]", "_", name)
+                metrics.append(self._entities.Metric(key, value, int(self._unix_s * 1000), record["step"]))
         for some in _parts(metrics, self.METRICS):
             self._client.log_batch(self._id, metrics=some, synchronous=True)
 

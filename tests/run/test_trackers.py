@@ -22,7 +22,7 @@ from jaxllm.run import metrics as sinks_module
 from jaxllm.run import tracker_kinds
 from jaxllm.run.loop import fit
 from jaxllm.run.metrics import JsonLines, open_sinks
-from jaxllm.run.tracker_kinds import Gauges, Kind, WeightsAndBiases
+from jaxllm.run.tracker_kinds import Gauges, Kind, WeightsAndBiases, grouped
 from jaxllm.untrusted import without_passwords
 
 RUN = ("run.cpu_devices=8", "parallel.data=8", "checkpoint.every_steps=2", "train.eval_every_steps=2")
@@ -80,7 +80,12 @@ def by_step(lines):
 
 def last_lines(lines):
     """{(step, whether of an evaluation): the last such line}."""
-    return {(line["step"], "eval_loss" in line): line for line in lines}
+    return {(line["step"], "eval_loss" in line or "eval/loss" in line): line for line in lines}
+
+
+def charted(line):
+    """The line by the names of charts."""
+    return {"step": line["step"], **grouped(line)}
 
 
 def redo_from(folder, step):
@@ -176,6 +181,28 @@ def test_gauges_keep_over_a_restart_what_its_first_lines_lack(tiny_config, tmp_p
     assert values == {f"jaxllm_step{run}": "2", f"jaxllm_eval_loss{run}": "2.0", f"jaxllm_loss{run}": "0.5"}
 
 
+@pytest.mark.parametrize(
+    ("name", "charted_as"),
+    [
+        ("loss", "train/loss"),
+        ("noise_scale_tokens", "train/noise_scale_tokens"),
+        ("eval_loss", "eval/loss"),
+        ("eval_loss/my wiki", "eval/loss/my wiki"),
+        ("epochs/wiki", "epochs/wiki"),
+        ("layer_grad_norm/0", "layer_grad_norm/0"),
+        ("mfu", "throughput/mfu"),
+        ("tokens_per_s_per_device", "throughput/tokens_per_s_per_device"),
+        ("data_s", "throughput/data_s"),
+        ("start_data_s", "start/data_s"),
+        ("memory_peak_bytes", "memory/peak_bytes"),
+        ("gpu_power_w", "gpu/power_w"),
+        ("predicted_tokens_per_s_per_device", "predicted/tokens_per_s_per_device"),
+    ],
+)
+def test_charts_are_grouped_by_what_is_before_a_slash(name, charted_as):
+    assert grouped({"step": 3, name: 1.5}) == {charted_as: 1.5}
+
+
 def test_tensorboard_shows_each_step_once(restarted):
     pytest.importorskip("tensorboardX")
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -183,10 +210,12 @@ def test_tensorboard_shows_each_step_once(restarted):
     events = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {}
-    for (step, name), value in by_step(records(folder)).items():
+    for (step, name), value in by_step(map(charted, records(folder))).items():
         # The file holds float32.
         expected.setdefault(name, []).append((step, float(np.float32(value))))
     assert shown == expected
+    assert {"train/loss", "train/grad_norm", "eval/loss", "throughput/step_s", "start/other_s"} < shown.keys()
+    assert {tag.partition("/")[0] for tag in shown} == {"train", "eval", "throughput", "memory", "start", "programs"}
     texts = events.Tensors("config/text_summary")
     assert [text.step for text in texts] == [1, 3]
     assert all(b"sequence_length: 16" in text.tensor_proto.string_val[0] for text in texts)
@@ -221,7 +250,7 @@ def test_wandb_has_one_run_with_the_last_values_of_each_step(restarted):
         assert "report.html" in files
         assert [(axis["glob_name"], axis["step_metric"]) for axis in axes] == [("*", "step")]
     rows = [row for _, rows, *_ in starts for row in rows]
-    assert last_lines(rows) == last_lines(records(folder))
+    assert last_lines(rows) == last_lines(map(charted, records(folder)))
     assert [row["step"] for row in rows] == [line["step"] for line in Recorder.taken[str(folder)]]
     for run in folder.glob("wandb/offline-run-*"):
         assert "Where the time went" in (run / "files" / "report.html").read_text()
@@ -374,8 +403,8 @@ def test_a_kill_before_progress_was_kept_leaves_tensorboard_exact(tiny_config, t
     with closing_all(open_sinks(config, 3)) as sinks:
         write(sinks, 4)
     events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 0.25)]
-    assert [(e.step, e.value) for e in events.Scalars("eval_loss")] == [(1, 1.5), (2, 2.5), (3, 3.5)]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 3), (4, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(1, 1.5), (2, 2.5), (3, 3.5)]
 
 
 class closing_all:
@@ -575,7 +604,7 @@ def test_mlflow_has_one_run_although_its_server_hung(mlflow_server, tiny_config,
     for name in run.data.metrics:
         for point in sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.timestamp):
             found[point.step, name] = point.value
-    expected, again = by_step(records(folder)), by_step(records(folder, "metrics-1.jsonl"))
+    expected, again = (by_step(map(charted, records(folder, name))) for name in ("metrics.jsonl", "metrics-1.jsonl"))
     assert {at: found[at] for at in expected} == expected
     # MLflow forgets nothing: what only the first doing of a step had, such as the time of a save.
     assert found.keys() - expected.keys() == again.keys() - expected.keys()
