@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, ModelConfig, load_config
-from jaxllm.cost_model.flops import mfu, parameter_count
+from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.machine.host import available_cpus
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -96,7 +96,7 @@ def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
     import jax
 
     import jaxllm
-    from jaxllm.run.messages import peak_flops_of
+    from jaxllm.run.step_metrics import peak_flops_of
 
     trainer = jaxllm.Trainer(config)
     config, model, S = trainer.config, trainer.config.model, trainer.config.train.sequence_length
@@ -110,7 +110,7 @@ def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
             rows = [{name: np.asarray(array) for name, array in batch.items()} for batch in batches]
             sides["transformers"] = their_side(config, rows, "cuda" if jax.default_backend() == "gpu" else "cpu")
 
-    tokens, devices, peak_flops = config.step_tokens, trainer.mesh.size, peak_flops_of(trainer)
+    tokens, devices, peak_flops = config.step_tokens, trainer.mesh.size, peak_flops_of(config, trainer.mesh)
     report: dict[str, Any] = {
         "device": trainer.mesh.devices.flat[0].device_kind,
         "devices": devices,
@@ -134,7 +134,7 @@ def measure(config: Config, steps: int, reference: bool) -> dict[str, Any]:
         report[name] = {
             "step_s": {"median": median, "lower_quartile": lower, "upper_quartile": upper},
             "tokens_per_s_per_device": rate,
-            "mfu_causal": mfu(rate, model, S, peak_flops) if peak_flops else None,
+            "mfu_causal": rate * train_flops_per_token(model, S) / peak_flops if peak_flops else None,
         }
     report["jaxllm"] |= {"compile_s": compile_s, "temporary_bytes": temporary_bytes}
     if report["transformers"]:

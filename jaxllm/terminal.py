@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.untrusted import in_lines, shown
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LONGEST_WORD = 300
 """Characters: a path or a value that is longer loses its middle."""
+QUIET_S = 10.0
+"""Seconds that nothing is silent for longer."""
 
 
 def safe_to_print(sentence: str) -> str:
@@ -79,16 +81,78 @@ def bar(*columns: Any, on: Console) -> Progress | None:
     return Progress(TextColumn("{task.description}", markup=False, table_column=Column()), *columns, console=on, transient=True)
 
 
-@contextmanager
-def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """A bar, if standard error is a terminal. Yields what is called with the number of bytes done since the last call."""
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
+def in_lines_of_a_log(say: Callable[[str], None]) -> Callable[..., None]:
+    """Says of each thing that takes longer than QUIET_S how far it is, as often. Is told (what, done, of all, a note)."""
+    began: dict[str, tuple[float, int]] = {}
+    said_s = -QUIET_S
 
-    if (shown := bar(BarColumn(), DownloadColumn(), TimeRemainingColumn(), on=console(stderr=True))) is None:
-        yield lambda count: None
+    def show(what: str, done: int, total: int, note: str = "") -> None:
+        nonlocal said_s
+        now_s = time.monotonic()
+        began_s, first = began.setdefault(what, (now_s, done))
+        if done >= total:
+            del began[what]
+        elif now_s - max(said_s, began_s) >= QUIET_S:
+            said_s = now_s
+            left = time_left(now_s - began_s, done - first, total - done)
+            say(f"{what} {done / total:.0%}{left and f', {left} left'}  {note}".rstrip())
+
+    return show
+
+
+def time_left(seconds: float, done: int, left: int) -> str:
+    """Such as 12:05, when `done` took that long; "" where nothing is done."""
+    if done <= 0:
+        return ""
+    seconds *= left / done
+    return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
+
+
+@contextmanager
+def progress_shown(visible: bool = True) -> Iterator[Callable[..., None]]:
+    """A bar on standard error, or lines where that is no terminal; nothing if not visible."""
+    from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
+
+    shown = bar(BarColumn(), TaskProgressColumn(), TimeRemainingColumn(compact=True), on=console(stderr=True))
+    if shown is None or not visible:
+        yield in_lines_of_a_log(print_sentence if visible else lambda _: None)
         return
     with shown:
-        yield partial(shown.advance, shown.add_task(what, total=total))
+        task = shown.add_task("")
+        yield lambda what, done, total, note="": shown.update(task, description=f"{what}  {note}", completed=done, total=total)
+
+
+@contextmanager
+def saying(what: Callable[[], str | None]) -> Iterator[None]:
+    """Prints what() to standard error every QUIET_S seconds, where it is anything: of what has no end in sight."""
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(QUIET_S):
+            if sentence := what():
+                # Through sys.stderr, which a bar redirects. This thread may hang there, as no other one waits for it.
+                print(f"jaxllm: {safe_to_print(sentence)}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+@contextmanager
+def bytes_bar(what: str, total: int, visible: bool = True) -> Iterator[Callable[[int], None]]:
+    """Yields what any thread calls with the number of bytes done since the last call."""
+    done, one_at_a_time = 0, threading.Lock()
+    with progress_shown(visible) as show:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            with one_at_a_time:
+                done += count
+                show(what, done, total)
+
+        yield advance
 
 
 def terminal_table(

@@ -10,7 +10,6 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,6 +22,7 @@ from jaxllm.cli.errors import ending_at_ctrl_c, ending_in_one_sentence, in_one_l
 from jaxllm.cli.models import convert_from_hf, convert_to_hf, data_fill, data_prepare, evaluate, export, generate, lm_eval
 from jaxllm.cli.options import argument, flag, option
 from jaxllm.config import Config, ConfigError, json_schema
+from jaxllm.terminal import progress_shown
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -291,7 +291,7 @@ def plan(
     if out is not None:
         check_new(out)
     try:
-        with nullcontext() if as_json else opt.progress_bar() as progress:
+        with progress_shown(not as_json) as progress:
             found = outcome(loaded, gpu, gpus, gpus_per_host, progress=progress, **options)
     except KeyboardInterrupt:
         print("jaxllm: interrupted before any config that fits was found.", file=sys.stderr)

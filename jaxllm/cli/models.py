@@ -12,7 +12,7 @@ import typer
 from jaxllm.cli import options as opt
 from jaxllm.cli.options import argument, flag, option
 from jaxllm.config import ConfigError
-from jaxllm.terminal import print_sentence
+from jaxllm.terminal import print_sentence, progress_shown
 from jaxllm.untrusted import in_lines
 
 
@@ -84,7 +84,7 @@ def evaluate(
 
     options: dict[str, Any] = {"sequence_length": sequence_length, "stride": stride, "by_position": by_position}
     options |= {"tokenizer": tokenizer, "adapter": adapter or ()}
-    with opt.progress_bar() as progress:
+    with progress_shown(is_main_process()) as progress:
         score = predict.evaluate(model, text, overrides or [], **options, say=opt.tell, progress=progress)
     if is_main_process():
         opt.print_report(score, as_json)

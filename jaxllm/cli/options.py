@@ -7,8 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -18,7 +17,7 @@ from typer.core import TyperCommand
 from jaxllm.config import Config, ConfigError, config_folder, load_config, published_models
 from jaxllm.config.key_hints import meant
 from jaxllm.config.named import as_named
-from jaxllm.terminal import bar, console, print_sentence
+from jaxllm.terminal import console, print_sentence
 from jaxllm.untrusted import one_line
 
 
@@ -237,22 +236,3 @@ def load_other(recipe: list[str], words: list[str]) -> Config:
             "benchmarks/against.py of jaxllm's repository."
         )
     return load(words if any("=" not in word for word in words) else [*recipe, *words], or_model=True)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on standard error, told (description, amount done, total); nothing if that is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
-
-    if (shown := bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), on=console(stderr=True))) is None:
-        yield lambda what, done, total: None
-        return
-    tasks: dict[str, Any] = {}
-    with shown:
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = shown.add_task(what, total=total)
-            shown.update(tasks[what], completed=done, total=total)
-
-        yield show

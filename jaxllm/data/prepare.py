@@ -54,6 +54,7 @@ from jaxllm.data.shards import (
 from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from jaxllm.machine.host import available_cpus
+from jaxllm.terminal import progress_shown
 from jaxllm.untrusted import INT32, MIB, RefusedInput, shown, whole_number
 
 # ----------------------------------------------------------------------------------------------------------------- inputs
@@ -223,20 +224,12 @@ def prepare(
     With several workers the calling script needs Python's usual `if __name__ == "__main__"`.
 
     Args:
-      inputs: files or glob patterns (** for folders), or addresses as stores.py explains. .jsonl, .json and .ndjson hold one
-        object per line, or .json one array of them; .csv, .parquet and .arrow hold rows; any other file is one document. .gz
-        and .zst are decompressed. Documents are ordered by the files' sorted paths.
-      out: the output folder.
-      tokenizer: a folder with tokenizer.json, ORG/NAME or ORG/NAME@REVISION of the Hub, or bytes.
-      text_key: the field or column that holds the text.
-      workers: number of processes; default: one per available CPU. With 1 this process does the work.
+      inputs, out, tokenizer, text_key, workers, max_broken_share: as `jaxllm data prepare --help` says. Documents are ordered
+        by the files' sorted paths. With one worker this process does the work.
       shard: (i, n): make every n-th shard starting at the i-th, so that n calls with one `out` share the work.
       shard_bytes: approximate input bytes per shard. Files of JSON lines and Parquet are cut at shard boundaries.
         Default: a 64th of the input, but 4 to 256 MiB.
       record_tokens: ids per stored record.
-      max_broken_share: refuse inputs of which a larger share of the records is broken. Ten of a small input may be, up to half
-        of it. With 0 it stops at the first.
-      progress: show the progress.
 
     Raises:
       ConfigError: the inputs, the tokenizer or the folder are invalid; the message says what to change. Finished shards stay.
@@ -268,8 +261,9 @@ def prepare(
     if todo:
         write = partial(write_shard, folder, origin, strict)
         try:
-            with PrepareProgress(todo, progress) as shows:
-                run(tokenizer, loaded, write, todo, min(workers or available_cpus(), len(todo)), shows)
+            with progress_shown(progress) as show:
+                count = min(workers or available_cpus(), len(todo))
+                run(tokenizer, loaded, write, todo, count, PrepareProgress(todo, show))
         except KeyboardInterrupt:
             there = len(_shards_there(folder, tasks))
             raise KeyboardInterrupt(

@@ -16,9 +16,7 @@ from jaxllm.config.errors import ConfigError
 from jaxllm.data.shards import Task
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.machine.host import variable
-from jaxllm.terminal import bar, console
 
-_SECONDS_BETWEEN_LINES = 10.0
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 
@@ -125,38 +123,18 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 class PrepareProgress:
-    """A progress bar over bytes of input on a terminal, a line every ten seconds elsewhere, or nothing if not visible."""
+    """Counts what is done, and shows it."""
 
-    def __init__(self, tasks: Sequence[Task], visible: bool):
-        self._total, self._shards = sum(task.size for task in tasks), len(tasks)
-        self._visible, self._bar = visible, None
+    def __init__(self, tasks: Sequence[Task], show: Callable[..., None]):
+        self._total, self._shards, self._show = sum(task.size for task in tasks), len(tasks), show
         self._read = self._tokens = self._finished = 0
-
-    def __enter__(self) -> PrepareProgress:
-        self._started = self._last_line = time.monotonic()
-        if self._visible:
-            from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
-
-            self._bar = bar(BarColumn(), DownloadColumn(), TimeRemainingColumn(compact=True), on=console())
-        if self._bar is not None:
-            self._task = self._bar.add_task("starting", total=self._total)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._started = time.monotonic()
 
     def advance(self, read: int = 0, tokens: int = 0, shards: int = 0) -> None:
         """Counts bytes of input that were read, tokens that were made of them, and shards that are finished."""
         self._read += read
         self._tokens += tokens
         self._finished += shards
-        now = time.monotonic()
-        speed = self._tokens / max(now - self._started, 1e-9)
-        text = f"{self._finished}/{self._shards} shards  {speed / 1e6:.2f}M tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._read, description=text)
-        elif self._visible and now - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            print(f"{100 * self._read / max(self._total, 1):.0f}%  {text}", flush=True)
+        speed = self._tokens / max(time.monotonic() - self._started, 1e-9)
+        note = f"{self._finished}/{self._shards} shards  {speed / 1e6:.2f}M tokens/s"
+        self._show("prepare", self._read, self._total, note)

@@ -16,10 +16,11 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
+from jaxllm.cluster import progress
 from jaxllm.cost_model.noise_reading import short
 from jaxllm.display import escaped
 from jaxllm.run.metrics import Record
-from jaxllm.terminal import bar, console
+from jaxllm.terminal import QUIET_S, bar, console, in_lines_of_a_log, time_left
 from jaxllm.untrusted import one_line
 
 NOTEBOOK_REFRESH_S = 0.2
@@ -38,6 +39,7 @@ class Console:
         self.is_stopping: Callable[[], bool] = lambda: False
         self._bar: Progress | None = None
         self._line: NotebookLine | None = None
+        self._log = in_lines_of_a_log(self.say)
         self._first: tuple[float, int] | None = None
 
     def __enter__(self) -> Console:
@@ -84,7 +86,7 @@ class Console:
             else:
                 print(one_line(line), flush=True)
 
-    def step(self, record: Record, mfu: float | None, due: bool) -> None:
+    def step(self, record: Record, due: bool) -> None:
         """Shows the metrics of one step. With `due` it prints a line of its own."""
         if not self._main:
             return
@@ -93,8 +95,8 @@ class Console:
             f"step {record['step']}/{self._total}  tokens {short(record['tokens'])}  {loss}  "
             f"{short(record['tokens_per_s_per_device'])} tokens/s/device"
         )
-        if mfu is not None:
-            line += f"  MFU {100 * mfu:.1f}% (causal)"
+        if "mfu" in record:
+            line += f"  MFU {100 * record['mfu']:.1f}% (causal)"
         if math.isfinite(record.get("noise_scale_tokens", math.inf)):
             line += f"  noise scale {short(record['noise_scale_tokens'])} tokens"
         if self._bar is not None:
@@ -104,14 +106,25 @@ class Console:
         elif due:
             self.say(line + self._remaining(int(record["step"])))
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Shows how far something is that is no step: in the place of the last step's line, or in lines of a log."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{what} {done:,}/{total:,}")
+        elif self._line is not None:
+            self._line.show(done, total, f"{what} {done:,}/{total:,}")
+        else:
+            self._log(what, done, total)
+
     def _remaining(self, step: int) -> str:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (now, step)
-            return ""
-        started, first = self._first
-        seconds = (now - started) / max(step - first, 1) * (self._total - step)
-        return f"  {int(seconds // 60)}:{int(seconds % 60):02d} left"
+        started, first = self._first = self._first or (time.monotonic(), step)
+        left = time_left(time.monotonic() - started, step - first, self._total - step)
+        return left and f"  {left} left"
+
+
+def what_lasts() -> str | None:
+    """The phase that this process is in for QUIET_S or more, such as the read of a large checkpoint; None for a step."""
+    seen = progress.now()
+    return None if seen.phase == "step" or seen.seconds < QUIET_S else f"{seen}, {seen.seconds:.0f} s so far"
 
 
 class NotebookLine:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import numpy as np
 from jaxllm.cluster import distributed, progress
 from jaxllm.config import ConfigError
 from jaxllm.data.loader import PackedDocuments, SampleStream
-from jaxllm.data.manifest import read_npy
+from jaxllm.data.manifest import placing, read_npy, sync
 from jaxllm.inference.generate import printable, sample
 from jaxllm.json_lines import read_lines
 from jaxllm.mesh.axes import CONTEXT
@@ -25,6 +23,7 @@ from jaxllm.parallel.zigzag import inverse
 from jaxllm.run.hooks import Moment, Run, is_multiple
 from jaxllm.run.memory_check import is_out_of_memory
 from jaxllm.run.metrics import Record
+from jaxllm.terminal import progress_shown
 from jaxllm.untrusted import RefusedInput, reason_of
 
 FINAL_EVAL_TOKENS = 2**24
@@ -44,23 +43,38 @@ class Evaluation(NamedTuple):
     """Share of pairs whose chosen answer gained more log-probability over the reference than the rejected; None for text."""
 
 
-def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) -> Evaluation | None:
-    """See Trainer.evaluate."""
+def evaluate(
+    trainer: Any,
+    max_batches: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    show: Callable[..., None] = lambda *_: None,
+) -> Evaluation | None:
+    """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
+    True after a batch; it must return the same on all processes. `show` is told ("evaluation", batches done, of all).
+
+    Raises:
+      ConfigError: nothing is held out.
+    """
     # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
     together = trainer.config.parallel.pipe * trainer.config.microbatch_rows
     score = _pairs if trainer.config.train.loss == "dpo" else _text
     sums: dict[str, np.ndarray] = {}
+    batches = [range(0, source.packing.num_samples, together)[:max_batches] for source in trainer.data.held_out]
+    done, count = 0, sum(map(len, batches))
     with jax.set_mesh(trainer.mesh):
         for number, source in enumerate(trainer.data.held_out):
             # In float64, because a float32 sum over a million tokens would lose its last digits.
-            total = np.zeros(3)
-            for first in itertools.islice(range(0, source.packing.num_samples, together), max_batches):
+            total, pending = np.zeros(3), (0, 0, 0)
+            for first in batches[number]:
                 # Each batch counts as progress for the watchdog, because an evaluation may take hours.
                 with progress.phase("evaluate"):
-                    total += score(trainer, number, source, first + np.arange(together))
+                    # One behind, so that a batch is read while the devices score the one before it.
+                    before, pending = pending, score(trainer, number, source, first + np.arange(together))
+                    total += jax.device_get(before)
+                show("evaluation", done := done + 1, count)
                 if stop():
                     return None
-            sums[source.name] = total
+            sums[source.name] = total + jax.device_get(pending)
     loss, count, right = sum(sums.values(), start=np.zeros(3))
     if not count:
         raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
@@ -71,31 +85,33 @@ def evaluate(trainer: Any, max_batches: int | None, stop: Callable[[], bool]) ->
 def reference_of(trainer: Any) -> Reference:
     """The log-probabilities of all pairs, by the present weights."""
     parts = trainer.stream.sources, trainer.data.held_out
-    with jax.set_mesh(trainer.mesh):
-        found = [[log_p(trainer, each, np.arange(each.packing.num_samples)) for each in part] for part in parts]
+    with jax.set_mesh(trainer.mesh), progress_shown(visible=distributed.is_main_process()) as show:
+        found = [[log_p(trainer, each, np.arange(each.packing.num_samples), show) for each in part] for part in parts]
     return Reference(*found)
 
 
-def token_losses(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def token_losses(
+    trainer: Any, source: PackedDocuments, samples: np.ndarray, show: Callable[..., None] = lambda *_: None
+) -> np.ndarray:
     """-log p of each target of these samples, float32 [samples, S], on every process."""
     config = trainer.config
     M, R, S = config.parallel.pipe, config.microbatch_rows, config.train.sequence_length
     # Numbers past the last sample give empty rows.
     padded = np.concatenate([samples, np.full(-len(samples) % (M * R), source.packing.num_samples)])
-    found = []
-    for numbers in padded.reshape(-1, M, R):
+    found, batches = [], padded.reshape(-1, M, R)
+    for numbers in batches:
         with progress.phase("evaluate"):
             batch = put_global_batch(trainer.mesh, source.in_order, numbers, S)
             found.append(np.asarray(trainer.programs.token_losses(trainer.state.params, batch)).reshape(M * R, S))
+        show(f"reference of {source.name}", len(found), len(batches))
     return np.concatenate(found)[: len(samples), inverse(S, trainer.mesh.shape[CONTEXT])]
 
 
-def _text(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def _text(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> tuple[jax.Array, jax.Array, int]:
     config = trainer.config
     rows = samples.reshape(config.parallel.pipe, config.microbatch_rows)
     batch = put_global_batch(trainer.mesh, source.in_order, rows, config.train.sequence_length)
-    loss, tokens = trainer.programs.loss_sum(trainer.state.params, batch)
-    return np.array([float(loss), int(tokens), 0])
+    return *trainer.programs.loss_sum(trainer.state.params, batch), 0
 
 
 def _pairs(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
@@ -134,7 +150,7 @@ def register(run: Run) -> None:
 def record_evaluation(run: Run, write: Callable[[Record], None], max_batches: int | None = None) -> Evaluation | None:
     """Evaluates, and writes eval_loss, for a mixture also per source. Returns None if a signal interrupts it."""
     trainer = run.trainer
-    found = trainer.evaluate(max_batches, stop=lambda: run.signals.agreed_signal() is not None)
+    found = trainer.evaluate(max_batches, lambda: run.signals.agreed_signal() is not None, run.console.progress)
     if found is None:
         return None
     record: Record = {"step": trainer.step, "eval_loss": found.loss}
@@ -237,9 +253,11 @@ def _ngrams(text: np.ndarray, n: int) -> np.ndarray:
 FILE = "reference.npy"
 
 
-def log_p(trainer: Any, source: PackedDocuments, samples: np.ndarray) -> np.ndarray:
+def log_p(
+    trainer: Any, source: PackedDocuments, samples: np.ndarray, show: Callable[..., None] = lambda *_: None
+) -> np.ndarray:
     """log p of the answer in each text of these samples, float32 [samples, texts of a sample]; NaN where there is no text."""
-    rows, losses = source.in_order(samples.tolist()), token_losses(trainer, source, samples)
+    rows, losses = source.in_order(samples.tolist()), token_losses(trainer, source, samples, show)
     segments, mask = rows["segments"], rows["mask"]
     # The first column is free space. A piece has two texts at most.
     sums, counts = np.zeros((2, len(samples), 1 + 2 * source.packing.most_pieces))
@@ -258,12 +276,9 @@ class Reference:
 
     def save(self, run_dir: Path) -> None:
         """Writes FILE atomically."""
-        aside = run_dir / f".{FILE}"
-        with aside.open("wb") as file:
+        with placing(run_dir, FILE) as aside, aside.open("wb") as file:
             np.save(file, np.concatenate([sums.reshape(-1) for sums in (*self.train, *self.held_out)]))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(run_dir / FILE)
+            sync(file)
 
     @classmethod
     def load(cls, run_dir: Path, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments]) -> Reference:

@@ -134,7 +134,7 @@ class Exports:
             if code == 0:
                 self._say(f"exported step {step} to {target}")
             elif not self._closed:
-                reason = "checkpoint.keep deleted it" if not source.exists() else " ".join(said[-TAIL:].split())
+                reason = "checkpoint.keep deleted it" if not source.exists() else said.rpartition("\n")[2][-TAIL:]
                 self._say(f"warning: checkpoint {step} was not exported ({reason or f'exit code {code}'})")
         finally:
             with self._starting:

@@ -241,11 +241,6 @@ def describe(given: Config, config: Config) -> str:
     )
 
 
-def say_missing(run: Run) -> None:
-    if line := describe(run.asked, run.trainer.config):
-        run.console.say(line)
-
-
 def register(run: Run) -> None:
     """Stops the run when missing hosts return, if a supervisor restarts it."""
     if not distributed.launch_info().restarts:

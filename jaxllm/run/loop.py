@@ -16,7 +16,7 @@ from jaxllm.config import Config
 from jaxllm.config.rounds import next_common_step
 from jaxllm.parallel.types import Loss
 from jaxllm.run import batch_growth, evaluation, exports, fewer_hosts, messages, noise_scale, saving, stragglers
-from jaxllm.run.console import Console
+from jaxllm.run.console import Console, what_lasts
 from jaxllm.run.hooks import Run
 from jaxllm.run.memory_check import explain_out_of_memory
 from jaxllm.run.metrics import Record
@@ -24,6 +24,7 @@ from jaxllm.run.signals import SignalHandler
 from jaxllm.run.step_metrics import RunTimer
 from jaxllm.run.tracker_kinds import kinds_of
 from jaxllm.run.trainer import Trainer
+from jaxllm.terminal import saying
 from jaxllm.train.given import Batches, Given, adopted
 
 
@@ -55,6 +56,8 @@ def fit(
     # Announce an error to the other processes before closing anything, because closing may wait for them.
     with ExitStack() as stack, distributed.leaving_on_errors(), explain_out_of_memory(config) as advice:
         stack.enter_context(watchdog.Watchdog(config.run, distributed.peer_monitor))
+        if distributed.is_main_process():
+            stack.enter_context(saying(what_lasts))
         folder = saving.make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
@@ -142,7 +145,6 @@ def profile(run: Run) -> None:
 
 FEATURES: tuple[Callable[[Run], None], ...] = (
     messages.print_header,
-    fewer_hosts.say_missing,
     # Before a save: the trace ends with its step, and hosts are compared while they are idle.
     profile,
     stragglers.register,

@@ -10,11 +10,11 @@ from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.config.rounds import sends_codes
-from jaxllm.cost_model.flops import mfu, parameter_count
-from jaxllm.cost_model.hardware import gpu_from_device_kind
+from jaxllm.cost_model.flops import parameter_count
 from jaxllm.data.loader import SampleStream
 from jaxllm.parallel.parameters import stacking_of
 from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
+from jaxllm.run import fewer_hosts
 from jaxllm.run.hooks import Run
 from jaxllm.run.metrics import Record, open_sinks
 
@@ -23,7 +23,7 @@ WELL_FILLED = 0.9
 
 
 def print_header(run: Run) -> None:
-    for line in header(run.trainer):
+    for line in filter(None, (*header(run.trainer), fewer_hosts.describe(run.asked, run.trainer.config))):
         run.console.say(line)
 
 
@@ -142,7 +142,7 @@ def who_was_left_out(record: Record) -> str:
 
 
 def register(run: Run) -> None:
-    trainer, console, peak_flops = run.trainer, run.console, peak_flops_of(run.trainer)
+    trainer, console = run.trainer, run.console
     if distributed.is_main_process():
         for sink in open_sinks(trainer.config, run.first, run.require, lambda: trainer.config.train.steps):
             run.stack.callback(sink.close)
@@ -152,7 +152,7 @@ def register(run: Run) -> None:
     def publish(record: Record) -> None:
         config = trainer.config
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
-        record |= run.timer.record_keys(trainer, peak_flops, due and distributed.is_main_process())
+        record |= run.timer.record_keys(trainer, due and distributed.is_main_process())
         run.write(record)
         if record["skipped"] or record["loss_spike"]:
             what = "a spike" if record["loss_spike"] else "not finite"
@@ -166,15 +166,6 @@ def register(run: Run) -> None:
             )
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))
-        rate = float(record["tokens_per_s_per_device"])
-        length = config.train.sequence_length // config.phase_at(int(record["step"]) - 1).parts
-        utilisation = mfu(rate, config.model, length, peak_flops, config.frozen) if peak_flops else None
-        console.step(record, utilisation, due)
+        console.step(record, due)
 
     run.on("record", publish)
-
-
-def peak_flops_of(trainer: Any) -> float | None:
-    """Dense peak of this chip in the compute dtype, in FLOP/s; None for an unknown chip."""
-    gpu = gpu_from_device_kind(trainer.mesh.devices.flat[0].device_kind)
-    return gpu.peak_flops(trainer.config.model.compute_dtype) if gpu else None

@@ -24,6 +24,7 @@ from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.config.hf_config import CONFIG, TOKENIZER
 from jaxllm.data.chat import TEMPLATE_FILE
+from jaxllm.data.manifest import placing
 from jaxllm.data.tokenizer import Tokenizer, read_companion
 from jaxllm.run import fewer_hosts
 from jaxllm.run.batch_growth import resumed
@@ -141,15 +142,15 @@ def register(run: Run) -> None:
 
 def keep_config(run: Run) -> None:
     """Writes config.yaml now, and where the batch grows. Atomically: a reader sees the old file or the new one."""
-    kept, aside = None, run.folder / ".config.yaml"
+    kept = None
 
     def keep(_: Moment | None) -> None:
         nonlocal kept
         if (config := run.trainer.config) is not kept:
             kept = config
             run.require()
-            aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-            aside.replace(run.folder / "config.yaml")
+            with placing(run.folder, "config.yaml") as aside:
+                aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
     keep(None)
     run.on("begun", keep)

@@ -8,9 +8,8 @@ the signals that they receive, schedulers send it again at the time limit, and b
 notebook or at Python's prompt the process is the user's whole session: there a second SIGINT raises KeyboardInterrupt, and the
 run keeps its last save.
 
-SIGUSR1, SIGUSR2 and SIGHUP ask for the same stop and never exit at once: schedulers send them as a warning before the time
-limit, a lost terminal the last. A SIGTERM after them counts as the first. What ignores or handles them already stays: nohup, or
-submitit.
+SIGUSR1, SIGUSR2 and SIGHUP ask for the same stop and never exit at once (docs/launch.md); a SIGTERM after them counts as the
+first.
 
 Before the first step there is nothing to save. If a supervisor restarts the run, a process that receives a signal before then
 exits at once and ends the others too (`leave_early`): a compilation may take longer than a scheduler waits. `begin` ends that

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm.cluster import progress
 from jaxllm.config import Config, ConfigError
+from jaxllm.cost_model.flops import train_flops_per_token
+from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.data.loader import SampleStream
 from jaxllm.json_lines import read_lines
 from jaxllm.machine import program_cache
@@ -52,7 +55,7 @@ class StepMetrics:
         """Starts the clock of tokens_per_s_per_device, if it does not run."""
         self._last_finish_s = self._last_finish_s or time.perf_counter()
 
-    def read(self, pending: Pending, config: Config, devices: int) -> Record:
+    def read(self, pending: Pending, config: Config, mesh: Mesh) -> Record:
         """Waits for the step, and returns its metrics as Python numbers. If no other step runs by then, the clock stops."""
         step = pending.step
         with progress.waiting():
@@ -63,9 +66,11 @@ class StepMetrics:
         values = by_layer(values)
         assert self._last_finish_s is not None, "set when that step was started"
         now, tokens = time.perf_counter(), config.tokens_before(step)
-        rate = (tokens - config.tokens_before(step - 1)) / (now - self._last_finish_s) / devices
+        step_s = now - self._last_finish_s
+        rate = (tokens - config.tokens_before(step - 1)) / step_s / mesh.size
         self._last_finish_s = None if self._pending is None else now
-        record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values), "tokens_per_s_per_device": rate}
+        record = {"step": step, "tokens": tokens, **values, **self.watch.see(step, values)}
+        record |= {"step_s": step_s, "tokens_per_s_per_device": rate, **utilisation(config, mesh, step, rate)}
         return record | self.noise.see(values)
 
 
@@ -127,6 +132,23 @@ class Watch:
         )
 
 
+def utilisation(config: Config, mesh: Mesh, step: int, tokens_per_s_per_device: float) -> Record:
+    """tflops_per_gpu, a step's model TFLOP/s with causal attention, and mfu, their share of the GPU's dense peak in the compute
+    dtype. A GPU whose peak is not known has no mfu, and a CPU neither."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return {}
+    length = config.train.sequence_length // config.phase_at(step - 1).parts
+    flops = tokens_per_s_per_device * train_flops_per_token(config.model, length, frozen=config.frozen)
+    peak_flops = peak_flops_of(config, mesh)
+    return {"tflops_per_gpu": flops / 1e12} | ({"mfu": flops / peak_flops} if peak_flops else {})
+
+
+def peak_flops_of(config: Config, mesh: Mesh) -> float | None:
+    """Dense peak of this chip in the compute dtype, in FLOP/s; None for an unknown chip."""
+    gpu = gpu_from_device_kind(mesh.devices.flat[0].device_kind)
+    return gpu.peak_flops(config.model.compute_dtype) if gpu else None
+
+
 def data_keys(config: Config, stream: SampleStream, step: int) -> Record:
     """What a step read: batch and length where a schedule changes them, and the epochs of each of several sources."""
     phase, found = config.phase_at(step - 1), {}
@@ -167,28 +189,19 @@ class RunTimer:
         self._first = True
         self._compiled_bytes = 0
 
-    def record_keys(self, trainer: Any, peak_flops: float | None = None, shown: bool = False) -> Record:
-        """Keys of the next line, on the process that writes it.
+    def record_keys(self, trainer: Any, shown: bool = False) -> Record:
+        """Keys of the next line, on the process that writes it (docs/logging.md). They are seconds since the line before, what
+        is in memory, and in the first line of a start also where all its time since the import of jaxllm went.
 
         Args:
           trainer: a Trainer that has compiled its step.
-          peak_flops: of one device in the compute dtype, FLOP/s; None if unknown.
           shown: whether the step is one of log.every_steps. On GPUs its line has their load (machine/gpus.py).
-
-        Every line has unix_s, the current time in seconds since 1970; data_s, the wait for batches; on GPUs memory_peak_bytes,
-        the highest use of the fullest device of this process since it started. compile_s, evaluate_s and save_s are present if
-        they are not 0. memory_compiled_bytes, the memory that XLA reserves for a step on each device, comes with the first
-        program and with each that needs more: a larger batch's may. The first line of a start also has start_unix_s,
-        the keys of `start_keys`, and those parts of the time since the import of jaxllm that are not 0: start_import_s,
-        start_meet_s and so on by START, start_other_s. With compile_s, data_s and evaluate_s they add up to all of it.
         """
         now_s = progress.totals()
         spent_s = {name: seconds - self._before_s[name] for name, seconds in now_s.items()}
         self._before_s = now_s
         line: Record = {"unix_s": time.time(), "data_s": spent_s["data"]}
-        line |= {f"{name}_s": spent_s[name] for name in PAUSES if spent_s[name]}
-        if (peak_bytes := memory_in_use()) is not None:
-            line["memory_peak_bytes"] = peak_bytes
+        line |= {f"{name}_s": spent_s[name] for name in PAUSES if spent_s[name]} | memory_in_use()
         if shown and jax.local_devices()[0].platform != "cpu":
             # NVIDIA's module takes 60 ms.
             from jaxllm.machine import gpus
@@ -200,16 +213,12 @@ class RunTimer:
             self._first = False
             parts_s = {"import": self._import_s, **{name: spent_s[name] for name in START}, "other": spent_s["start"]}
             line |= {f"start_{name}_s": seconds for name, seconds in parts_s.items() if seconds}
-            line |= {"start_unix_s": self._began_unix_s, **start_keys(trainer, peak_flops)}
+            line |= {"start_unix_s": self._began_unix_s, **start_keys(trainer)}
         return line
 
 
-def start_keys(trainer: Any, peak_flops: float | None) -> Record:
-    """Keys for one start: devices; absent_hosts, the number of those that it trains without; with a compilation cache
-    programs_found in it and programs_compiled until the first step; if the devices' memory is known also memory_estimate_bytes,
-    the closed form for the largest batch, and memory_capacity_bytes, the limit for a step; on a known GPU device_peak_flops,
-    and predicted_tokens_per_s_per_device for the largest batch with its range, ..._low and ..._high.
-    """
+def start_keys(trainer: Any) -> Record:
+    """Keys for one start (docs/logging.md)."""
     record: Record = {"devices": trainer.mesh.size}
     if trainer.start.absent_hosts:
         record["absent_hosts"] = trainer.start.absent_hosts
@@ -220,12 +229,15 @@ def start_keys(trainer: Any, peak_flops: float | None) -> Record:
         if (speed := fit.speed) is not None:
             ends = {"": speed.expected, "_low": speed.low, "_high": speed.high}
             record |= {f"predicted_tokens_per_s_per_device{end}": value for end, value in ends.items()}
-    if peak_flops is not None:
+    if (peak_flops := peak_flops_of(trainer.config, trainer.mesh)) is not None:
         record["device_peak_flops"] = peak_flops
     return record
 
 
-def memory_in_use() -> int | None:
-    """Most bytes in use at once on a device of this process since it started; None if no device reports it (CPU)."""
-    stats_by_device = [(device.memory_stats() or {}) for device in jax.local_devices() if device.platform != "cpu"]
-    return max((stats["peak_bytes_in_use"] for stats in stats_by_device if "peak_bytes_in_use" in stats), default=None)
+def memory_in_use() -> Record:
+    """memory_bytes, what arrays hold now on the fullest device of this process, and memory_peak_bytes, the most since it
+    started. What no device reports (CPU) has no key."""
+    said = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != "cpu"]
+    names = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use"}
+    found = {key: [stats[name] for stats in said if name in stats] for key, name in names.items()}
+    return {key: max(values) for key, values in found.items() if values}

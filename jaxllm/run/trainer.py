@@ -153,8 +153,9 @@ class Trainer:
 
     def steps(self, count: int, *, show: bool = False) -> Iterator[Record]:
         """Trains `count` steps. Yields one dict of Python floats per step: step, tokens, loss, grad_norm, learning_rate,
-        tokens_per_s_per_device, skipped, skipped_steps, loss_spike, and the keys that the config asks for. Stopping early by
-        `break` or Ctrl-C is safe: the state is that of the last step started. Ctrl-C may lose the metrics of one step.
+        step_s, tokens_per_s_per_device, skipped, skipped_steps, loss_spike, on GPUs tflops_per_gpu and mfu, and the keys that
+        the config asks for. Stopping early by `break` or Ctrl-C is safe: the state is that of the last step started. Ctrl-C may
+        lose the metrics of one step.
 
         Args:
           show: show a live line in a notebook or on a terminal, elsewhere a line every log.every_steps.
@@ -165,7 +166,7 @@ class Trainer:
                 record = self.advance() if number < count else self.finish()
                 if record is not None:
                     due = record["step"] % self.config.log.every_steps == 0 or record["step"] == last
-                    console.step(record, None, due)
+                    console.step(record, due)
                     yield record
 
     def prepare(self) -> None:
@@ -241,7 +242,7 @@ class Trainer:
     def _read(self, pending: Pending | None) -> Record | None:
         if pending is None:
             return None
-        return self.metrics.read(pending, self.config, self.mesh.size) | data_keys(self.config, self.stream, pending.step)
+        return self.metrics.read(pending, self.config, self.mesh) | data_keys(self.config, self.stream, pending.step)
 
     def _handed_over(self, record: Record | None) -> Record | None:
         """`record`, after the callback has it."""
@@ -319,16 +320,7 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(
-        self, max_batches: int | None = None, stop: Callable[[], bool] = lambda: False
-    ) -> evaluation.Evaluation | None:
-        """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
-        True after a batch; it must return the same on all processes.
-
-        Raises:
-          ConfigError: nothing is held out.
-        """
-        return evaluation.evaluate(self, max_batches, stop)
+    evaluate = evaluation.evaluate
 
     @property
     def model(self) -> Llama:

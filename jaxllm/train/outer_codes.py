@@ -17,10 +17,6 @@ Q stores blocks of 128 numbers: each a whole multiple, from -127 to 127 or -7 to
 magnitude / 127 or / 7. The error is at most half a step. A block travels as one record: its codes, then its step in float32.
 Blocks are of one array. The records of all arrays travel in one buffer, so an exchange is one all-to-all and one all-gather on
 any mesh: each device sends its own part of every array.
-
-Each replica sends 2 (K - 1) / K times the codes, as the ring all-reduce in float32 sends 2 (K - 1) / K times 4 bytes: 3.9 or
-7.5 times fewer bytes, for any K. An all-gather of all codes would send K - 1 times the codes: as many for K = 2, twice as many
-for 4, and for 8 replicas with 8 bits as many bytes as in float32. It would save one of two roundings.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from jaxllm.model.llama import Llama
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
 from jaxllm.parallel.types import Parallelized
+from jaxllm.terminal import saying
 from jaxllm.weights.safetensors import DTYPES
 from jaxllm.weights.weights import Adapters, WeightsSource, find_weights, read_weights, without_lora
 
@@ -186,8 +187,9 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
     if devices[0].platform == "cpu":
         size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         require_host_memory(size_bytes * jax.local_device_count() // jax.device_count(), f"The weights of {source.description}")
-    params = read_weights(source, like, functions.table)
     outline = source.outline
+    with saying(lambda: f"still reading {outline.description}"):
+        params = read_weights(source, like, functions.table)
     return LoadedModel(config, mesh, functions, params, outline.tokenizer, outline.generation, outline.description)
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from jaxllm.cli.app import app
 from jaxllm.cluster import progress
 from jaxllm.config import ConfigError, load_config
+from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
@@ -51,6 +52,11 @@ BIG = {
     "parallel": {"data": 8},
     "train": {"steps": 100, "sequence_length": 4096, "global_batch_sequences": 32, "microbatch_sequences": 1},
 }
+CPU = SimpleNamespace(device_kind="cpu", platform="cpu")
+
+
+def mesh_of(device, size):
+    return SimpleNamespace(size=size, devices=np.array([device] * size))
 
 
 @pytest.fixture
@@ -325,12 +331,12 @@ def test_the_report_says_how_far_off_the_prediction_was(run, off, words):
     """The keys are those that a start writes on a GPU that it knows."""
     config = load_config(BIG)
     device = SimpleNamespace(device_kind=H100.device_kind, platform="gpu", memory_stats=lambda: None)
-    trainer = SimpleNamespace(
-        mesh=SimpleNamespace(size=8), start=SimpleNamespace(memory_fit=check_memory(config, device), absent_hosts=0)
-    )
+    start = SimpleNamespace(memory_fit=check_memory(config, device), absent_hosts=0)
+    trainer = SimpleNamespace(mesh=mesh_of(device, 8), start=start, config=config)
     speed = predicted_speed(config, H100, 8)
     lines = steps(50, config.step_tokens, tokens_per_s_per_device=(1 + off) * speed.expected)
-    lines[0] |= start_keys(trainer, None)
+    lines[0] |= start_keys(trainer)
+    assert lines[0]["device_peak_flops"] == H100.dense_flops["bfloat16"]
     report = report_on(run(lines, base=BIG))
     assert report.predicted_speed == speed
     line = f"{speed.text(' tokens/s/GPU', 0)}, measured {(1 + off) * speed.expected:,.0f}: {words}"
@@ -489,7 +495,7 @@ def test_the_parts_of_a_start_add_up_to_all_of_it(run, monkeypatch):
         monkeypatch.setattr(module, name, value)
     timer = step_metrics.RunTimer(import_s=0.5)
     start, programs = SimpleNamespace(memory_fit=None, absent_hosts=0), SimpleNamespace(step_bytes=0)
-    trainer = SimpleNamespace(programs=programs, mesh=SimpleNamespace(size=1), start=start)
+    trainer = SimpleNamespace(programs=programs, mesh=mesh_of(CPU, 1), start=start, config=load_config(TINY, ONE))
     lines = []
     for _ in range(2):
         for power, phase in enumerate(progress.PHASES):
@@ -565,11 +571,42 @@ def test_gpus_say_what_was_in_use(monkeypatch):
     def device(platform, **stats):
         return SimpleNamespace(platform=platform, memory_stats=lambda: stats or None)
 
-    devices = [device("gpu", peak_bytes_in_use=5), device("gpu", peak_bytes_in_use=7), device("gpu"), device("cpu")]
+    devices = [
+        device("gpu", peak_bytes_in_use=5, bytes_in_use=4),
+        device("gpu", peak_bytes_in_use=7),
+        device("gpu"),
+        device("cpu"),
+    ]
     monkeypatch.setattr(step_metrics.jax, "local_devices", lambda: devices)
-    assert step_metrics.memory_in_use() == 7
+    assert step_metrics.memory_in_use() == {"memory_bytes": 4, "memory_peak_bytes": 7}
     devices[:2] = []
-    assert step_metrics.memory_in_use() is None
+    assert step_metrics.memory_in_use() == {}
+
+
+def test_a_steps_line_has_its_time_and_what_share_of_the_peak_that_is(monkeypatch):
+    """On a GPU; a CPU has no peak, and a GPU that is not known none that can be compared with."""
+    from jaxllm.run import step_metrics
+
+    config = load_config(BIG)
+    values = {"loss": np.float32(2), "grad_norm": np.float32(1), "skipped": np.float32(0)}
+
+    def line(kind, platform):
+        clock = iter([10.0, 12.0])
+        monkeypatch.setattr(step_metrics.time, "perf_counter", lambda: next(clock))
+        metrics = step_metrics.StepMetrics(config)
+        metrics.starts()
+        device = SimpleNamespace(device_kind=kind, platform=platform)
+        return metrics.read(step_metrics.Pending(1, values), config, mesh_of(device, 8))
+
+    known, unknown, cpu = line(H100.device_kind, "gpu"), line("NVIDIA X1", "gpu"), line("cpu", "cpu")
+    rate = config.step_tokens / 2.0 / 8
+    for one in (known, unknown, cpu):
+        assert (one["step_s"], one["tokens_per_s_per_device"]) == (2.0, rate)
+    flops = rate * train_flops_per_token(config.model, 4096)
+    assert known["tflops_per_gpu"] == unknown["tflops_per_gpu"] == pytest.approx(flops / 1e12)
+    assert known["mfu"] == pytest.approx(flops / H100.dense_flops["bfloat16"])
+    assert known.keys() - cpu.keys() == {"tflops_per_gpu", "mfu"}
+    assert known.keys() - unknown.keys() == {"mfu"}
 
 
 def test_gpus_are_asked_where_a_line_is_shown(monkeypatch):
@@ -580,10 +617,9 @@ def test_gpus_are_asked_where_a_line_is_shown(monkeypatch):
     start, programs = SimpleNamespace(memory_fit=None, absent_hosts=0), SimpleNamespace(step_bytes=0)
     config = load_config(TINY, [*ONE, "log.every_steps=3", "train.steps=5"])
     metrics = SimpleNamespace(watch=SimpleNamespace(recall=lambda _: None))
-    trainer = SimpleNamespace(programs=programs, mesh=SimpleNamespace(size=1), start=start, config=config, metrics=metrics)
+    trainer = SimpleNamespace(programs=programs, mesh=mesh_of(CPU, 1), start=start, config=config, metrics=metrics)
     monkeypatch.setattr(gpus, "load", lambda devices: {"gpu_power_w": 700.0})
     monkeypatch.setattr(messages, "open_sinks", lambda *_: [])
-    monkeypatch.setattr(messages, "peak_flops_of", lambda trainer: None)
     for platform, is_main, asked in (("gpu", True, [1, 3, 5]), ("gpu", False, []), ("cpu", True, [])):
         monkeypatch.setattr(messages.distributed, "is_main_process", lambda is_main=is_main: is_main)
         device = SimpleNamespace(platform=platform, memory_stats=lambda: None)
@@ -593,7 +629,7 @@ def test_gpus_are_asked_where_a_line_is_shown(monkeypatch):
         run = SimpleNamespace(trainer=trainer, console=console, timer=step_metrics.RunTimer(), first=0, require=None)
         messages.register(SimpleNamespace(**vars(run), folder=Path(), on=hooks.__setitem__, write=written.append))
         for step in range(1, 6):
-            hooks["record"]({"step": step, "skipped": 0, "loss_spike": 0, "tokens_per_s_per_device": 1.0})
+            hooks["record"]({"step": step, "skipped": 0, "loss_spike": 0})
         assert [line["step"] for line in written if "gpu_power_w" in line] == asked
 
 
@@ -603,7 +639,8 @@ def test_programs_that_take_more_are_told_of():
     timer, start = RunTimer(), SimpleNamespace(memory_fit=None, absent_hosts=0)
     # The last one is of the programs of a larger batch, which know none of before.
     programs = [SimpleNamespace(step_bytes=size) for size in (5, 5, 7, 7, 6)]
-    trainers = [SimpleNamespace(programs=now, mesh=SimpleNamespace(size=8), start=start) for now in programs]
+    common = {"mesh": mesh_of(CPU, 8), "start": start, "config": load_config(TINY, ONE)}
+    trainers = [SimpleNamespace(programs=now, **common) for now in programs]
     lines = [timer.record_keys(trainer) for trainer in trainers]
     assert [line.get("memory_compiled_bytes") for line in lines] == [5, None, 7, None, None]
     assert [line.get("devices") for line in lines] == [8, None, None, None, None]
