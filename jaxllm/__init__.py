@@ -25,6 +25,8 @@ _HOMES = {
     "evaluate": "inference.predict",
     "generate": "inference.predict",
     "prepare": "data.iterables",
+    "convert": "weights.export",
+    "export": "weights.export",
 }
 __all__ = [*_HOMES, "plan"]
 
@@ -48,7 +50,7 @@ plan.__class__ = _Plan  # type: ignore[assignment]
 
 
 def __dir__():
-    return sorted({*globals(), *_HOMES})
+    return [*__all__, "__version__"]
 
 
 if "IPython" in sys.modules:

@@ -28,8 +28,8 @@ def register() -> None:
         formatter = shell.display_formatter.formatters["text/html"]
         # By name, because few notebooks import the planner or the compiler's part of jaxllm.
         formatter.for_type_by_name("jaxllm.plan.plan_result", "Plan", plan_html)
-        formatter.for_type_by_name("jaxllm.compile.inspect", "Report", inspect_html)
-        formatter.for_type_by_name("jaxllm.compile.report", "CompileReport", compile_html)
+        formatter.for_type_by_name("jaxllm.compile.inspect", "Report", report_html)
+        formatter.for_type_by_name("jaxllm.compile.report", "CompileReport", report_html)
         if "jax" in sys.modules:
             from jax.sharding import Mesh
 
@@ -63,15 +63,8 @@ def plan_html(plan: Any) -> str:
     return as_html(plan)
 
 
-def inspect_html(report: Any) -> str:
-    """The output of `jaxllm inspect`."""
-    from jaxllm.compile.text import in_columns, render_inspect
+def report_html(report: Any) -> str:
+    """The output of `jaxllm inspect` or of `jaxllm compile`."""
+    from jaxllm.compile.text import in_columns, render, render_inspect
 
-    return preformatted(in_columns(render_inspect(report)))
-
-
-def compile_html(report: Any) -> str:
-    """The output of `jaxllm compile`."""
-    from jaxllm.compile.text import in_columns, render
-
-    return preformatted(in_columns(render(report)))
+    return preformatted(in_columns((render_inspect if type(report).__name__ == "Report" else render)(report)))

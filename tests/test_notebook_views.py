@@ -84,8 +84,8 @@ def test_a_kernel_learns_how_to_show_a_mesh(monkeypatch):
     assert known == {
         Mesh: notebook.mesh_html,
         (Plan.__module__, Plan.__qualname__): notebook.plan_html,
-        (Report.__module__, Report.__qualname__): notebook.inspect_html,
-        (CompileReport.__module__, CompileReport.__qualname__): notebook.compile_html,
+        (Report.__module__, Report.__qualname__): notebook.report_html,
+        (CompileReport.__module__, CompileReport.__qualname__): notebook.report_html,
     }
 
 
@@ -113,7 +113,7 @@ def test_an_estimate_and_a_report_show_what_the_commands_print(found):
     assert "Bytes on one device" in small._repr_html_()
     report = inspect_config(load_config(TINY, ["data.source=python_stdlib"]), gpus=8)
     assert repr(report) == "<Report of 34,976 parameters on pipe 1 x data 8 x context 1 x tensor 1>"
-    assert "On each device with ZeRO 1" in notebook.inspect_html(report)
+    assert "On each device with ZeRO 1" in notebook.report_html(report)
 
 
 def test_what_a_notebook_shows_of_a_report_is_one_output(monkeypatch):
@@ -152,7 +152,9 @@ def test_a_run_on_a_terminal_has_no_more_than_it_can_show(monkeypatch, capsys, v
     monkeypatch.setattr("jaxllm.run.console.console", lambda **_: screen)
     with Console(total_steps=72000) as console:
         for step in (12000, 12050):
-            console.step({"step": step, "tokens": 10 * step, "loss": 1.0, "tokens_per_s_per_device": 5e4}, 0.45, due=True)
+            console.step(
+                {"step": step, "tokens": 10 * step, "loss": 1.0, "tokens_per_s_per_device": 5e4, "mfu": 0.45}, due=True
+            )
     if variables["TERM"] == "dumb":
         assert file.getvalue() == ""
         assert [line[:10] for line in capsys.readouterr().out.splitlines()] == ["step 12000", "step 12050"]
@@ -178,20 +180,23 @@ def test_a_run_in_a_notebook_shows_one_line_that_changes(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     with Console(total_steps=3) as console:
         for step in (1, 2, 3):
-            console.step({"step": step, "tokens": 10 * step, "loss": 1.0, "tokens_per_s_per_device": 5.0}, None, due=True)
+            console.step({"step": step, "tokens": 10 * step, "loss": 1.0, "tokens_per_s_per_device": 5.0}, due=True)
         console.say("done")
     assert capsys.readouterr().out == "done\n"
     assert shown[0]["text/plain"] == "step 1/3  tokens 10  loss 1.0000  5 tokens/s/device"
     assert '<progress value="3" max="3">' in shown[-1]["text/html"]
     with Console(total_steps=3, main=False) as console:
-        console.step({"step": 1, "tokens": 10, "loss": 1.0, "tokens_per_s_per_device": 5.0}, None, due=True)
+        console.step({"step": 1, "tokens": 10, "loss": 1.0, "tokens_per_s_per_device": 5.0}, due=True)
     assert capsys.readouterr().out == ""
 
 
 def test_the_front_door_gives_what_the_modules_hold():
     for name in set(jaxllm.__all__) - {"plan"}:
-        assert name in dir(jaxllm)
-        assert getattr(jaxllm, name) is getattr(config if hasattr(config, name) else api, name)
+        assert getattr(jaxllm, name).__module__.startswith("jaxllm.")
+        for room in (config, api):
+            assert getattr(room, name, getattr(jaxllm, name)) is getattr(jaxllm, name)
+    # Nothing that it imports for itself.
+    assert set(dir(jaxllm)) == {*jaxllm.__all__, "__version__"}
     # The function has the name of a package, too.
     assert callable(jaxllm.plan)
     with pytest.raises(AttributeError, match="has no attribute 'fitt'"):

@@ -37,28 +37,12 @@ def export(
     verify: opt.Verify = False,
 ) -> None:
     """Writes only the weights of a run, with what serves them. --to hf is `jaxllm convert to-hf`; --to gguf writes one file."""
-    if to == "hf":
-        convert_to_hf(source, destination, step, dtype, max_shard_size, max_position, adapter, False, force, verify)
-        return
-    if to not in ("jaxllm", "gguf"):
-        raise ConfigError(f"--to={to} is not one of the choices: use jaxllm, hf or gguf.")
-    if verify or max_shard_size is not None:
-        raise ConfigError("--verify and --max-shard-size are for Hugging Face folders: add --to hf.")
-    if to == "gguf":
-        if find_spec("gguf") is None:
-            raise ConfigError("`jaxllm export --to gguf` needs the library gguf: pip install 'jaxllm[gguf]'.")
-        from jaxllm.weights.gguf_convert import to_gguf
+    from jaxllm.weights import export as formats
+    from jaxllm.weights.hf_convert import parse_size
 
-        options = {"step": step, "dtype": dtype, "max_position": max_position, "force": force, "adapters": adapter or ()}
-        opt.print_lines(to_gguf(source, destination, **options).lines())
-        return
-    if max_position is not None:
-        raise ConfigError("--max-position is for other programs: add --to hf or --to gguf.")
-    from jaxllm.weights.weights import export as export_weights
-
-    dtype = dtype or "float32"
-    found = export_weights(source, destination, step, dtype, force, adapter or ())
-    opt.print_lines([f"exported {found.description} to {destination} as {dtype}"])
+    options = {"step": step, "dtype": dtype, "max_position": max_position, "force": force, "verify": verify}
+    options["largest_file"] = None if max_shard_size is None else parse_size(max_shard_size)
+    opt.print_lines(formats.export(source, destination, to, adapters=tuple(adapter or ()), **options).lines())
 
 
 def evaluate(
@@ -240,22 +224,5 @@ def convert_to_hf(
     verify: opt.Verify = False,
 ) -> None:
     """Writes a model or a run as a Hugging Face folder, with LoRA adapters merged. Verifies the result."""
-    from jaxllm.weights.hf_convert import LARGEST_FILE, adapter_to_peft, parse_size, to_hf
-
-    if adapter_only:
-        if adapter or verify or max_position is not None:
-            raise ConfigError("--adapter-only writes no model: leave out --adapter, --verify and --max-position.")
-        opt.print_lines(adapter_to_peft(source, destination, step=step, dtype=dtype, force=force).lines())
-        return
-    done = to_hf(
-        source,
-        destination,
-        step=step,
-        dtype=dtype,
-        largest_file=LARGEST_FILE if max_shard_size is None else parse_size(max_shard_size),
-        max_position=max_position,
-        force=force,
-        verify=verify,
-        adapters=adapter or (),
-    )
-    opt.print_lines(done.lines())
+    to = "peft" if adapter_only else "hf"
+    export(source, destination, to, step, dtype, max_shard_size, max_position, adapter, force, verify)

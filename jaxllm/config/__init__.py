@@ -8,32 +8,3 @@ from jaxllm.config.model_config import ModelConfig, RopeScaling, whole_rope_scal
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, SourceConfig, TrainConfig
 from jaxllm.config.types import ATTENTION_RESULTS, AUTO, BLOCK_INPUT, Remat, Section, divisors
-
-__all__ = [
-    "ATTENTION_RESULTS",
-    "AUTO",
-    "BLOCK_INPUT",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "Remat",
-    "RopeScaling",
-    "RunConfig",
-    "Section",
-    "SourceConfig",
-    "TrainConfig",
-    "all_have_layers",
-    "config_folder",
-    "divisors",
-    "json_schema",
-    "load_config",
-    "published_models",
-    "sequence_unit",
-    "whole_rope_scaling",
-    "with_overrides",
-]

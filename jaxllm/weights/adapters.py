@@ -131,7 +131,7 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
                 moves.append(Move(name, folder.layer(entry, layer), entry.matrix, stored, name))
                 tensors[name] = (stored, entry.their_shape)
     layout = {WEIGHTS: tensors}
-    stream(moves, layout, aside, partial(new_file, metadata=FOR_TORCH))
+    stream(moves, layout, aside, "to PEFT", partial(new_file, metadata=FOR_TORCH))
     lora = folder.model["lora"]
     # PEFT has the commit in a key of its own: huggingface.co/docs/peft/package_reference/config.
     name, _, revision = base.partition("@") if base and is_hub_name(base) and not Path(base).exists() else (base, "", "")

@@ -29,10 +29,10 @@ from jaxllm.data.tokenizer import DOCUMENT_END, JsonTokenizer, byte_characters, 
 from jaxllm.model.layers import rotary_frequencies
 from jaxllm.untrusted import read_json
 from jaxllm.weights.folder import Folder, HuggingFaceFolder
-from jaxllm.weights.hf_convert import Conversion, config_json, reads_bytes, write_companions
+from jaxllm.weights.hf_convert import config_json, reads_bytes, write_companions
 from jaxllm.weights.safetensors import CODES, DTYPES, Described, Elements, Tensor, ValuesFile
 from jaxllm.weights.staging import companion_files, new_folder, require_new
-from jaxllm.weights.streaming import Move, nbytes, stream, total_bytes
+from jaxllm.weights.streaming import Conversion, Move, nbytes, stream, total_bytes
 from jaxllm.weights.weights import dtype_named, find_weights
 
 # ------------------------------------------------------------------------------------------------------- values in a file
@@ -379,7 +379,7 @@ def to_gguf(
     with new_folder(destination, total_bytes(layout), force, only=Path(destination).name) as aside:
         write_companions(folder, aside / "beside")
         describe_tokenizer(writer, aside / "beside", model.vocab_size, found.description)
-        stream(moves, layout, aside, partial(new_gguf, writer), bar="to GGUF")
+        stream(moves, layout, aside, "to GGUF", partial(new_gguf, writer))
     dtypes = {dtype.name for dtype, _ in tensors.values()}
     return Conversion(found.description, destination, len(moves), total_bytes(layout), dtypes, 1)
 

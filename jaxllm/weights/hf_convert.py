@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,55 +26,10 @@ from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
 from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFolder, open_folder
 from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
-from jaxllm.weights.streaming import LARGEST_FILE, Move, describe_model, in_files, stream, total_bytes
+from jaxllm.weights.streaming import LARGEST_FILE, Agreement, Conversion, Move, describe_model, in_files, stream, total_bytes
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Result of a conversion."""
-
-    source: str
-    destination: str
-    tensors: int
-    """Number of Hugging Face's tensors. Each was read once and compared once."""
-    nbytes: int
-    """Bytes of weights written."""
-    dtypes: set[str]
-    files: int
-    dropped: tuple[str, ...] = ()
-    agreement: Agreement | None = None
-
-    def lines(self) -> list[str]:
-        """Text lines for the terminal."""
-        files = f"{self.files} files" if self.files > 1 else "1 file"
-        lines = [
-            f"converted {self.source} to {self.destination}: {self.tensors:,} tensors, {self.nbytes:,} bytes of "
-            f"{' and '.join(sorted(self.dtypes))} in {files}",
-            "every tensor was read back, and its checksum is the source's",
-        ]
-        if self.dropped:
-            lines.append(f"dropped {len(self.dropped)} buffers such as {self.dropped[0]}: they follow from the config")
-        return lines + ([] if self.agreement is None else [self.agreement.line])
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Comparison of the logits of transformers and jaxllm for the same tokens, in float32."""
-
-    largest_difference: float
-    mean_kl: float
-    """KL divergence of jaxllm's distribution from that of transformers, in nats per position."""
-    tokens: int
-
-    @property
-    def line(self) -> str:
-        return (
-            f"logits of {self.tokens} tokens against transformers, in float32: largest difference "
-            f"{self.largest_difference:.2e}, mean KL {self.mean_kl:.2e} nats"
-        )
-
-
-def from_hf(source: str, destination: str, *, force: bool = False, verify: bool = False) -> Conversion:
+def from_hf(source: str | Path, destination: str | Path, *, force: bool = False, verify: bool = False) -> Conversion:
     """Converts a Hugging Face folder to jaxllm's format (weights/folder.py), with unchanged dtypes.
 
     It needs host memory for the largest tensor, and no JAX unless `verify` is set.
@@ -88,6 +42,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
       ConfigError: the source is damaged or not a network that jaxllm supports, or the destination exists or cannot be
         written.
     """
+    source, destination = str(source), str(destination)
     require_new(destination, force)
     if verify:
         require_transformers()
@@ -111,7 +66,7 @@ def from_hf(source: str, destination: str, *, force: bool = False, verify: bool 
     layout = in_files(tensors, "weights")
     moves = _moves_in(folder)
     with new_folder(destination, total_bytes(layout), force) as aside:
-        stream(moves, layout, aside, bar="from Hugging Face")
+        stream(moves, layout, aside, "from Hugging Face")
         # What jaxllm's parameters do not contain, for the conversion back.
         ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
         differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
@@ -174,7 +129,7 @@ def to_hf(
     moves, tensors = _moves_out(folder, wanted)
     layout = in_files(_in_their_order(folder, tensors), "model", largest_file)
     with new_folder(destination, total_bytes(layout), force) as aside:
-        stream(moves, layout, aside, partial(new_file, metadata=FOR_TORCH), bar="to Hugging Face")
+        stream(moves, layout, aside, "to Hugging Face", partial(new_file, metadata=FOR_TORCH))
         if len(layout) > 1:
             homes = {tensor: file for file, inside in layout.items() for tensor in inside}
             index = {"metadata": {"total_size": total_bytes(layout)}, "weight_map": homes}

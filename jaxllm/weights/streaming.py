@@ -10,7 +10,6 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,51 @@ class Move:
     """First element of the target tensor to write."""
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """Result of a conversion."""
+
+    source: str
+    destination: str
+    tensors: int
+    """Number of Hugging Face's tensors. Each was read once and compared once."""
+    nbytes: int
+    """Bytes of weights written."""
+    dtypes: set[str]
+    files: int
+    dropped: tuple[str, ...] = ()
+    agreement: Agreement | None = None
+
+    def lines(self) -> list[str]:
+        """Text lines for the terminal."""
+        files = f"{self.files} files" if self.files > 1 else "1 file"
+        lines = [
+            f"converted {self.source} to {self.destination}: {self.tensors:,} tensors, {self.nbytes:,} bytes of "
+            f"{' and '.join(sorted(self.dtypes))} in {files}",
+            "every tensor was read back, and its checksum is the source's",
+        ]
+        if self.dropped:
+            lines.append(f"dropped {len(self.dropped)} buffers such as {self.dropped[0]}: they follow from the config")
+        return lines + ([] if self.agreement is None else [self.agreement.line])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Comparison of the logits of transformers and jaxllm for the same tokens, in float32."""
+
+    largest_difference: float
+    mean_kl: float
+    """KL divergence of jaxllm's distribution from that of transformers, in nats per position."""
+    tokens: int
+
+    @property
+    def line(self) -> str:
+        return (
+            f"logits of {self.tokens} tokens against transformers, in float32: largest difference "
+            f"{self.largest_difference:.2e}, mean KL {self.mean_kl:.2e} nats"
+        )
+
+
 def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
@@ -75,7 +119,7 @@ def in_files(tensors: Described, stem: str, largest: int = LARGEST_FILE) -> Layo
     return dict(zip(names, groups, strict=True))
 
 
-def stream(moves: Sequence[Move], layout: Layout, folder: Path, create: Create = new_file, bar: str | None = None) -> None:
+def stream(moves: Sequence[Move], layout: Layout, folder: Path, bar: str, create: Create = new_file) -> None:
     """Writes the files of `layout` into `folder`, reads them again and compares.
 
     Args:
@@ -90,7 +134,7 @@ def stream(moves: Sequence[Move], layout: Layout, folder: Path, create: Create =
     for name, tensors in layout.items():
         targets |= create(folder / name, tensors)
     sizes, sums = [move.source.size * move.source.dtype.itemsize for move in moves], []
-    with nullcontext(lambda count: None) if bar is None else bytes_bar(bar, 2 * sum(sizes)) as advance:
+    with bytes_bar(bar, 2 * sum(sizes)) as advance:
         for move, size in zip(moves, sizes, strict=True):
             sums.append(_move(move, targets[move.target]))
             advance(size)

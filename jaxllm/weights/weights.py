@@ -35,7 +35,7 @@ from jaxllm.weights.read_weights import load_params
 from jaxllm.weights.safetensors import CODES, DTYPES
 from jaxllm.weights.staging import companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.stored_models import copied
-from jaxllm.weights.streaming import Move, describe_model, in_files, stream, total_bytes
+from jaxllm.weights.streaming import Conversion, Move, describe_model, in_files, stream, total_bytes
 
 ADAPTER = "--adapter"
 MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps")
@@ -351,7 +351,7 @@ def export(
     dtype: str = "float32",
     force: bool = False,
     adapters: Sequence[str] = (),
-) -> WeightsSource:
+) -> Conversion:
     """Exports the weights of a run directory or checkpoint into jaxllm's own format, one parameter at a time. It needs host
     memory for the largest parameter with all its layers, independent of the mesh in training.
 
@@ -376,11 +376,11 @@ def export(
             moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, layer * elements.size))
     layout = in_files(tensors, "weights")
     with new_folder(destination, total_bytes(layout), force) as aside:
-        stream(moves, layout, aside)
+        stream(moves, layout, aside, "to jaxllm")
         more = {"sequence_length": folder.sequence_length, "trained_on_bytes": folder.trained_on_bytes}
         (aside / MODEL).write_text(describe_model(folder.model, source.description, numpy_dtype, layout, more))
         copy_companions(folder.companions, aside / TOKENIZER)
-    return source
+    return Conversion(source.description, destination, len(moves), total_bytes(layout), {dtype}, len(layout))
 
 
 def dtype_named(name: str) -> np.dtype:

@@ -73,7 +73,7 @@ def test_a_checkpoint_is_exported_by_its_path(run, command, tmp_path):
 
 def test_an_option_of_another_format_is_refused(run, command, tmp_path):
     code, _, error = command("export", run, tmp_path / "x", "--to", "torch")
-    assert (code, error) == (2, "jaxllm: --to=torch is not one of the choices: use jaxllm, hf or gguf.\n")
+    assert (code, error) == (2, "jaxllm: --to=torch is not one of the choices: use jaxllm, hf, peft, gguf.\n")
     for option in (["--verify"], ["--max-shard-size", "1GB"], ["--max-position", "9"]):
         code, _, error = command("export", run, tmp_path / "x", *option)
         assert code == 2

@@ -308,14 +308,14 @@ def test_a_run_on_bytes_becomes_a_file(tiny_config, command, tmp_path, capsys):
         code, _, error = command(run, tmp_path / "x.gguf", *option)
         assert (code, error) == (
             2,
-            "jaxllm: --verify and --max-shard-size are for Hugging Face folders: add --to hf.\n",
+            f"jaxllm: {option[0]} has no effect with --to gguf: add --to hf, or leave it out.\n",
         )
     (run / "file").touch()
     assert command(run, run, "--force")[2] == f"jaxllm: {run} exists already and is not a file: choose another.\n"
 
 
 def test_without_the_library_it_says_so(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxllm.cli.models.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxllm.weights.export.find_spec", lambda name: None)
     assert command(tmp_path, tmp_path / "x.gguf") == (
         2,
         "",
