@@ -161,7 +161,7 @@ def train(
     batches = [batch_of(trainer, number) for number in range(step.BATCHES)]
     with mock.patch.object(xla_flags, "compile_options", with_more):
         launch, compile_s, _ = step.our_side(trainer, batches)
-    hlo = trainer.compiled.as_text() if traced or keep else ""
+    hlo = trainer.programs.current.as_text() if traced or keep else ""
     if keep:
         Path(f"{keep}.hlo.gz").write_bytes(gzip.compress(hlo.encode()))
     tell(
@@ -169,7 +169,7 @@ def train(
         attention=trainer.programs.functions.attention,
         compile_s=compile_s,
         estimate_bytes=estimate.peak_bytes,
-        compiled_bytes=total_bytes(trainer.compiled.memory_analysis()),
+        compiled_bytes=total_bytes(trainer.programs.current.memory_analysis()),
     )
     first_loss, times_s = time_steps(tell, launch, steps)
     in_use = peak_bytes(device)

@@ -73,7 +73,7 @@ def run_here(overrides: Sequence[str], steps: int) -> dict[str, Any]:
             trainer.compile_step(trainer.train_batch(0))
         device = jax.local_devices()[0]
         stats = device.memory_stats() or {}
-        compiled = trainer.compiled.memory_analysis()
+        compiled = trainer.programs.current.memory_analysis()
         estimate = estimate_memory(trainer.config, gpu_from_device_kind(device.device_kind))
         trainer.close()
     return {

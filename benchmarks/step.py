@@ -182,7 +182,7 @@ def our_side(trainer: Any, batches: list[Any]) -> tuple[Launch, float, int]:
     with jax.set_mesh(trainer.mesh):
         # Compiled as a run does, with the options for its kind of GPU.
         trainer.compile_step(batches[0])
-    compiled = trainer.compiled
+    compiled = trainer.programs.current
 
     def launch(number: int) -> Any:
         with jax.set_mesh(trainer.mesh):

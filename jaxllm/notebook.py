@@ -30,6 +30,7 @@ def register() -> None:
         formatter.for_type_by_name("jaxllm.plan.plan_result", "Plan", plan_html)
         formatter.for_type_by_name("jaxllm.compile.inspect", "Report", report_html)
         formatter.for_type_by_name("jaxllm.compile.report", "CompileReport", report_html)
+        formatter.for_type_by_name("jaxllm.run.trainer", "Trainer", trainer_html)
         if "jax" in sys.modules:
             from jax.sharding import Mesh
 
@@ -61,6 +62,13 @@ def plan_html(plan: Any) -> str:
     from jaxllm.plan.search_text import as_html
 
     return as_html(plan)
+
+
+def trainer_html(trainer: Any) -> str:
+    """Its step, and what `fit` prints before the first one."""
+    from jaxllm.run.messages import header
+
+    return preformatted("\n".join([f"step {trainer.step} of {trainer.config.train.steps}", *header(trainer)]))
 
 
 def report_html(report: Any) -> str:

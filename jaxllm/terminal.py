@@ -130,8 +130,9 @@ def saying(what: Callable[[], str | None]) -> Iterator[None]:
     def say() -> None:
         while not over.wait(QUIET_S):
             if sentence := what():
-                # Through sys.stderr, which a bar redirects. This thread may hang there, as no other one waits for it.
-                print(f"jaxllm: {safe_to_print(sentence)}", file=sys.stderr, flush=True)
+                # Through sys.stderr, which a bar redirects. It may hang there, or have no reader: no other thread waits for it.
+                with suppress(OSError, ValueError):
+                    print(f"jaxllm: {safe_to_print(sentence)}", file=sys.stderr, flush=True)
 
     threading.Thread(target=say, daemon=True).start()
     try:

@@ -86,6 +86,7 @@ def test_a_kernel_learns_how_to_show_a_mesh(monkeypatch):
         (Plan.__module__, Plan.__qualname__): notebook.plan_html,
         (Report.__module__, Report.__qualname__): notebook.report_html,
         (CompileReport.__module__, CompileReport.__qualname__): notebook.report_html,
+        (api.Trainer.__module__, api.Trainer.__qualname__): notebook.trainer_html,
     }
 
 

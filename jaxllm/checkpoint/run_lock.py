@@ -8,13 +8,8 @@ reads the token back (fencing) before it writes anything that the next run will 
 metrics (`require`). If it finds another token, or none because the other run may have ended by then, it prints a message, exits
 with exit_codes.LOST and writes nothing.
 
-A start takes the directory over from a holder
-
-  - of the same launch with a lower attempt: whatever restarted the run has given that attempt up;
-  - whose process has ended, where this machine can tell;
-  - that was silent for SILENT_S by the clock of the start: clocks of two hosts are not compared;
-
-and is refused otherwise. The heartbeat goes through an open file, which a takeover replaces under its name: a run that has lost
+docs/checkpoints.md says from whom a start takes the directory over. SILENT_S count by the clock of the start, as clocks of two hosts
+are not compared. The heartbeat goes through an open file, which a takeover replaces under its name: a run that has lost
 the directory can no longer touch the file of the new holder.
 
 One gap remains: a process that freezes between reading its token and the rename or line that follows, and resumes after another

@@ -1,15 +1,11 @@
 """Reads the rank, world size and coordinator of this process from the environment that its launcher sets. No JAX, no network.
 
-jaxllm's own variables work with any launcher, and take precedence over the launcher's:
+jaxllm's own variables (docs/launch.md has the others) work with any launcher, and take precedence over the launcher's:
 
     JAXLLM_COORDINATOR      host:port of process 0, the same everywhere
     JAXLLM_NUM_PROCESSES    number of processes; 1: this process is a run of its own, whatever the launcher sets
     JAXLLM_PROCESS_ID       rank of this process, from 0
     JAXLLM_HOSTS            optional: host of each process by rank, divided by commas, for launch.least_hosts
-    JAXLLM_START_TIMEOUT_S  optional: seconds to wait for the others; default 300
-    JAXLLM_SECRET           optional: the same on all processes; those that lack it are turned away (cluster/socket_messages.py)
-    JAXLLM_SECRET_FILE      instead: a file of mode 600 with it
-    JAXLLM_BIND             optional: the address or name of its host at which process 0 listens; 0.0.0.0: all addresses
 
 Launchers set variables of their own (launcher_table.py): rank and number of processes, and some the host of process 0. If
 several launchers started this process, one inside the other, the nearest counts: the first in the table. Variables that are

@@ -24,7 +24,7 @@ from typing import Any
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.display import readable
-from jaxllm.plan.fastest_remat import CONFIGURATION, Progress
+from jaxllm.plan.fastest_remat import CONFIGURATION, Progress, silent
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def confirm(
     compile_candidate: Compile,
     start: Callable[[], Executor] = InlineExecutor,
     workers: int = 1,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Plan:
     """Compiles the best candidates until `count` of them fit into the capacity and into a GPU's share of host memory by XLA's
     own bytes. Candidates that do not fit or do not compile move to the rejected, and the next best ones replace them, up to
@@ -113,7 +113,7 @@ class _Compilations:
     compile_candidate: Compile
     start: Callable[[], Executor]
     workers: int
-    progress: Progress | None
+    progress: Progress
     confirmed: dict[int, Compiled] = field(default_factory=dict)
     refused: dict[int, tuple[str, str]] = field(default_factory=dict)
     """(reason, example)."""
@@ -142,9 +142,8 @@ class _Compilations:
                     waiting.extendleft(sorted(broken, reverse=True))
                     tried -= len(broken)
                 self.executor, self.workers = self.start(), 1
-            if self.progress is not None:
-                total = max(len(self.confirmed), min(self.count, len(self.plan.candidates)))
-                self.progress("compiled", len(self.confirmed), total)
+            total = max(len(self.confirmed), min(self.count, len(self.plan.candidates)))
+            self.progress("compiled", len(self.confirmed), total)
 
     def _ended(self, future: Future, number: int) -> int | None:
         """Sorts a candidate's result in; its number if the executor broke."""

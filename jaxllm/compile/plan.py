@@ -16,7 +16,7 @@ from jaxllm.compile.confirm import compiler, confirm, processes
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
-from jaxllm.plan.fastest_remat import Progress
+from jaxllm.plan.fastest_remat import Progress, silent
 from jaxllm.plan.plan_result import Plan
 from jaxllm.plan.quote import Quote, Terms, interruptions, quote
 from jaxllm.plan.search import SearchOptions, best_with_fp8, search, why_nothing
@@ -34,7 +34,7 @@ def plan(
     objective: Objective = "speed",
     cache: Path | None = None,
     workers: int = 2,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     **rules: Any,
 ) -> Plan:
     """Searches pipe x data x context x tensor x ZeRO x microbatch x schedule x remat x offload_state for the
@@ -54,10 +54,7 @@ def plan(
         any config fits; microbatch: the largest. Ties go to the fastest.
       cache: folder of compile reports, read and extended.
       workers: compilations at the same time; each uses one core most of the time.
-      rules: fields of SearchOptions. keep: settings that stay as the config has them: any of pipe, data, context, tensor, zero,
-        schedule, remat, microbatch_sequences, offload_state. across_hosts: whether context x tensor may cross
-        hosts; None: only if nothing fits otherwise. host_bytes_per_gpu: limit of host memory for offloading; None: the GPU's
-        share of its host's.
+      rules: fields of SearchOptions, such as keep: settings that stay as the config has them (space.KEEPABLE).
 
     Raises:
       ConfigError: nothing fits (with the cheapest change that would), or an argument is invalid.
@@ -133,7 +130,7 @@ def outcome(
     terms: Terms = Terms(),
     sweep: str | None = None,
     cache: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     **rules: Any,
 ) -> Outcome:
     """The plan of plan(), which has the other arguments, the quote for its winner, and the sweep.
@@ -168,7 +165,7 @@ def outcome(
     return Outcome(result, objective, objective_line(objective, config, most), offer, swept)
 
 
-def _confirmed(result: Plan, count: int, cache: Path | None, workers: int, progress: Progress | None) -> Plan:
+def _confirmed(result: Plan, count: int, cache: Path | None, workers: int, progress: Progress) -> Plan:
     from jaxllm.compile.aot import require_compiler
 
     try:

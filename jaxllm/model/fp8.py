@@ -14,13 +14,8 @@ only up to a bit of range, and a block's tensors need little range.
 
 The API is public: `lax.dot_general` takes FP8 arrays, and XLA makes the multiplication by the inverse scales the matmul's
 epilogue. XLA times Triton's kernel and cuBLASLt's (`__cublas$lt$matmul$f8`) and takes the faster one; with Triton disabled it
-takes cuBLASLt for all three. The other patterns, as compiled for a H100 with JAX 0.10.2:
-
-    arrays cast back to bfloat16, scaled and multiplied (Flax's fake quantisation): without a device to time on, XLA fuses the
-    casts with the rounding and multiplies bfloat16: correct numbers, no gain. So here the operands of the dot are FP8;
-    jax.nn.scaled_matmul and scaled_dot_general (MXFP8): one scale per block of 32, which only Blackwell multiplies. Each array
-    is rounded twice, along two dims, which takes longer (benchmarks/RESULTS.md, "FP8, by kernel account");
-    Flax's Fp8DirectDotGeneralOp: as here, with delayed scaling, whose history is a variable that the backward pass overwrites.
+takes cuBLASLt for all three. Patterns that are slower: benchmarks/RESULTS.md,
+"FP8, by kernel account".
 
 Every rank of a mesh scales its own parts (parallel/kernels.py), so that no maximum is sent. Losses on two meshes therefore
 differ by FP8's rounding, not by float32's.

@@ -47,6 +47,9 @@ Progress = Callable[[str, int, int], None]
 """Called with (description of the work, amount done, total amount)."""
 
 
+def silent(*_: object) -> None: ...
+
+
 @dataclass(frozen=True)
 class SearchOptions:
     """Choices and limits of a search."""
@@ -70,7 +73,7 @@ class SearchOptions:
     slower than `best` others even with nothing recomputed."""
     best: int = 100
     """Number of candidates that are the fastest by the step-time model; the others are some of those that fit."""
-    progress: Progress | None = None
+    progress: Progress = silent
 
     def reaches(self) -> tuple[bool, ...]:
         """Values of `across_hosts` to try in turn."""

@@ -26,7 +26,7 @@ from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable
-from jaxllm.plan.fastest_remat import CONFIGURATION, HOST_FULL, MESH, Fitting, SearchOptions, Trial, ways
+from jaxllm.plan.fastest_remat import CONFIGURATION, HOST_FULL, MESH, Fitting, SearchOptions, Trial, silent, ways
 from jaxllm.plan.plan_result import TIE_SHARE, Candidate, Plan, ranked
 from jaxllm.plan.space import BEYOND_HOST, UNEVEN, Group, Mesh, data_ranks, groups, meshes, why_not
 
@@ -113,8 +113,7 @@ class _Run:
                 self.fitting.tally.add(MESH, reason or KEPT_AWAY, 1, str(mesh))
             for group in left:
                 found += self._of_group(group)
-            if self.options.progress is not None:
-                self.options.progress("meshes", self.meshes, len(every))
+            self.options.progress("meshes", self.meshes, len(every))
 
         def key(trial: Trial) -> tuple:
             # Of the same least time those with less on the host first.
@@ -147,7 +146,7 @@ class _Run:
     def rank(self, trials: list[Trial]) -> None:
         """Finds the candidates among trials, which are in the order of their keys. The others are counted."""
         for number, trial in enumerate(trials):
-            if self.options.progress is not None and (number % SHOWN == 0 or number + 1 == len(trials)):
+            if number % SHOWN == 0 or number + 1 == len(trials):
                 self.options.progress("configurations", number + 1, len(trials))
             base = (trial.group, trial.microbatch_sequences)
             if self._is_slower(trial):
@@ -194,7 +193,7 @@ def best_with_fp8(plan: Plan, options: SearchOptions = SearchOptions()) -> Candi
     if model.multiplies_fp8 or plan.gpu.chip.compute_capability < FIRST_WITH["fp8"]:
         return None
     config = plan.config.model_copy(update={"model": model.model_copy(update={"matmul_dtype": "fp8"})})
-    found = search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1, progress=None))
+    found = search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1, progress=silent))
     if found.interrupted:
         raise KeyboardInterrupt
     return next(iter(found.candidates), None)

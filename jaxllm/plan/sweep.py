@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -14,7 +13,7 @@ from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import gpus_beside
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of
 from jaxllm.plan.cost import DAY_S
-from jaxllm.plan.fastest_remat import Progress
+from jaxllm.plan.fastest_remat import silent
 from jaxllm.plan.plan_result import Candidate, Plan, ranked
 from jaxllm.plan.search import SearchOptions, any_fits, search, why_nothing
 
@@ -86,13 +85,12 @@ def sweep_gpus(
     Args:
       known: a plan of the same config and options, confirmed or not, to use for its number of GPUs.
     """
-    of_known, fastest = {} if known is None else {known.gpus: known}, replace(options, best=1, progress=None)
+    of_known, fastest = {} if known is None else {known.gpus: known}, replace(options, best=1, progress=silent)
     plans, counts = [], sorted({*_doubling(gpus, config), *of_known})
     for number, count in enumerate(counts):
         host = host_size(count, gpus_per_host, config)
         plans.append(of_known.get(count) or search(config, gpu, count, host, fastest))
-        if options.progress is not None:
-            options.progress("numbers of GPUs", number + 1, len(counts))
+        options.progress("numbers of GPUs", number + 1, len(counts))
         if plans[-1].interrupted:
             break
     return sweep_of(plans, tokens)
@@ -156,10 +154,11 @@ def smallest_cluster(
       ConfigError: nothing fits on any of them.
       KeyboardInterrupt: interrupted before one was found.
     """
-    made = _reporting("numbers of GPUs", options.progress)
 
     def fits(count: int, left: int) -> bool:
-        return made(any_fits(config, gpu, count, host_size(count, gpus_per_host, config), options), left)
+        found = any_fits(config, gpu, count, host_size(count, gpus_per_host, config), options)
+        options.progress("numbers of GPUs", len(counts) - left, len(counts))
+        return found
 
     counts, replicas = _doubling(gpus, config), config.parallel.replica
     enough = next((count for number, count in enumerate(counts, 1) if fits(count, len(counts) - number)), None)
@@ -191,14 +190,16 @@ def longest_sequence(
       ConfigError: not even the shortest fits.
       KeyboardInterrupt: interrupted before one was found.
     """
-    made = _reporting("sequence lengths", options.progress)
+    tries = itertools.count(1)
     start, unit = config.train.sequence_length, length_unit(config)
 
     def of(units: int) -> Config:
         return config.model_copy(update={"train": config.train.model_copy(update={"sequence_length": units * unit})})
 
     def fits(units: int, left: int) -> bool:
-        return made(any_fits(of(units), gpu, gpus, gpus_per_host, options), left)
+        found = any_fits(of(units), gpu, gpus, gpus_per_host, options)
+        options.progress("sequence lengths", number := next(tries), number + left)
+        return found
 
     low = start // unit
     while low and not fits(low, low.bit_length() - 1):
@@ -238,18 +239,6 @@ def objective_line(objective: Objective, config: Config, gpus: int) -> str:
         "sequence": f"The longest sequence that fits, in multiples of {length_unit(config):,}, and the fastest of it",
         "microbatch": "The largest microbatch that fits, and the fastest with it",
     }[objective]
-
-
-def _reporting(what: str, progress: Progress | None) -> Callable[[bool, int], bool]:
-    """A function that reports a try, after which about `left` more follow, and returns its result."""
-    done = itertools.count(1)
-
-    def made(fits: bool, left: int) -> bool:
-        if progress is not None:
-            progress(what, number := next(done), number + left)
-        return fits
-
-    return made
 
 
 def host_size(gpus: int, gpus_per_host: int | None, config: Config) -> int | None:

@@ -139,7 +139,7 @@ def out_of_memory_lines(error: BaseException, config: Config, trainer: Any) -> l
     trainer: None before it exists."""
     device = jax.local_devices()[0]
     config = config.resolve(jax.device_count()) if trainer is None else trainer.config
-    compiled = None if trainer is None else trainer.compiled
+    compiled = None if trainer is None else trainer.programs.current
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
     compiled_bytes = None if compiled is None else total_bytes(compiled.memory_analysis())

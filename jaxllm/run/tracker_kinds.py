@@ -263,10 +263,8 @@ class MLflow(Kind):
 
 class Gauges(Kind):
     """Writes the newest value of each metric to a file for the textfile collector of Prometheus's node exporter, atomically
-    (github.com/prometheus/node_exporter, Textfile Collector): jaxllm_loss{run="/path/of/run.dir"} 2.5.
-
-    The part of a name after a slash, such as the source of eval_loss/wiki, is the label `part`. So the number of series is that
-    of the keys of metrics.jsonl, whatever the length of a run.
+    (github.com/prometheus/node_exporter, Textfile Collector): jaxllm_loss{run="/path/of/run.dir"} 2.5. What follows a slash in
+    a name, as in eval_loss/wiki, is the label `part`.
     """
 
     name, stem = "log.prometheus_file", "prometheus"

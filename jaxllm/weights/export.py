@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import ConfigError
-from jaxllm.weights.hf_convert import from_hf as convert
+from jaxllm.weights.hf_convert import from_hf
 from jaxllm.weights.streaming import Conversion
 
-__all__ = ["convert", "export"]
-
+convert = from_hf
 WRITERS = {
     "jaxllm": ("weights", "export"),
     "hf": ("hf_convert", "to_hf"),

@@ -188,7 +188,7 @@ def _load(source: WeightsSource, config: Config, devices: list[jax.Device], foll
         size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         require_host_memory(size_bytes * jax.local_device_count() // jax.device_count(), f"The weights of {source.description}")
     outline = source.outline
-    with saying(lambda: f"still reading {outline.description}"):
+    with saying(lambda: f"still reading {outline.description}" if jax.process_index() == 0 else None):
         params = read_weights(source, like, functions.table)
     return LoadedModel(config, mesh, functions, params, outline.tokenizer, outline.generation, outline.description)
 

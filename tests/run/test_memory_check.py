@@ -210,7 +210,7 @@ def test_advice_has_both_figures_and_what_would_take_less(tiny_config, monkeypat
     monkeypatch.setattr(jax, "local_devices", lambda: [holding(capacity)])
     first, *rest = out_of_memory_lines(jax.errors.JaxRuntimeError(EXHAUSTED), trainer.config, trainer)
     estimate = estimate_memory(trainer.config)
-    compiled = total_bytes(trainer.compiled.memory_analysis())
+    compiled = total_bytes(trainer.programs.current.memory_analysis())
     assert first.startswith("A device ran out of memory in step 1: ")
     text = "\n".join(rest)
     assert f"by the estimate       {readable(estimate.peak_bytes)}, {estimate.peak_bytes / capacity:.1%} of 1.0 GiB" in text

@@ -17,6 +17,7 @@ import jaxllm
 from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.config import ConfigError
 from jaxllm.json_lines import read_lines
+from jaxllm.notebook import trainer_html
 from jaxllm.run.evaluation import has_evaluation
 from jaxllm.run.loop import fit
 from jaxllm.run.metrics import JsonLines
@@ -40,7 +41,10 @@ def test_metrics_hold_what_the_contract_names(finished):
     assert [r["step"] for r in steps] == [1, 2, 3, 4]
     assert [r["tokens"] for r in steps] == [128, 256, 384, 512]
     for r in steps:
-        assert set(r) >= {"step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s_per_device"}
+        assert set(r) >= {"step", "tokens", "loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s_per_device"}
+        assert r["step_s"] * r["tokens_per_s_per_device"] * 8 == pytest.approx(128)
+        # There is no peak to compare a CPU with.
+        assert not {"mfu", "tflops_per_gpu"} & set(r)
         assert all(math.isfinite(value) for value in r.values())
     evaluations = [r for r in records(folder) if "eval_loss" in r]
     assert [r["step"] for r in evaluations] == [2, 4]
@@ -166,6 +170,32 @@ def test_ctrl_c_leaves_a_whole_step_and_loses_no_sample(finished, tiny_config):
     train(2)
     trainer.close()
     assert losses == {r["step"]: r["loss"] for r in records(folder) if "loss" in r}
+
+
+def test_a_saved_trainer_is_a_run_that_resumes_and_is_exported(finished, tiny_config, tmp_path):
+    trainer, folder = finished
+    state, saved = jax.device_get(trainer.state), tmp_path / "saved"
+    trainer.save(saved)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(saved))} holds a run: give the name of a new folder"):
+        trainer.save(saved)
+    assert jaxllm.load_config(saved / "config.yaml").run.dir == str(saved)
+    resumed = fit(tiny_config(*EIGHT, f"run.dir={saved}"))
+    assert resumed.step == 4
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), state)
+    for source in (folder, saved):
+        jaxllm.export(source, tmp_path / f"hf-{source.name}", "hf")
+    files = [(tmp_path / f"hf-{name}" / "model.safetensors").read_bytes() for name in (folder.name, "saved")]
+    assert files[0] == files[1]
+    with pytest.raises(ConfigError, match=r"--max-position has no effect with --to jaxllm: add --to hf"):
+        jaxllm.export(saved, tmp_path / "x", "jaxllm", max_position=9)
+    jaxllm.convert(tmp_path / "hf-saved", tmp_path / "ours")
+    assert jaxllm.load_model(tmp_path / "ours").head_matrix().shape[0] == 256
+
+
+def test_a_notebook_shows_a_trainers_step_and_its_header(finished):
+    shown = trainer_html(finished[0])
+    assert shown.startswith("<pre")
+    assert "step 4 of 4\n8 cpu devices; mesh pipe 1, data 8" in shown
 
 
 def test_held_out_loss_is_per_byte_over_all_held_out_bytes(finished):

@@ -85,14 +85,14 @@ def test_a_step_that_is_not_finite_changes_nothing_anywhere(tiny_config, mesh):
     with jax.set_mesh(trainer.mesh):
         trainer.compile_step(batches[0])
         # Moments that are not zero, so that a change would show.
-        state, metrics = trainer.compiled(trainer.state, batches[0])
+        state, metrics = trainer.programs.current(trainer.state, batches[0])
         assert not metrics["skipped"]
         before = copies((state.params, state.opt_state))
-        state, metrics = trainer.compiled(state, batches[1])
+        state, metrics = trainer.programs.current(state, batches[1])
         assert metrics["skipped"]
         assert np.isnan(metrics["loss"])
         after = copies((state.params, state.opt_state))
-        state, metrics = trainer.compiled(state, batches[2])
+        state, metrics = trainer.programs.current(state, batches[2])
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert not metrics["skipped"]
     assert np.isfinite(metrics["loss"])
