@@ -8,8 +8,8 @@ reads the token back (fencing) before it writes anything that the next run will 
 metrics (`require`). If it finds another token, or none because the other run may have ended by then, it prints a message, exits
 with exit_codes.LOST and writes nothing.
 
-docs/checkpoints.md says from whom a start takes the directory over. SILENT_S count by the clock of the start, as clocks of two hosts
-are not compared. The heartbeat goes through an open file, which a takeover replaces under its name: a run that has lost
+docs/checkpoints.md says from whom a start takes the directory over. SILENT_S count by the clock of the start, as clocks of two
+hosts are not compared. The heartbeat goes through an open file, which a takeover replaces under its name: a run that has lost
 the directory can no longer touch the file of the new holder.
 
 One gap remains: a process that freezes between reading its token and the rename or line that follows, and resumes after another
