@@ -235,7 +235,7 @@ def test_advice_takes_less_by_as_much_as_xla_takes_more(tiny_config, monkeypatch
             argument_size_in_bytes, output_size_in_bytes, alias_size_in_bytes, temp_size_in_bytes = 3 * peak, 0, 0, 0
 
     class Trained:
-        compiled, step = Compiled, 1
+        programs, step = SimpleNamespace(current=Compiled), 1
 
     Trained.config = config.resolve(8)
     capacity = 2 * peak
