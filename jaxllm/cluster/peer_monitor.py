@@ -197,8 +197,7 @@ class PeerMonitor:
     def close_gracefully(self) -> None:
         """Tells the others that this process is done, so that its closed connection does not count as a loss."""
         with self._lock:
-            for link in list(self._links):
-                link.send_now(bye=True)
+            self._send_all(bye=True)
 
     def name(self, rank: int | None = None) -> str:
         """Name such as "process 3 on h3"; of this process by default."""
@@ -270,20 +269,19 @@ class PeerMonitor:
             time.sleep(min(left_s, 0.05))
         if self._failing:
             # The main thread or the watchdog prints its own message and exits; here only the others' exits are watched.
-            self._wait_for_disconnects(LEAVE_S)
-            return
+            return self._wait_for_disconnects()
         self._print(notice.sentence)
         if notice.stuck:
             if where := self.status_by_process():
                 self._print(where)
             progress.show_stacks()
         if self.rank == 0:
-            self._wait_for_disconnects(LEAVE_S)
+            self._wait_for_disconnects()
         flush()
         self._end(notice.code)
 
-    def _wait_for_disconnects(self, limit_s: float) -> None:
-        until_s = time.monotonic() + limit_s
+    def _wait_for_disconnects(self) -> None:
+        until_s = time.monotonic() + LEAVE_S
         while self._links and not self._closed_by_us and time.monotonic() < until_s:
             for key, _ in self._selector.select(0.1):
                 if key.data.connection.receive() is None:
@@ -293,16 +291,13 @@ class PeerMonitor:
         if self.rank > 0:
             # Kept: when an error came from process 0's loss, this process has left its step by the time the loss is detected.
             self._seen[0] = seen = progress.now()
-            for link in list(self._links):
-                link.send_now(phase=seen.phase, step=seen.step, seconds=round(seen.seconds, 1))
-            return
+            return self._send_all(phase=seen.phase, step=seen.step, seconds=round(seen.seconds, 1))
         statuses = self._statuses()
         self.idle_s = round(min(one.seen.seconds for one in statuses), 1)
         others = [one for one in statuses if one.seen.phase != "step"]
         self.slowest = slowest = max(others, key=lambda one: one.seen.seconds, default=None)
         status = None if slowest is None else [slowest.rank, slowest.host, asdict(slowest.seen)]
-        for link in list(self._links):
-            link.send_now(slowest=status, idle_s=self.idle_s)
+        self._send_all(slowest=status, idle_s=self.idle_s)
 
     def _statuses(self) -> list[PeerStatus]:
         with self._lock:
@@ -376,7 +371,7 @@ class PeerMonitor:
                 return
             self._notice = notice
             if self.rank == 0:
-                self._broadcast(notice, but)
+                self._send_all(but, notice=asdict(notice))
         self._has_notice.set()
 
     def _send_notice(self, notice: StopNotice) -> None:
@@ -386,12 +381,12 @@ class PeerMonitor:
             if self.rank == 0 and self._notice is None:
                 self._notice = notice
                 self._has_notice.set()
-            self._broadcast(notice)
+            self._send_all(notice=asdict(notice))
 
-    def _broadcast(self, notice: StopNotice, but: Link | None = None) -> None:
+    def _send_all(self, but: Link | None = None, **message: Any) -> None:
         for link in list(self._links):
             if link is not but:
-                link.send_now(notice=asdict(notice))
+                link.send_now(**message)
 
     def _drop(self, link: Link) -> None:
         with self._lock:
