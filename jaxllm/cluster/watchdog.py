@@ -29,6 +29,7 @@ from jaxllm.config import RunConfig
 from jaxllm.terminal import flush, print_sentence
 
 LOOK_S = 1.0
+"""Between two checks."""
 BEAT_S = 1.0
 STATUS_AGE_S = 3.0
 STACKS_S = 1.0
@@ -41,18 +42,13 @@ class Watchdog:
 
     Args:
       monitor: returns the peer monitor; None while there is none.
-      end, look_s: for tests. `end` ends this process with a code; look_s is the seconds between two checks.
+      end: for tests. It ends this process with a code.
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        monitor: Callable[[], PeerMonitor | None] = lambda: None,
-        *,
-        end: Callable[[int], Any] | None = None,
-        look_s: float = LOOK_S,
+        self, run: RunConfig, monitor: Callable[[], PeerMonitor | None] = lambda: None, end: Callable[[int], Any] | None = None
     ):
-        self._run, self._monitor, self._end, self._look_s = run, monitor, end, look_s
+        self._run, self._monitor, self._end = run, monitor, end
         self._over = threading.Event()
         self._looked_s = self._awake_s = time.monotonic()
 
@@ -70,7 +66,7 @@ class Watchdog:
         # Restarted at each check, so it fires only while no Python runs. The limit is that of the slowest work: a process that
         # is stopped and resumed must not end because of it.
         no_python_s = max(self._run.stuck_min_s, self._run.phase_timeout_s)
-        while not self._over.wait(self._look_s):
+        while not self._over.wait(LOOK_S):
             if sys.__stderr__ is not None:
                 faulthandler.dump_traceback_later(no_python_s, exit=True, file=sys.__stderr__)
             if sentence := self.verdict():
@@ -78,9 +74,9 @@ class Watchdog:
                 return
 
     def verdict(self) -> str | None:
-        """The problem as a sentence; None if there is none. Called every `look_s` seconds."""
+        """The problem as a sentence; None if there is none. Called every LOOK_S seconds."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > 10 * self._look_s:
+        if now_s - self._looked_s > 10 * LOOK_S:
             # This thread stood still, so the whole process did (Ctrl-Z, for example): its phase has not taken that long.
             self._awake_s = now_s
         self._looked_s = now_s

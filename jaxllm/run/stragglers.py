@@ -66,13 +66,11 @@ class Stragglers:
       replica: gives Times.replica.
     """
 
-    def __init__(
-        self, printer: Callable[[str], None], every_s: float = LOOK_EVERY_S, replica: Callable[[], int | None] = lambda: None
-    ):
-        self._print, self._every_s, self._replica = printer, every_s, replica
+    def __init__(self, printer: Callable[[str], None], replica: Callable[[], int | None] = lambda: None):
+        self._print, self._replica = printer, replica
         self._board = distributed.Board()
         self._alone = jax.process_count() == 1
-        self._next_s = time.monotonic() + every_s
+        self._next_s = time.monotonic() + LOOK_EVERY_S
         self._probe_s: float | None = None
         self._reported_s: dict[int, float] = {}
 
@@ -80,7 +78,7 @@ class Stragglers:
         now_s = time.monotonic()
         if self._alone or now_s < self._next_s:
             return
-        self._next_s = now_s + self._every_s
+        self._next_s = now_s + LOOK_EVERY_S
         if (mine := usual_times(self._probe_s)) is not None:
             self._board.put(str(jax.process_index()), json.dumps(mine._replace(replica=self._replica())))
         if not distributed.is_main_process():

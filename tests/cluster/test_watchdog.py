@@ -227,9 +227,10 @@ def test_a_usual_step_is_not_stuck(tiny_config):
 
 def test_a_stuck_process_notifies_the_others_prints_its_stacks_and_ends(capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "STACKS_S", 0.0)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     codes, peers = deque(), monitor(None)
     run = RunConfig(stuck_min_s=0.05, phase_timeout_s=0.05)
-    with Watchdog(run, lambda: peers, end=codes.append, look_s=0.01), progress.phase("step"):
+    with Watchdog(run, lambda: peers, end=codes.append), progress.phase("step"):
         progress.at_step(5)
         deadline = time.monotonic() + 20
         while not codes:
@@ -243,9 +244,10 @@ def test_a_stuck_process_notifies_the_others_prints_its_stacks_and_ends(capfd, m
     assert list(codes) == [exit_codes.LOST]
 
 
-def test_a_process_that_makes_progress_continues():
+def test_a_process_that_makes_progress_continues(monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     codes = []
-    with Watchdog(RunConfig(stuck_min_s=0.5, phase_timeout_s=0.5), end=codes.append, look_s=0.01), progress.phase("step"):
+    with Watchdog(RunConfig(stuck_min_s=0.5, phase_timeout_s=0.5), end=codes.append), progress.phase("step"):
         for step in range(20):
             progress.at_step(step)
             time.sleep(0.05)
@@ -257,8 +259,9 @@ NO_PYTHON = """
 import ctypes
 import time
 from jaxllm.config import RunConfig
-from jaxllm.cluster.watchdog import Watchdog
-with Watchdog(RunConfig(stuck_min_s=5, phase_timeout_s=5), look_s=0.1):
+from jaxllm.cluster import watchdog
+watchdog.LOOK_S = 0.1
+with watchdog.Watchdog(RunConfig(stuck_min_s=5, phase_timeout_s=5)):
     time.sleep(0.3)
     {}
 """
@@ -281,7 +284,7 @@ def test_a_process_stuck_in_c_ends():
         out, err = ends[work]
         assert (processes[work].returncode, out) == (code, "")
         assert words in err
-        assert 'File "<string>", line 8 in <module>' in err
+        assert 'File "<string>", line 9 in <module>' in err
 
 
 @pytest.mark.parametrize("what", ["file", "read end", "nothing", "largest"])

@@ -124,6 +124,7 @@ def test_the_same_process_is_named_every_ten_minutes(said):
 
 def test_a_run_of_one_process_has_no_stragglers(monkeypatch):
     monkeypatch.setattr(stragglers, "straggler_sentences", lambda found: pytest.fail("looked"))
-    alone = Stragglers(pytest.fail, every_s=0)
+    monkeypatch.setattr(stragglers, "LOOK_EVERY_S", 0.0)
+    alone = Stragglers(pytest.fail)
     alone.look()
     alone.measure()
