@@ -205,14 +205,16 @@ def _process_info(
     gpus = None if cpu else visible_gpus()
     if gpus and chosen is not None:
         gpus = [gpus[index] for index in chosen if index < len(gpus)]
-    name = socket.gethostname()
+    name, boot = socket.gethostname(), ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ProcessInfo(
         launch.process_id,
         launch.num_processes,
         name,
         os.getpid(),
         {"jaxllm": jaxllm.__version__, "JAX": jax.__version__, "jaxlib": jaxlib.__version__, "jaxllm's code": code_hash()[:10]},
-        f"{name} {_boot_id()}",
+        f"{name} {boot}",
         # The dump folder may contain the host's name.
         [flag for flag in flags.split() if not flag.startswith("--xla_dump_")],
         launch_info.launch_id,
@@ -239,12 +241,6 @@ def code_hash() -> str:
     for file in sorted(folder.rglob("*.py")):
         found.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()
-
-
-def _boot_id() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def _device_choice(environ: MutableMapping[str, str]) -> list[int] | None:
