@@ -25,10 +25,10 @@ from rich.console import Console
 
 import jaxllm
 from jaxllm.compile.compare import compare, figures, render_comparison
-from jaxllm.compile.report import CompileReport, report_from_json
+from jaxllm.compile.report import CompileReport
 from jaxllm.config import ConfigError
 from jaxllm.machine import xla_flags
-from jaxllm.untrusted import RefusedInput, parse_json, read_bytes, reason_of, shown
+from jaxllm.untrusted import RefusedInput, checked, parse_json, read_bytes, reason_of, shown
 
 FLAGS = "XLA_FLAGS="
 _START = """
@@ -77,7 +77,7 @@ def read_report(file: Path) -> CompileReport:
 
 
 def _parsed(content: bytes) -> CompileReport:
-    report = report_from_json(parse_json(content, finite=False))
+    report = checked(parse_json(content, finite=False), CompileReport)
     try:
         figures(report)
     except OverflowError:

@@ -1,6 +1,6 @@
 """Reads XLA's buffer assignment from its dump: how much device memory a train step has in use at each of its instructions.
 
-    compiled = lowered.compile(compiler_options=options | dump_options(folder))
+    compiled = lowered.compile(compiler_options=options | {"xla_dump_to": folder})
     curve = read_dump(folder)
 
 XLA's public interface has a field for the assignment (memory_analysis().serialized_buffer_assignment_proto), which is empty for
@@ -38,11 +38,6 @@ class StepMemory:
         for phase, group in groupby(range(len(self.phases)), key=self.phases.__getitem__):
             same = list(group)
             yield phase, same[0], same[-1] + 1
-
-
-def dump_options(folder: str | Path) -> dict[str, str]:
-    """Extra compiler options that make XLA write its buffer assignment into a folder."""
-    return {"xla_dump_to": str(folder)}
 
 
 def read_dump(folder: str | Path) -> StepMemory:

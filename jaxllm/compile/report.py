@@ -203,11 +203,6 @@ class CompileReport:
         return asdict(self)
 
 
-def report_from_json(values: Any) -> CompileReport:
-    """The inverse of to_json. Keys that it does not know are left out. Raises RefusedInput for what is no report."""
-    return checked(values, CompileReport)
-
-
 def compile_report(
     config: Config,
     gpu: Gpu | None = None,
@@ -382,7 +377,7 @@ def cache_key(config: Config, gpu: Gpu, gpus: int, per_host: int, real_memory: b
 
 def _read(file: Path, because: str) -> CompileReport | None:
     try:
-        return replace(report_from_json(read_json(file, finite=False)), hosts_because=because, cached=True)
+        return replace(checked(read_json(file, finite=False), CompileReport), hosts_because=because, cached=True)
     except FileNotFoundError:
         return None
     except (OSError, RefusedInput) as error:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.cluster import distributed
 from jaxllm.compile import aot
-from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, StepMemory, dump_options, read_dump
+from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, StepMemory, read_dump
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import StageMemory
@@ -63,7 +63,7 @@ def compile_with_buffers(config: Config, gpu: Gpu, gpus_per_host: int) -> tuple[
     devices = aot.gpu_devices(config.devices // gpus_per_host, gpus_per_host, gpu)
     with tempfile.TemporaryDirectory() as folder:
         lowered = aot.trace_step(config, devices).lowered
-        options = aot.options_for(config, lowered, devices[0]) | dump_options(folder)
+        options = aot.options_for(config, lowered, devices[0]) | {"xla_dump_to": folder}
         compiled = lowered.compile(compiler_options=options)
         try:
             curve = read_dump(folder)

@@ -26,13 +26,14 @@ from jaxllm.compile import report as module
 from jaxllm.compile.aot import OLDEST, can_compile_for_gpus, compile_step, gpu_devices, trace_step
 from jaxllm.compile.hlo import origin
 from jaxllm.compile.jaxpr_flops import kernel_flops
-from jaxllm.compile.report import compile_report, report_from_json
+from jaxllm.compile.report import CompileReport, compile_report
 from jaxllm.compile.text import render
 from jaxllm.config import ConfigError, config_folder, load_config
 from jaxllm.cost_model.hardware import GPUS, find_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.machine import xla_flags
 from jaxllm.run.memory_check import total_bytes
+from jaxllm.untrusted import checked
 
 H100 = GPUS["h100-80gb"]
 RECIPE = {
@@ -311,7 +312,7 @@ def test_json_alone_and_from_the_cache(report, recipe, cache):
     assert contract | {"capacity_bytes", "fits", "compile_s", "collectives"} <= values.keys()
     assert values["cached"] is True
     assert values == json.loads(json.dumps({**report.to_json(), "cached": True}))
-    assert report_from_json(values) == dataclasses.replace(report, cached=True)
+    assert checked(values, CompileReport) == dataclasses.replace(report, cached=True)
     assert time.perf_counter() - started < 60
 
 

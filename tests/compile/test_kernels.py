@@ -19,7 +19,7 @@ from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.kernels import PARTS, Kernel, kernel_account, kernel_seconds, kernels, part_of
 from jaxllm.compile.overlap import by_kind, simulate_overlap
-from jaxllm.compile.report import compile_report, report_from_json
+from jaxllm.compile.report import CompileReport, compile_report
 from jaxllm.compile.text import render, render_kernels
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.remat_policy import policy_of
@@ -27,6 +27,7 @@ from jaxllm.cost_model.flops import attention_flops_per_token, layer_matmul_para
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.kernel_rates import kernel_rates
 from jaxllm.cost_model.step_time import estimate_step_time
+from jaxllm.untrusted import checked
 
 H100 = GPUS["h100-80gb"]
 needs_gpu_compiler = pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
@@ -443,7 +444,7 @@ def test_flops_of_each_part_are_those_of_the_closed_form(name):
     assert account.step_s == pytest.approx(sum(row.seconds for row in account.parts))
     flops = train_flops_per_token(model, S, causal=False) * config.step_tokens
     assert account.mfu_full_square == pytest.approx(flops / account.step_s / report.gpus / 989e12)
-    assert report_from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert checked(json.loads(json.dumps(report.to_json())), CompileReport) == report
     # What is left without a part moves next to nothing: 1.002% where JAX 0.12 selects the messages of a pipeline.
     assert sum(row.bytes for row in account.parts if row.part == "other") < 0.012 * sum(row.bytes for row in account.parts)
 

@@ -8,7 +8,7 @@ import pytest
 from tiny import SMALL_MODEL
 
 from jaxllm.compile.aot import can_compile_for_gpus
-from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, dump_options, read_dump, step_memory
+from jaxllm.compile.buffers import BACKWARD, FORWARD, UPDATE, read_dump, step_memory
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
@@ -226,7 +226,6 @@ def test_bytes_in_use_are_those_that_any_live_buffer_covers():
 def test_without_a_dump_there_is_no_curve(tmp_path):
     with pytest.raises(FileNotFoundError, match="No buffer assignment"):
         read_dump(tmp_path)
-    assert dump_options(tmp_path) == {"xla_dump_to": str(tmp_path)}
 
 
 @pytest.mark.usefixtures("needs_matplotlib")
