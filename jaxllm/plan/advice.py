@@ -200,8 +200,10 @@ def ladders(config: Config) -> Iterator[list[dict[str, Any]]]:
         yield [{"parallel.zero": zero}]
     more_on_host = OFFLOAD_STATES[OFFLOAD_STATES.index(p.offload_state) + 1 :]
     yield [{"parallel.offload_state": what} for what in more_on_host]
+    # The same devices with 2, 4, 8 ... times the ranks on one axis, taken from data.
+    factors = [2**power for power in range(1, int(p.data).bit_length()) if int(p.data) % 2**power == 0]
     for axis in ("tensor", "context", "pipe"):
-        yield list(_more_of(config, axis))
+        yield [{f"parallel.{axis}": getattr(p, axis) * n, "parallel.data": int(p.data) // n} for n in factors]
 
 
 def combinations(config: Config) -> Iterator[dict[str, Any]]:
@@ -237,14 +239,6 @@ def _everything(config: Config, factor: int, host_size: int | None) -> Iterator[
     yield more
     yield {**more, **savings}
     yield from ({**savings, **mesh} for mesh in _meshes(config, factor, host_size))
-
-
-def _more_of(config: Config, axis: str) -> Iterator[dict[str, Any]]:
-    """The same devices with 2, 4, 8 ... times the ranks on one axis, taken from data."""
-    size, data, factor = getattr(config.parallel, axis), int(config.parallel.data), 2
-    while data % factor == 0:
-        yield {f"parallel.{axis}": size * factor, "parallel.data": data // factor}
-        factor *= 2
 
 
 def _meshes(config: Config, factor: int, host_size: int | None) -> Iterator[dict[str, Any]]:
