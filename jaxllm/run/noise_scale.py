@@ -44,13 +44,15 @@ class NoiseScale:
     them.
 
     Args:
+      state: what `state` gave, to go on from; (): none, as of a checkpoint that has no measurement.
       window: effective number of estimates in the average; infinity: no lower limit of the weight.
     """
 
-    def __init__(self, window: float = WINDOW):
-        self._window, self._count = window, 0
+    def __init__(self, state: Sequence[float] = (), window: float = WINDOW):
+        numbers = state or [0.0] * 8
         # For (|g|^2, tr(S)): weighted mean and covariance; and the sum of squared weights, which sum to 1.
-        self._mean_2, self._covariance_22, self._squares = np.zeros(2), np.zeros((2, 2)), 0.0
+        self._window, self._count, self._squares = window, int(numbers[0]), numbers[1]
+        self._mean_2, self._covariance_22 = np.array(numbers[2:4]), np.array(numbers[4:8]).reshape(2, 2)
 
     def add(self, g2: float, s: float) -> None:
         """Adds one step's estimates. Values that are not finite are ignored."""
@@ -76,15 +78,6 @@ class NoiseScale:
     def state(self) -> list[float]:
         """The averages as numbers, which a checkpoint stores."""
         return [self._count, self._squares, *map(float, self._mean_2), *map(float, self._covariance_22.flat)]
-
-    @staticmethod
-    def of(state: Sequence[float]) -> NoiseScale:
-        """The averages that have this state; none for (), of a checkpoint that has no measurement."""
-        scale = NoiseScale()
-        if state:
-            scale._count, scale._squares = int(state[0]), state[1]
-            scale._mean_2, scale._covariance_22 = np.array(state[2:4]), np.array(state[4:8]).reshape(2, 2)
-        return scale
 
     @property
     def found(self) -> NoiseEstimate | None:

@@ -42,7 +42,7 @@ class StepMetrics:
     def __init__(self, config: Config, meta: Mapping[str, Any] | None = None):
         meta = meta or {}
         self.watch = Watch(config, meta.get("skipped_steps", 0))
-        self.noise = NoiseScale.of(meta.get("noise_scale", ()) if config.log.noise_scale_every is not None else ())
+        self.noise = NoiseScale(meta.get("noise_scale", ()) if config.log.noise_scale_every is not None else ())
         self._pending: Pending | None = None
         self._last_finish_s: float | None = None
 

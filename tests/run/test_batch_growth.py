@@ -86,7 +86,7 @@ def test_averages_that_went_through_a_file_go_on_alike():
     before, whole = NoiseScale(), NoiseScale()
     for step in range(40):
         if step == 17:
-            before = NoiseScale.of(json.loads(json.dumps(before.state())))
+            before = NoiseScale(json.loads(json.dumps(before.state())))
         values = rng.normal(1.0, 0.3), rng.normal(500.0, 90.0)
         before.add(*values)
         whole.add(*values)
