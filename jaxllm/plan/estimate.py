@@ -181,7 +181,10 @@ class Estimate:
             yield "  (it covers 1F1B, plain or interleaved, ZeRO 0 and 1, and no recomputation)"
             published = self.by_convention["megatron"]
             yield from memory_table(published.memory.stages)
-            yield from self._published_verdict(published)
+            if self.gpu is not None and published.capacity_bytes is not None:
+                nominal, says = nominal_bytes(self.gpu), "calls it safe" if published.fits else "does not call it safe"
+                share = published.memory.peak_bytes / nominal
+                yield f"The rule {says}: {share:.1%} of {readable(nominal)}, of which it fills {SAFE_SHARE:.0%}"
             yield record_text()
         yield ""
         if self.speed is None:
@@ -220,13 +223,6 @@ class Estimate:
             yield "What would fit, cheapest first"
             for change in self.changes[:MOST_CHANGES]:
                 yield f"  {change.overrides} ({change.figures})"
-
-    def _published_verdict(self, published: Verdict) -> Iterator[str]:
-        if self.gpu is None or published.capacity_bytes is None:
-            return
-        share = published.memory.peak_bytes / nominal_bytes(self.gpu)
-        says = "calls it safe" if published.fits else "does not call it safe"
-        yield f"The rule {says}: {share:.1%} of {readable(nominal_bytes(self.gpu))}, of which it fills {SAFE_SHARE:.0%}"
 
     def _speed_lines(self, speed: StepTime) -> Iterator[str]:
         counted = "as Megatron-LM counts: the full square" if self.convention == "megatron" else "causal"
