@@ -31,16 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.config import ConfigError, DataConfig
-from jaxllm.data.manifest import (
-    DATA_ENDINGS,
-    MANIFEST,
-    TOKENIZER,
-    placing,
-    read_manifest,
-    read_npy,
-    remove_leftovers,
-    writing,
-)
+from jaxllm.data.manifest import DATA_ENDINGS, MANIFEST, TOKENIZER, placing, read_manifest, read_npy, remove_leftovers, writing
 from jaxllm.data.parts import InputFile
 from jaxllm.data.stores import blocks, find_in_store, is_address
 from jaxllm.data.tokenizer import FILES

@@ -19,16 +19,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.data.parts import (
-    DamagedFile,
-    InputFile,
-    Part,
-    Record,
-    check_text,
-    decompressed,
-    is_splittable,
-    kind_of,
-)
+from jaxllm.data.parts import DamagedFile, InputFile, Part, Record, check_text, decompressed, is_splittable, kind_of
 from jaxllm.data.rows import (
     CsvRows,
     arrow_columns,
