@@ -150,11 +150,11 @@ class History:
         values = self.column(key)[self._firsts[-1] if self._firsts else 0 :]
         return float(np.nanmax(values)) if np.isfinite(values).any() else None
 
-    def evaluated(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, held-out loss) of each evaluation."""
+    def evaluated(self, over: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, held-out loss) of each evaluation; or with `over`, a value of each line, that value in place of tokens."""
         points = [(line["step"], line["eval_loss"]) for line in self.evaluations]
         steps, losses = np.array(points, float).reshape(-1, 2).T
-        return np.interp(steps, self.steps, self.tokens), losses
+        return np.interp(steps, self.steps, self.tokens if over is None else over), losses
 
     # ---------------------------------------------------------------------------------------------------------------- time
 
