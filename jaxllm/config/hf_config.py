@@ -72,7 +72,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         section["query_pre_attn_scalar"] = None if scalar == section["head_dim"] else scalar
     has_local, local = "local_rope_theta" in KINDS[kind].says, None
     if has_local:
-        found, local = _without_local_rope(found, defaults, where)
+        found, local = _local_rope(found, defaults, where)
     section["rope_theta"], section["rope_scaling"] = full = _rope(found, kind, where)
     in_windows = (local or full[0], None)
     if has_local and section["sliding_window"] is not None and in_windows != full:
@@ -137,7 +137,6 @@ def hugging_face_config(
     if "no_rope_every" in KINDS[kind].says:
         every = model.get("no_rope_every")
         config["no_rope_layers"] = [int(not every or (n + 1) % every != 0) for n in range(model["num_layers"])]
-        config |= {"no_rope_layer_interval": every} if every else {}
     if "local_rope_theta" in KINDS[kind].says:
         local = model.get("local_rope_theta") or model["rope_theta"]
         if model.get("local_rope_theta") is None and model.get("sliding_window") and ours is not None:
@@ -252,9 +251,7 @@ def _no_rope_every(said: Mapping[str, Any], layers: int, where: str) -> int | No
     return every
 
 
-def _without_local_rope(
-    found: Mapping[str, Any], defaults: Mapping[str, Any], where: str
-) -> tuple[Mapping[str, Any], float | None]:
+def _local_rope(found: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], float | None]:
     """(the config.json with the angles of full attention alone, theta of the layers with a window; None: that of all)"""
     thetas, rope = {}, found.get("rope_parameters")
     if "rope_local_base_freq" in found:
