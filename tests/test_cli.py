@@ -146,7 +146,8 @@ OTHERS = "and overrides are written section.key=value"
         "plan quickstart --micro-batch-size=2": f"No such option --micro-batch-size, {OTHERS}: did you mean "
         "train.microbatch_sequences?",
         "train quickstart --train.stpes=3": "Unknown key train.stpes: did you mean train.steps?",
-        "train quickstart --train.steps": "2 were given: quickstart, train.steps; overrides are written section.key=value.",
+        "train quickstart --train.steps": "--train.steps needs a value: write train.steps=VALUE.",
+        "estimate quickstart --parallel.zero --gpus 8": "--parallel.zero needs a value: write parallel.zero=VALUE.",
         "train quickstart --stpes": "No such option: --stpes: see `jaxllm train --help`.",
         # Only where overrides are taken.
         "report runs --train.steps=3": "No such option: --train.steps: see `jaxllm report --help`.",

@@ -126,6 +126,8 @@ class Command(TyperCommand):
                 if hint := meant(Config, [key], {}, cutoff=1):
                     raise ConfigError(f"No such option {name}, and overrides are written section.key=value: {hint}") from None
                 raise
+        if "=" not in args[at] and (args[at + 1 :] or ["--"])[0].startswith("--"):
+            raise ConfigError(f"{name} needs a value: write {key}=VALUE.")
         end = at + (1 if "=" in args[at] else 2)
         return self.parse_args(ctx, [*args[:at], "=".join(args[at:end]).lstrip("-"), *args[end:]])
 
@@ -206,7 +208,7 @@ def load(recipe: list[str], read: Callable[[Any, list[str]], Config] = load_conf
         given = f"{len(files)} were given: {', '.join(files)}" if files else "none was given"
         raise ConfigError(f"One config file is needed and {given}; overrides are written section.key=value.")
     name, overrides = files[0], [argument for argument in recipe if "=" in argument]
-    if not or_model or name not in published_models() or Path(name).exists():
+    if not or_model or name not in published_models() or Path(name).is_file():
         return read(name, overrides)
     sizes = sketch(name)
     config = read({}, [f"model.name={name}", *(f"train.{key}={value}" for key, value in sizes.items()), *overrides])

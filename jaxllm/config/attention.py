@@ -84,9 +84,8 @@ def window_shares(model: ModelConfig, sequence_length: int) -> Mapping[int | Non
 
 def branch_shares(model: ModelConfig, sequence_length: int) -> tuple[float, ...]:
     """Share of the layers that take each branch of a conditional around attention; () if layers do not differ in it."""
-    if len(set(effective_windows(model.kinds, sequence_length))) == 1:
-        return ()
-    return tuple(model.layer_kinds.count(kind) / model.num_layers for kind in range(len(model.kinds)))
+    shares = window_shares(model, sequence_length).values()
+    return tuple(shares) if len(shares) > 1 else ()
 
 
 def chunks_in_reach(window: int, length: int, context: int) -> int:

@@ -66,17 +66,18 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     section |= VARIANTS | KINDS[kind].variants
     if "no_rope_every" in KINDS[kind].says:
         section["no_rope_every"] = _no_rope_every({**defaults, **found}, section["num_layers"], where)
+        # Its class reads sliding_window only with use_sliding_window.
+        found = {**found, "sliding_window": None}
     section |= read_window(found, defaults, KINDS[kind].windows, where)
     if "query_pre_attn_scalar" in KINDS[kind].says:
         scalar = _integer({**defaults, **found}, "query_pre_attn_scalar", where)
         section["query_pre_attn_scalar"] = None if scalar == section["head_dim"] else scalar
-    has_local, local = "local_rope_theta" in KINDS[kind].says, None
-    if has_local:
+    local = None
+    if "local_rope_theta" in KINDS[kind].says:
         found, local = _local_rope(found, defaults, where)
-    section["rope_theta"], section["rope_scaling"] = full = _rope(found, kind, where)
-    in_windows = (local or full[0], None)
-    if has_local and section["sliding_window"] is not None and in_windows != full:
-        section["local_rope_theta"] = in_windows[0]
+    section["rope_theta"], section["rope_scaling"] = _rope(found, kind, where)
+    if "local_rope_theta" in KINDS[kind].says and section["sliding_window"] is not None:
+        section["local_rope_theta"] = local or section["rope_theta"]
     return {key: section[key] for key in SHAPE_KEYS}
 
 
@@ -103,6 +104,8 @@ def hugging_face_config(
             f"{KINDS[kind].architecture} cannot have windows of {model.get('sliding_window')} positions on these layers: only "
             f"jaxllm can load this model."
         )
+    if model.get("no_rope_every") and "no_rope_every" not in KINDS[kind].says:
+        raise ConfigError(f"{KINDS[kind].architecture} rotates in all layers: only jaxllm can load this model.")
     is_gemma = "hidden_act" in KINDS[kind].ignores
     config: dict[str, Any] = {
         "architectures": original.get("architectures") or [KINDS[kind].architecture],
@@ -237,8 +240,9 @@ def _no_rope_every(said: Mapping[str, Any], layers: int, where: str) -> int | No
     """model.no_rope_every by a config.json and transformers' values of missing keys."""
     if said.get("use_sliding_window"):
         raise ConfigError(f"{where} says use_sliding_window=true, which jaxllm does not support here: use another model.")
-    every = _integer(said, "no_rope_layer_interval", where)
-    rotates = said.get("no_rope_layers") or [int((number + 1) % every != 0) for number in range(layers)]
+    if (rotates := said.get("no_rope_layers")) is None:
+        every = _integer(said, "no_rope_layer_interval", where)
+        rotates = [int((number + 1) % every != 0) for number in range(layers)]
     if not isinstance(rotates, list) or len(rotates) < layers or any(one not in (0, 1) for one in rotates):
         raise ConfigError(f"{where} says no_rope_layers={shown(rotates)}: it should be a list of 0 and 1 for {layers} layers.")
     if all(rotates := rotates[:layers]):

@@ -189,17 +189,23 @@ class BlockwiseAttention:
 def by_kind(attends: Sequence[BlockwiseAttention]) -> Attend:
     """The attention of layers of several kinds, by the number of the kind. A number that is traced makes a conditional: both
     passes then have one for each layer, for which a GPU waits for the host."""
-    if all(attend is attends[0] for attend in attends):
-        return attends[0]
+    # Stages of a pipeline run layers of several kinds at a time: of the same attention these take one branch, or ranks of two
+    # stages would meet in the transfers of different ones.
+    apart = list(dict.fromkeys(attends))
+    if len(apart) == 1:
+        return apart[0]
+
+    def branch(kind):
+        return kind if len(apart) == len(attends) else jnp.array([apart.index(attend) for attend in attends])[kind]
 
     def forward(*arrays) -> Partial:
         *arrays, kind = arrays
-        return jax.lax.switch(kind, [attend.forward for attend in attends], *arrays)
+        return jax.lax.switch(branch(kind), [attend.forward for attend in apart], *arrays)
 
     def backward(*arrays):
         *arrays, kind = arrays
         cast = lambda attend: lambda *x: tuple(g.astype(x.dtype) for g, x in zip(attend.backward(*x), x, strict=False))  # noqa: E731
-        return jax.lax.switch(kind, [cast(attend) for attend in attends], *arrays)
+        return jax.lax.switch(branch(kind), [cast(attend) for attend in apart], *arrays)
 
     def attend(q_BSNH, k_BSKH, v_BSKH, segments_BS=None, *, kind) -> jax.Array:
         if isinstance(kind, int):

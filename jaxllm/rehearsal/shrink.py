@@ -141,13 +141,13 @@ def _model(config: Config) -> dict[str, Any]:
     if model.sliding_window is not None and model.sliding_window < S:
         values["sliding_window"] = max(1, min(model.sliding_window, _sequence_length(config) // 2))
     # Windows alternate in each chunk, DiLoCo may cut it, and a last chunk with fewer layers than the others stays one.
-    alternates, is_ragged = model.full_attention_every is not None, model.num_layers % chunks > 0
+    of_some = {key for key in ("full_attention_every", "no_rope_every") if getattr(model, key) is not None}
+    alternates, is_ragged = bool(of_some), model.num_layers % chunks > 0
     needs_two = chunks == 1 or alternates or is_ragged or fragments_of(config) > 1
     each = 4 if alternates and model.full_attention_first else 2 if needs_two else 1
     if (layers := each * chunks - is_ragged) < model.num_layers:
         values["num_layers"] = layers
-        if alternates:
-            values["full_attention_every"] = 2
+        values |= dict.fromkeys(of_some, 2)
         if model.full_attention_first:
             values["full_attention_first"] = 1
     return values

@@ -40,6 +40,7 @@ class Console:
         self._bar: Progress | None = None
         self._line: NotebookLine | None = None
         self._log = in_lines_of_a_log(self.say)
+        self._last = 0, total_steps, ""
         self._first: tuple[float, int] | None = None
 
     def __enter__(self) -> Console:
@@ -99,19 +100,24 @@ class Console:
             line += f"  MFU {100 * record['mfu']:.1f}% (causal)"
         if math.isfinite(record.get("noise_scale_tokens", math.inf)):
             line += f"  noise scale {short(record['noise_scale_tokens'])} tokens"
+        if self._bar is None:
+            line += self._remaining(int(record["step"]))
+        self._last = int(record["step"]), self._total, line
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=line)
         elif self._line is not None:
-            self._line.show(int(record["step"]), self._total, line + self._remaining(int(record["step"])))
+            self._line.show(*self._last)
         elif due:
-            self.say(line + self._remaining(int(record["step"])))
+            self.say(line)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Shows how far something is that is no step: in the place of the last step's line, or in lines of a log."""
+        # At its end the last step's line is there again.
+        place = (done, total, f"{what} {done:,}/{total:,}") if done < total else self._last
         if self._bar is not None:
-            self._bar.update(self._task, description=f"{what} {done:,}/{total:,}")
+            self._bar.update(self._task, description=place[2])
         elif self._line is not None:
-            self._line.show(done, total, f"{what} {done:,}/{total:,}")
+            self._line.show(*place)
         else:
             self._log(what, done, total)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.cluster import distributed, progress
 from jaxllm.config import ConfigError
 from jaxllm.data.loader import PackedDocuments, SampleStream
-from jaxllm.data.manifest import placing, read_npy, sync
+from jaxllm.data.manifest import read_npy, sync
 from jaxllm.inference.generate import printable, sample
 from jaxllm.json_lines import read_lines
 from jaxllm.mesh.axes import CONTEXT
@@ -74,7 +74,8 @@ def evaluate(
                 show("evaluation", done := done + 1, count)
                 if stop():
                     return None
-            sums[source.name] = total + jax.device_get(pending)
+            with progress.phase("evaluate"):
+                sums[source.name] = total + jax.device_get(pending)
     loss, count, right = sum(sums.values(), start=np.zeros(3))
     if not count:
         raise ConfigError("Nothing is held out to evaluate on: set data.held_out_fraction above 0, or give more files.")
@@ -276,9 +277,11 @@ class Reference:
 
     def save(self, run_dir: Path) -> None:
         """Writes FILE atomically."""
-        with placing(run_dir, FILE) as aside, aside.open("wb") as file:
+        aside = run_dir / f".{FILE}"
+        with aside.open("wb") as file:
             np.save(file, np.concatenate([sums.reshape(-1) for sums in (*self.train, *self.held_out)]))
             sync(file)
+        aside.replace(run_dir / FILE)
 
     @classmethod
     def load(cls, run_dir: Path, train: Sequence[PackedDocuments], held_out: Sequence[PackedDocuments]) -> Reference:

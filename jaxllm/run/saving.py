@@ -18,14 +18,12 @@ import yaml
 from jaxllm.checkpoint.files import Meta, describe_run, require_plain_path, saved_steps
 from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints, joined_checkpoints
 from jaxllm.checkpoint.manager import Checkpoints
-from jaxllm.checkpoint.run_lock import hold_run_dir
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints, hold_store
 from jaxllm.cluster import distributed, progress
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.config.hf_config import CONFIG, TOKENIZER
 from jaxllm.data.chat import TEMPLATE_FILE
-from jaxllm.data.manifest import placing
 from jaxllm.data.tokenizer import Tokenizer, read_companion
 from jaxllm.run import fewer_hosts
 from jaxllm.run.batch_growth import resumed
@@ -115,7 +113,10 @@ def register(run: Run) -> None:
     def save() -> None:
         nonlocal saved_step
         with progress.phase("save"):
-            checkpoints.save(trainer.step, trainer.state, described(trainer))
+            noise, skipped = trainer.metrics.noise, trainer.metrics.watch.skipped_steps
+            state = noise.state() if noise.found else ()
+            meta = describe_run(trainer.config, trainer.step, trainer.data.fingerprint, skipped, state)
+            checkpoints.save(trainer.step, trainer.state, meta)
         saved_step = trainer.step
         run.signals.saved()
 
@@ -138,38 +139,17 @@ def register(run: Run) -> None:
         keep_companions(run.folder, trainer)
 
 
-def described(trainer: Any) -> Meta:
-    noise, skipped = trainer.metrics.noise, trainer.metrics.watch.skipped_steps
-    state = noise.state() if noise.found else ()
-    return describe_run(trainer.config, trainer.step, trainer.data.fingerprint, skipped, state)
-
-
-def save(trainer: Any, folder: str | Path) -> None:
-    """See Trainer.save."""
-    target, trained = Path(folder), trainer.config
-    if saved_steps(target / "checkpoints"):
-        raise ConfigError(f"{target} holds a run: give the name of a new folder.")
-    config = trained.model_copy(update={"run": trained.run.model_copy(update={"dir": str(target)})})
-    with hold_run_dir(make_run_dir(config)) as require:
-        with closing(Checkpoints(target, config.checkpoint, require)) as checkpoints:
-            checkpoints.save(trainer.step, trainer.state, described(trainer))
-            checkpoints.wait()
-        if distributed.is_main_process():
-            (target / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-            keep_companions(target, trainer)
-
-
 def keep_config(run: Run) -> None:
     """Writes config.yaml now, and where the batch grows. Atomically: a reader sees the old file or the new one."""
-    kept = None
+    kept, aside = None, run.folder / ".config.yaml"
 
     def keep(_: Moment | None) -> None:
         nonlocal kept
         if (config := run.trainer.config) is not kept:
             kept = config
             run.require()
-            with placing(run.folder, "config.yaml") as aside:
-                aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            aside.replace(run.folder / "config.yaml")
 
     keep(None)
     run.on("begun", keep)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +61,7 @@ class Start(NamedTuple):
 
 
 class Trainer:
-    """One run on the local devices (or on run.cpu_devices). It writes no file but in `save`; `fit` in run/loop.py does.
+    """One run on the local devices (or on run.cpu_devices). It writes no files; `fit` in run/loop.py does.
 
     Args:
       batches: what to train on in the place of the text of data.*: a function from the number of steps done to the next batch,
@@ -322,14 +321,6 @@ class Trainer:
     def model(self) -> Llama:
         """The network with the present parameters, in the compute dtype, on the mesh."""
         return merge_model(self.config, on_device(self.state.params))
-
-    def save(self, folder: str | Path) -> None:
-        """Saves the present state in a new run directory: `fit` resumes there, and load_model, evaluate, generate and export
-        read it. All processes call it, with a folder that they share. ConfigError if the folder holds a run.
-        """
-        from jaxllm.run.saving import save
-
-        save(self, folder)
 
     def close(self) -> None:
         """Stops the prefetching thread."""

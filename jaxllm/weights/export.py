@@ -40,8 +40,9 @@ def export(source: str | Path, destination: str | Path, to: str, **options: Any)
         raise ConfigError("`jaxllm export --to gguf` needs the library gguf: pip install 'jaxllm[gguf]'.")
     module, name = WRITERS[to]
     write = getattr(import_module(f"jaxllm.weights.{module}"), name)
-    given = {name: value for name, value in options.items() if value not in (None, False, ())}
+    # Not by `in`: 0, which is refused or a step, equals False.
+    given = {name: value for name, value in options.items() if value is not None and value is not False and value != ()}
     if unused := sorted(given.keys() - signature(write).parameters.keys()):
         flag = FLAGS.get(unused[0], f"--{unused[0].replace('_', '-')}")
-        raise ConfigError(f"{flag} has no effect with --to {to}: add --to hf, or leave it out.")
+        raise ConfigError(f"{flag} has no effect on what is written as {to}: leave it out, or write hf.")
     return write(str(source), str(destination), **given)

@@ -308,7 +308,7 @@ def test_a_run_on_bytes_becomes_a_file(tiny_config, command, tmp_path, capsys):
         code, _, error = command(run, tmp_path / "x.gguf", *option)
         assert (code, error) == (
             2,
-            f"jaxllm: {option[0]} has no effect with --to gguf: add --to hf, or leave it out.\n",
+            f"jaxllm: {option[0]} has no effect on what is written as gguf: leave it out, or write hf.\n",
         )
     (run / "file").touch()
     assert command(run, run, "--force")[2] == f"jaxllm: {run} exists already and is not a file: choose another.\n"

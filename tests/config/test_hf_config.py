@@ -276,7 +276,7 @@ def test_olmo_3_scales_the_angles_of_full_layers_alone(dialect):
     hub = {"sliding_window": 4096, "max_position_embeddings": 65536, "num_hidden_layers": 32, "layer_types": None}
     by_class = ModelConfig.model_validate(model_section({**OLMO3, **hub}, ""))
     assert by_class.windows == named.windows == (4096, 4096, 4096, None) * 8
-    assert model_section(dialect({**OLMO3, "rope_scaling": None}), "")["local_rope_theta"] is None
+    assert model_section(dialect({**OLMO3, "rope_scaling": None}), "")["local_rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize(
@@ -301,6 +301,10 @@ def test_layers_of_smollm3_without_rotation(change, layers, every):
     assert model_section(without(SMOLLM3, "rope_theta", "tie_word_embeddings"), "") == model_section(SMOLLM3, "") | {
         "rope_theta": 2e6
     }
+    unused = {"sliding_window": 9, "use_sliding_window": False, "no_rope_layer_interval": None, "no_rope_layers": [1, 0, 1]}
+    assert model_section({**SMOLLM3, **unused}, "") == model_section(SMOLLM3, "")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM rotates in all layers: only jaxllm can load this model"):
+        hugging_face_config(model_section(SMOLLM3, ""), dtype="float32", max_position=128, original=HUB)
 
 
 @pytest.mark.parametrize(

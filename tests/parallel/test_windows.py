@@ -30,7 +30,7 @@ from jaxllm.compile.aot import compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
 from jaxllm.compile.jaxpr_flops import matmul_flops
 from jaxllm.config import ConfigError, load_config
-from jaxllm.config.attention import chunks_in_reach, first_seen, window_shares
+from jaxllm.config.attention import branch_shares, chunks_in_reach, first_seen, window_shares
 from jaxllm.cost_model.flops import attention_flops_per_token, causal_pairs
 from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.cost_model.step_model import StepModel
@@ -39,6 +39,7 @@ from jaxllm.mesh.axes import axis_sizes
 from jaxllm.model import cudnn_attention
 from jaxllm.model.attention import xla_attention
 from jaxllm.model.blockwise_attention import NOTHING, Mask, Partial, documents_by_halves, within_window, xla_kernel
+from jaxllm.parallel.ring_attention import by_kind
 from jaxllm.parallel.window_attention import window_attention
 from jaxllm.plan.space import groups, meshes, why_not
 
@@ -52,6 +53,30 @@ def in_windows(window):
 @functools.cache
 def whole(window):
     return jax.jit(partial(with_gradients, partial(xla_attention, window=window)))
+
+
+# ----------------------------------------------------------------------------------------------------------- kinds of layers
+
+
+def test_kinds_of_the_same_window_are_one_branch():
+    """Stages of a pipeline then take the same branch, and send the same, where their layers differ in the rotation alone."""
+    sizes = {"num_layers": 8, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "vocab_size": 256}
+    model = load_config(
+        {
+            "model": {**sizes, "sliding_window": 8, "full_attention_every": 2, "no_rope_every": 4},
+            "parallel": {"pipe": 4, "context": 2},
+            "train": {"steps": 1, "sequence_length": 64, "global_batch_sequences": 8},
+        }
+    ).model
+    assert model.layer_kinds == (0, 1, 0, 2) * 2
+    assert model.kinds == (8, None, None)
+    assert branch_shares(model, 64) == (0.5, 0.5)
+    windowed, full = in_windows(8)(TILED, "context", 1), in_windows(64)(TILED, "context", 1)
+    q, k, v = (jnp.zeros((1, 8, heads, 4)) for heads in (2, 1, 1))
+    attend = by_kind([windowed, full, full])
+    found = equations(jax.make_jaxpr(lambda kind: attend(q, k, v, kind=kind))(0).jaxpr)
+    (switch,) = [equation for equation, _ in found if equation.primitive.name == "cond"]
+    assert len(switch.params["branches"]) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------------ blocks

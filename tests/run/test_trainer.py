@@ -172,24 +172,19 @@ def test_ctrl_c_leaves_a_whole_step_and_loses_no_sample(finished, tiny_config):
     assert losses == {r["step"]: r["loss"] for r in records(folder) if "loss" in r}
 
 
-def test_a_saved_trainer_is_a_run_that_resumes_and_is_exported(finished, tiny_config, tmp_path):
+def test_a_run_is_exported_and_converted_in_python(finished, tmp_path):
     trainer, folder = finished
-    state, saved = jax.device_get(trainer.state), tmp_path / "saved"
-    trainer.save(saved)
-    with pytest.raises(ConfigError, match=f"{re.escape(str(saved))} holds a run: give the name of a new folder"):
-        trainer.save(saved)
-    assert jaxllm.load_config(saved / "config.yaml").run.dir == str(saved)
-    resumed = fit(tiny_config(*EIGHT, f"run.dir={saved}"))
-    assert resumed.step == 4
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), state)
-    for source in (folder, saved):
-        jaxllm.export(source, tmp_path / f"hf-{source.name}", "hf")
-    files = [(tmp_path / f"hf-{name}" / "model.safetensors").read_bytes() for name in (folder.name, "saved")]
-    assert files[0] == files[1]
-    with pytest.raises(ConfigError, match=r"--max-position has no effect with --to jaxllm: add --to hf"):
-        jaxllm.export(saved, tmp_path / "x", "jaxllm", max_position=9)
-    jaxllm.convert(tmp_path / "hf-saved", tmp_path / "ours")
-    assert jaxllm.load_model(tmp_path / "ours").head_matrix().shape[0] == 256
+    jaxllm.export(folder, tmp_path / "hf", "hf", step=None, adapters=())
+    # 0 is a step like another, and no option that was not given.
+    with pytest.raises(ConfigError, match=r"step 0|--step=0"):
+        jaxllm.export(folder, tmp_path / "x", "hf", step=0)
+    with pytest.raises(
+        ConfigError, match=r"--max-position has no effect on what is written as jaxllm: leave it out, or write hf"
+    ):
+        jaxllm.export(folder, tmp_path / "x", "jaxllm", max_position=9)
+    jaxllm.convert(tmp_path / "hf", tmp_path / "ours")
+    ours = jaxllm.load_model(tmp_path / "ours", "float32")
+    np.testing.assert_array_equal(ours.head_matrix()[:256], trainer.model.head_matrix()[:256])
 
 
 def test_a_notebook_shows_a_trainers_step_and_its_header(finished):
