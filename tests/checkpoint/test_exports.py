@@ -77,7 +77,7 @@ def test_an_option_of_another_format_is_refused(run, command, tmp_path):
     for option in (["--verify"], ["--max-shard-size", "1GB"], ["--max-position", "9"]):
         code, _, error = command("export", run, tmp_path / "x", *option)
         assert code == 2
-        assert ": add --to hf" in error
+        assert error == f"jaxllm: {option[0]} has no effect on what is written as jaxllm: leave it out, or write hf.\n"
     assert not (tmp_path / "x").exists()
 
 
