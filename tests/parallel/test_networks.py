@@ -128,7 +128,8 @@ def test_losses_of_blocks_have_gradients(make_run, own_losses, case):
 
         def run_layers(block, layers, h_BSD, block_context):
             for number in range(one.config.model.num_layers):
-                h_BSD, losses = block(jax.tree.map(lambda x, n=number: x[n], layers), h_BSD, block_context)
+                layer = jax.tree.map(lambda x, n=number: x[n], layers)
+                h_BSD, losses = block(layer, h_BSD, block_context.of_layer(number))
                 own.append(losses["square"])
             return h_BSD
 
