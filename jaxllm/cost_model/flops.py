@@ -94,3 +94,11 @@ def train_flops_per_token(
     fewer = 2 * sum(size for path, size in sizes.items() if path in frozen)
     attention = 3 * attention_flops_per_token(model, sequence_length, causal)
     return 6 * (matmul_parameters(model) + adapters) - fewer + attention
+
+
+def mfu(
+    rate: float, model: ModelConfig, sequence_length: int, peak_flops: float, frozen: frozenset[str] = frozenset()
+) -> float:
+    """Model FLOPs utilisation with causal attention, as a fraction of `peak_flops` (FLOP/s: the dense peak of the compute
+    dtype). `rate` is in tokens/s for each device."""
+    return rate * train_flops_per_token(model, sequence_length, frozen=frozen) / peak_flops

@@ -136,8 +136,7 @@ class Estimate:
         if self.speed is None or self.gpu is None:
             return None
         model, peak = self.config.model, self.gpu.peak_flops(self.config.model.compute_dtype)
-        per_token = flops.train_flops_per_token(model, self.config.train.sequence_length, frozen=self.config.frozen)
-        return self.speed.tokens_per_s_per_gpu * per_token / peak
+        return flops.mfu(self.speed.tokens_per_s_per_gpu, model, self.config.train.sequence_length, peak, self.config.frozen)
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers. `stages` to `fits` are the convention's; `by_convention` has all of them."""

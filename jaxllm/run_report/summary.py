@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxllm.config import ConfigError
 from jaxllm.config.named import title_of
-from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
+from jaxllm.cost_model.flops import mfu, parameter_count
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
@@ -65,8 +65,7 @@ class RunReport:
     def mfu(self) -> float | None:
         """MFU with causal attention; None if the device's peak is not known."""
         peak, rate, config = self.history.last("device_peak_flops"), self.history.tokens_per_s_per_device, self.history.config
-        per_token = train_flops_per_token(config.model, config.train.sequence_length, frozen=config.frozen)
-        return rate * per_token / peak if peak and rate else None
+        return mfu(rate, config.model, config.train.sequence_length, peak, config.frozen) if peak and rate else None
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:

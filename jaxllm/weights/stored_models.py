@@ -162,10 +162,8 @@ def _kept(key: str, address: str, name: str, wanted: Files, damaged: Callable[[P
 
 
 def _copy(address: str, wanted: Files, aside: Path, size: int) -> None:
-    with (
-        bytes_bar(f"from {address}", size, distributed.is_main_process()) as advance,
-        ThreadPoolExecutor(FILES_AT_ONCE) as pool,
-    ):
+    visible = distributed.is_main_process()
+    with bytes_bar(f"from {address}", size, visible) as advance, ThreadPoolExecutor(FILES_AT_ONCE) as pool:
 
         def copy(name: str) -> None:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from jaxllm.config import ModelConfig, load_config, published_models
 from jaxllm.cost_model.flops import (
     attention_flops_per_token,
     matmul_parameters,
+    mfu,
     parameter_count,
     train_flops_per_token,
 )
@@ -163,3 +164,10 @@ def test_train_flops_of_llama_3_at_8192_tokens(name, full_gflops, causal_gflops)
     model = published_model(name)
     assert train_flops_per_token(model, 8192, causal=False) / 1e9 == pytest.approx(full_gflops, rel=1e-3)
     assert train_flops_per_token(model, 8192, causal=True) / 1e9 == pytest.approx(causal_gflops, rel=1e-3)
+
+
+def test_mfu_is_one_at_the_peak():
+    model, peak_flops = tiny_model(), 1e12
+    tokens_per_s = peak_flops / train_flops_per_token(model, 32)
+    assert mfu(tokens_per_s, model, 32, peak_flops) == pytest.approx(1.0)
+    assert mfu(tokens_per_s / 2, model, 32, peak_flops) == pytest.approx(0.5)
