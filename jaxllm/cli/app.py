@@ -435,7 +435,8 @@ def main() -> None:
     with ending_in_one_sentence():
         # Typer's own main would end without a sentence if the reader of a pipe stops.
         command = typer.main.get_command(app)
-        command._main_shell_completion({}, "jaxllm")
+        # Not public: with another typer a command runs, and completes nothing.
+        getattr(command, "_main_shell_completion", lambda *_: None)({}, "jaxllm")
         with command.make_context("jaxllm", sys.argv[1:]) as context:
             command.invoke(context)
     sys.exit(0)

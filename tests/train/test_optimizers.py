@@ -15,7 +15,7 @@ from jaxllm.mesh.axes import axis_sizes, make_mesh
 from jaxllm.train.build import build_training
 
 RATE, DECAY, EPSILON = 1e-2, 0.1, 1e-5
-"""Of optax's 1e-8, gradients that are rounding errors make steps of full size, of either sign: errors of 2e-4."""
+"""With optax's 1e-8, gradients that are rounding errors make steps of full size and of either sign: errors of 2e-4."""
 FLAT = (
     f"optimizer.learning_rate={RATE}",
     f"optimizer.epsilon={EPSILON}",
