@@ -382,10 +382,10 @@ def sections() -> dict[tuple[Path, str], str]:
     tables = {
         (PAGE, "rule"): rule_table(),
         (PAGE, "pairs"): findings_table(rows),
-        (PAGE, "memory"): memory_table(rows),
         (PAGE, "zero-3"): zero_table(),
-        (PAGE, "masks"): masks_table(rows),
         (RESULTS, "findings"): by_cluster_table(rows),
+        (RESULTS, "memory"): memory_table(rows),
+        (RESULTS, "masks"): masks_table(rows),
     }
     return {place: "\n".join(lines) for place, lines in tables.items()}
 
