@@ -381,11 +381,11 @@ def sections() -> dict[tuple[Path, str], str]:
     rows = published_rows()
     tables = {
         (PAGE, "rule"): rule_table(),
-        (PAGE, "zero-3"): zero_table(),
         (RESULTS, "pairs"): findings_table(rows),
         (RESULTS, "findings"): by_cluster_table(rows),
         (RESULTS, "memory"): memory_table(rows),
         (RESULTS, "masks"): masks_table(rows),
+        (RESULTS, "zero-3"): zero_table(),
     }
     return {place: "\n".join(lines) for place, lines in tables.items()}
 
