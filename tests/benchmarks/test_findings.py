@@ -1,5 +1,7 @@
 """benchmarks/findings.py: pairs of published runs that differ in one setting, and the pages that it writes."""
 
+import statistics
+
 import pytest
 import scripts
 
@@ -23,6 +25,34 @@ def test_the_counts_of_the_page(rows):
         *((72, 70), (30, 30), (43, 43), (32, 32), (28, 28), (7, 7), (10, 10)),
         *((48, 9), (14, 13), (28, 16), (37, 31)),
     ]
+
+
+def test_the_prose_has_the_gains_of_the_tables(rows):
+    """With the decimals of the page; of a pipeline in place of tensor it gives no mean."""
+    prose = " ".join(findings.PAGE.read_text(encoding="utf-8").partition("## Four findings")[2].split())
+    gains = [statistics.fmean(pair.gain for pair in findings.pairs(finding, rows)) for finding in findings.FINDINGS]
+    wider = [f"{gain:.0%}".removesuffix("%") for gain in gains[5:7]]
+    assert f"{wider[0]} to {wider[1]}%" in prose
+    assert [gain for gain in [*gains[:5], *gains[7:9], gains[10]] if f" {abs(gain):.1%}" not in prose] == []
+    losses = findings.fewest_ranks_losses(rows)
+    assert f"In {losses.count(0)} of {len(losses)} combinations" in prose
+    assert f"lose at most {max(losses):.1%}" in prose
+
+
+def test_the_prose_has_the_speeds_of_the_table_of_zero():
+    """ZeRO 3 beside the fastest ZeRO 1 of the table that takes at most 95% of the capacity."""
+    page = " ".join(findings.PAGE.read_text(encoding="utf-8").split())
+    for gpu, text in (("a100-40gb", "predicted {} faster than tensor 4, pipe 2"), ("h100-80gb", "{} faster than tensor 2")):
+        rows = [line[2:-2].split(" | ") for line in findings.zero_table() if line.startswith(f"| {gpu}")]
+        speeds = {
+            (mesh, zero): float(speed.replace(",", ""))
+            for _, mesh, _, _, zero, _, share, speed in rows
+            if float(share.strip("%")) <= 95
+        }
+        own = speeds.pop(("data only", "3"))
+        mesh, _ = max(speeds, key=lambda key: speeds[key])
+        assert text.endswith(f" {mesh}")
+        assert text.format(f"{own / max(speeds.values()) - 1:.0%}") in page
 
 
 def test_the_counts_on_shorter_sequences(rows):
