@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from functools import cached_property, partial
 from math import fsum as sum  # As in step_parts.py.
+from math import prod
 
 from jaxllm.config import Config
 from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, host_sum_itemsize, rings_tensor, sends_once
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method
-from jaxllm.cost_model.flops import moments_per_parameter, train_flops_per_token
+from jaxllm.cost_model.flops import moments_per_parameter, train_flops_per_token, trained_matrices
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.layer_compute import LayerCompute
 from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
@@ -449,13 +450,27 @@ class StepModel(LayerCompute):
             gathered = self.vocabulary_parameters()
         if zero:
             transfers.add("data", all_gather_s(self.itemsize * gathered, group, links), times=each if zero == 3 else 1)
+        if orthogonal_s := self.muon_s():
+            # An all-to-all sends what a gather of the same result does.
+            share = self.stage_layers * self.trained_parameters / group.size
+            transfers.add("data", all_gather_s(self.itemsize * share, group, links), orthogonal_s / 2, times=2)
+
+    def muon_s(self) -> float:
+        """Muon's matmuls on the whole matrices of a rank's own layers: five iterations of three."""
+        if self.config.optimizer.name != "muon":
+            return 0.0
+        inputs = [(spec.size, prod(spec.shape[: spec.inputs])) for spec in trained_matrices(self.config)]
+        sides = [sorted((rows, size // rows)) for size, rows in inputs]
+        products = [shape for n, m in sides for shape in ((n, n, m), (n, n, n), (n, m, n))]
+        owned = -(-self.stage_layers // (self.data_group.size * self.t))
+        return 5 * owned * sum(self.matmul_s(*shape) for shape in products)
 
     def update(self) -> dict[str, float]:
         """The update in float32: reads weight, moments and gradient, and writes all but that; the gradient's norm; the copy in
-        the compute dtype. Muon's matmuls are not counted."""
+        the compute dtype."""
         n = moments_per_parameter(self.config)
         moved_bytes = self.shared_parameters() * (4 * (2 + n) + 4 * (1 + n) + 4 + 4 + self.itemsize)
-        return {"optimizer": self.moved_s(moved_bytes), "launches": STEP_KERNELS * self.kernel_s}
+        return {"optimizer": self.moved_s(moved_bytes) + self.muon_s(), "launches": STEP_KERNELS * self.kernel_s}
 
     def add_input(self, terms: dict[str, float]) -> None:
         """Adds nothing, because input is prefetched."""

@@ -99,7 +99,7 @@ def build_training(config: Config, mesh: Mesh, given: Given = Given()) -> Traini
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload_state": offload})})
     functions = parallelize(config, mesh, dpo_loss(config) if config.train.loss == "dpo" else given.loss)
     table = functions.trained(functions.table)
-    optimizer = make_optimizer(config, table, given.optimizer)
+    optimizer = make_optimizer(config, table, given.optimizer, mesh)
 
     def create(seed: jax.Array | int) -> TrainState:
         params = functions.initialize(jax.random.key(seed))

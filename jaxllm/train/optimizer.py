@@ -1,4 +1,4 @@
-"""The optimizers, and the learning-rate schedule, counted in tokens."""
+"""The optimizers, Muon's matrices among owners, and the learning-rate schedule, counted in tokens."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.model_spec import parameters
 from jaxllm.config.types import GIVEN
+from jaxllm.mesh.axes import PIPE, TENSOR, ZERO_AXES
+from jaxllm.mesh.sharding import Parameter, layout, stack_dims, weight_rules
 
 LearningRate = Callable[[jax.Array], jax.Array]
-MUON_RMS = 0.2
-"""Root mean square of Muon's updates, that of AdamW's (Liu et al., 2025, arXiv 2502.16982), as both have one learning rate."""
 
 
 def make_optimizer(
-    config: Config, table: Any, given: optax.GradientTransformation | None = None
+    config: Config, table: Any, given: optax.GradientTransformation | None = None, mesh: Mesh | None = None
 ) -> optax.GradientTransformation:
     """The optimizer of optimizer.name without the learning rate, which the step multiplies in; weight decay applies only to
     matrices. Or the one that is given, which has both: its updates come out negated, for a learning rate of 1.
 
     Args:
       table: nested dict of Parameter.
+      mesh: over which Muon shares out its matrices. None: it leaves them as they are sharded.
     """
     o = config.optimizer
     if o.name == GIVEN:
@@ -39,7 +41,7 @@ def make_optimizer(
     momentum = optax.trace(o.momentum) if o.momentum else optax.identity()
     scale = {
         "adamw": lambda: optax.scale_by_adam(o.beta1, o.beta2, o.epsilon),
-        "muon": lambda: _muon(config, table),
+        "muon": lambda: _muon(config, table, mesh),
         "lion": lambda: optax.scale_by_lion(o.beta1, o.beta2),
         "sgd": lambda: momentum,
     }[o.name]()
@@ -47,28 +49,91 @@ def make_optimizer(
     return optax.chain(scale, optax.add_decayed_weights(o.weight_decay, mask=decayed))
 
 
-def _muon(config: Config, table: Any) -> optax.GradientTransformation:
-    """Muon for the blocks' matrices, each for itself, and Adam for all else."""
+# ------------------------------------------------------------------------------------------------------------------- Muon
+# Muon (Jordan, 2024): the momentum of each matrix of the blocks, orthogonalised by its owner.
+#
+# Momentum is sharded as ZeRO has it, by parts of matrices; orthogonalising needs whole ones. So each rank of a stage gets whole
+# matrices of some layers, and gives its updates back:
+#
+#     momentum [layers, in / ranks, out] --- all-to-all ---> [layers / ranks, in, out] --- all-to-all ---> update as momentum
+#
+# A rank sends and receives its part of the matrices twice in the compute dtype, in which their owner also computes. As XLA
+# partitions the update otherwise, every rank gathers every matrix (8 layers of Llama 3.1 8B on 8 GPUs: 64 GiB a step).
+
+MUON_RMS = 0.2
+"""Root mean square of its updates, that of AdamW's (Liu et al., 2025, arXiv 2502.16982), as both have one learning rate."""
+
+
+def _muon(config: Config, table: Any, mesh: Mesh | None) -> optax.GradientTransformation:
+    """Muon for the blocks' matrices, each for itself, and Adam for all else. Without a mesh every device computes what it has.
+
+    Args:
+      table: nested dict of Parameter.
+    """
     o, specs = config.optimizer, {spec.path: spec for spec in parameters(config.model) if spec.inputs}
 
-    def dims(parameter: Any) -> Any:
-        if (spec := specs.get(parameter.path)) is None:
-            return optax.MaskedNode()
+    def of_matrices(function: Any) -> Any:
+        return jax.tree.map(lambda p: function(p, specs[p.path]) if p.path in specs else optax.MaskedNode(), table)
+
+    def dims(parameter: Parameter, spec: Any) -> MuonDimensionNumbers:
         # The dims before those of the spec count layers.
         first, end = len(parameter.shape) - len(spec.shape), len(parameter.shape)
         return MuonDimensionNumbers(tuple(range(first, first + spec.inputs)), tuple(range(first + spec.inputs, end)))
 
-    def size(parameter: Any) -> Any:
-        if (spec := specs.get(parameter.path)) is None:
-            return optax.MaskedNode()
+    def update(parameter: Parameter, spec: Any) -> Any:
+        inputs, outputs = (math.prod(part) for part in (spec.shape[: spec.inputs], spec.shape[spec.inputs :]))
         # By the spec: stored shapes have ZeRO's padding, with which the update would depend on the mesh.
-        return MUON_RMS * math.sqrt(max(math.prod(spec.shape[: spec.inputs]), math.prod(spec.shape[spec.inputs :])))
+        return _by_owner(config, parameter, spec.inputs, MUON_RMS * math.sqrt(max(inputs, outputs)), mesh)
 
-    of_dims, sizes = jax.tree.map(dims, table), jax.tree.map(size, table)
-    orthogonal = optax.contrib.scale_by_muon(beta=o.momentum, weight_dimension_numbers=lambda updates: of_dims)
-    scaled = optax.stateless(lambda updates, params: jax.tree.map(lambda size, u: size * u, sizes, updates))
-    kinds: Any = {"muon": optax.chain(orthogonal, scaled), "adam": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
+    of_dims, owned = of_matrices(dims), of_matrices(update)
+    # Without an iteration it is the momentum, divided by each matrix's norm. A norm needs no whole matrix.
+    momentum = optax.contrib.scale_by_muon(ns_steps=0, beta=o.momentum, weight_dimension_numbers=lambda _: of_dims)
+    orthogonal = optax.stateless(lambda updates, _: jax.tree.map(lambda own, u: own(u), owned, updates))
+    kinds: Any = {"muon": optax.chain(momentum, orthogonal), "adam": optax.scale_by_adam(o.beta1, o.beta2, o.epsilon)}
     return optax.partition(kinds, jax.tree.map(lambda p: "muon" if p.path in specs else "adam", table))
+
+
+def _by_owner(config: Config, parameter: Parameter, inputs: int, scale: float, mesh: Mesh | None) -> Callable:
+    """A function that orthogonalises a stack of matrices, each in the rank that owns its layer. Layers are padded with zeros to
+    a multiple of the ranks; a zero matrix stays zero.
+
+    Args:
+      inputs: dims of a matrix that are its rows.
+      scale: of the update.
+    """
+    leading, stages, dtype = stack_dims(parameter.dims), config.parallel.pipe, jnp.dtype(config.model.compute_dtype)
+    ranks = math.prod(mesh.shape[axis] for axis in (*ZERO_AXES, TENSOR)) if mesh else 1
+    sharded = layout(parameter, weight_rules(config.model, config.parallel), config.parallel)
+    # One transfer moves one axis: first over the ranks of ZeRO, then over tensor.
+    stored, used = (spec[leading:] for spec in (sharded.master, sharded.compute))
+    steps = (PIPE, None, *stored), (PIPE, ZERO_AXES, *used), (PIPE, (*ZERO_AXES, TENSOR))
+
+    def sent(x: jax.Array, specs: Any) -> jax.Array:
+        for spec in specs if mesh else ():
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        return x
+
+    def update(momentum: jax.Array) -> jax.Array:
+        x, matrix = momentum.astype(dtype), momentum.shape[leading:]
+        # [virtual stages, stages, layers, ...] -> [stages, layers of a stage, ...]
+        x = x if leading == 1 else jnp.moveaxis(x, 0, 1)
+        layers = x.reshape(stages, -1, *matrix)
+        zeros = -layers.shape[1] % ranks
+        owned = sent(jnp.pad(layers, [(0, 0), (0, zeros), *[(0, 0)] * len(matrix)]), steps)
+        back = sent(scale * _orthogonal(owned, inputs), steps[::-1])[:, : layers.shape[1]].reshape(x.shape)
+        return (back if leading == 1 else jnp.moveaxis(back, 1, 0)).astype(momentum.dtype)
+
+    return update
+
+
+def _orthogonal(x: jax.Array, inputs: int) -> jax.Array:
+    """Five iterations of Newton and Schulz on matrices [stages, layers, ...], of which `inputs` dims are rows."""
+    dims = MuonDimensionNumbers(tuple(range(2, 2 + inputs)), tuple(range(2 + inputs, x.ndim)))
+    iterate = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims)
+    return iterate.update(x, iterate.init(x))[0]
+
+
+# --------------------------------------------------------------------------------------------------------- learning rate
 
 
 def make_learning_rate(config: Config) -> LearningRate:

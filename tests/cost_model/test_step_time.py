@@ -457,6 +457,27 @@ def test_zero_levels_move_what_they_say():
     assert found[0].terms_s["optimizer"] == pytest.approx(64 * found[1].terms_s["optimizer"])
 
 
+def test_muon_multiplies_the_matrices_of_a_rank_s_own_layers():
+    """Five iterations of three products on whole matrices, of 16 layers: 4 on each of 4 ranks, and one on 16 of 32."""
+
+    def muon(devices: int) -> dict[str, float]:
+        config = configured(devices, zero=1)
+        with_muon = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": "muon"})})
+        found, adamw = step(with_muon), step(config)
+        sent_s = [sum(terms.get("data", 0.0) for terms in (one.terms_s, one.hidden_s)) for one in (found, adamw)]
+        # AdamW has one moment more to read and write.
+        return {"s": found.terms_s["optimizer"] - adamw.terms_s["optimizer"], "sent_s": sent_s[0] - sent_s[1]}
+
+    D, N, K, F = 2048, 2048, 512, 8192
+    sides = [(D, N), (K, D), (K, D), (D, N), *3 * [(D, F)]]
+    flops = 16 * 5 * sum(2 * (2 * n * n * m + n**3) for n, m in sides)
+    alone, few, many, more = (muon(devices) for devices in (1, 4, 16, 32))
+    assert 0.8 * flops / 989e12 < alone["s"] < 2 * flops / 989e12
+    assert many["s"] == pytest.approx(few["s"] / 4, rel=0.05)
+    assert more["s"] == pytest.approx(many["s"], rel=0.05)
+    assert alone["sent_s"] == 0 < many["sent_s"] < few["sent_s"]
+
+
 def test_megatron_waits_for_the_stage_with_the_head():
     config = configured(4, pipe=4)
     ours, theirs = step(config), step(config, convention="megatron")

@@ -1,6 +1,8 @@
 """Each optimizer.name is optax's optimizer, and every mesh updates like one device."""
 
 import math
+import re
+from collections import Counter
 
 import jax
 import optax
@@ -13,6 +15,8 @@ from jaxllm.cost_model.flops import moments_per_parameter, parameter_count, stat
 from jaxllm.cost_model.memory import Step
 from jaxllm.mesh.axes import axis_sizes, make_mesh
 from jaxllm.train.build import build_training
+from jaxllm.train.optimizer import make_optimizer
+from jaxllm.train.step import make_update
 
 RATE, DECAY, EPSILON = 1e-2, 0.1, 1e-5
 """With optax's 1e-8, gradients that are rounding errors make steps of full size and of either sign: errors of 2e-4."""
@@ -25,8 +29,10 @@ FLAT = (
     "model.head_dim=10",
 )
 """A width of 36 over eight ranks: ZeRO pads it."""
+INTERLEAVED = ("model.num_layers=4", "parallel.schedule=interleaved", "parallel.pipe=2", "parallel.virtual_stages=2")
 MESHES = {
     "muon": (8, ("parallel.zero=3",)),
+    "muon in an interleaved pipeline": (2, (*INTERLEAVED, "parallel.tensor=2")),
     "lion": (2, ("parallel.pipe=2", "parallel.tensor=2")),
     "sgd": (4, ("parallel.context=2", "parallel.zero=2", "parallel.offload_state=optimizer")),
 }
@@ -58,14 +64,17 @@ def of_optax(name, params):
     return optax.chain(optax.trace(0.95), optax.add_decayed_weights(DECAY, decayed), optax.scale(-RATE))
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_it_is_optaxs_on_every_mesh(tiny_config, name):
+@pytest.mark.parametrize("case", MESHES)
+def test_it_is_optaxs_on_every_mesh(tiny_config, case):
+    name = case.split()[0]
+
     def make(data=1, *overrides):
         sizes = (f"parallel.data={data}", "train.global_batch_sequences=16", f"train.microbatch_sequences={8 // data}")
         return Run(tiny_config(*FLAT, f"optimizer.name={name}", *sizes, *overrides), batch)
 
-    data, overrides = MESHES[name]
-    one, run = make(), make(data, *overrides)
+    data, overrides = MESHES[case]
+    model = [key for key in overrides if key.startswith("model.")]
+    one, run = make(1, *model), make(data, *overrides)
     optimizer = of_optax(name, one.state.params)
 
     @jax.jit
@@ -82,6 +91,24 @@ def test_it_is_optaxs_on_every_mesh(tiny_config, name):
     expected = one.plain(params)
     run.losses(3)
     assert_close(run.plain(run.state.params), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", [("parallel.data=8",), ("parallel.data=2", "parallel.context=2", "parallel.tensor=2")], ids=str
+)
+def test_muon_sends_matrices_to_their_owner_and_back(tiny_config, mesh):
+    """Twice a stack of matrices, and twice more over tensor; nothing is gathered over data."""
+    config = tiny_config("optimizer.name=muon", "parallel.zero=1", *mesh).resolve(8)
+    devices = make_mesh(config.parallel, jax.devices())
+    training = build_training(config, devices)
+    optimizer = make_optimizer(config, training.functions.table, mesh=devices)
+    state, number = training.layout(), jax.ShapeDtypeStruct((), jax.numpy.float32)
+    arguments = (state.params, state.opt_state, state.params, number, jax.ShapeDtypeStruct((), bool))
+    shardings = (training.shardings.params, training.shardings.opt_state)
+    text = jax.jit(make_update(optimizer), out_shardings=shardings).lower(*arguments).compile().as_text()
+    sent = Counter(re.findall(r" (all-gather|all-to-all|collective-permute)\(", text))
+    times = 2 * (1 + (config.parallel.tensor > 1))
+    assert sent == {"all-to-all": times * len(MATRICES)}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
