@@ -30,6 +30,7 @@ PATHS_MEAN = {
     "preferences": "files of JSON lines or glob patterns",
     "prepared": "folders",
     "megatron": "files without their .bin or .idx",
+    "tokens": "files of ids or glob patterns",
 }
 """What data.paths holds, by data.source."""
 
@@ -118,7 +119,7 @@ class ParallelConfig(Section):
 
 
 CONVERSATIONS = ("chat", "preferences")
-SourceKind = Literal["python_stdlib", "files", "chat", "preferences", "prepared", "megatron"]
+SourceKind = Literal["python_stdlib", "files", "chat", "preferences", "prepared", "megatron", "tokens"]
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
@@ -127,8 +128,8 @@ def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
             raise refuse(f"{where}.paths is not read with {where}.source={source}: name another source, or remove the paths.")
     elif not paths:
         raise refuse(f"{where}.source={source} needs {where}.paths: give {PATHS_MEAN[source]}.")
-    if source in ("files", "chat", "preferences"):
-        # Only texts are looked for here.
+    if source in ("files", "chat", "preferences", "tokens"):
+        # Only files are looked for here.
         from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 
         for pattern in paths:
@@ -164,12 +165,14 @@ class DataConfig(Section):
     source: SourceKind | Literal["given"] = "python_stdlib"
     """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
     conversations, with a loss on the answers only; preferences: pairs of answers, for train.loss=dpo; prepared: folders that
-    `jaxllm data prepare` wrote; megatron: Megatron-LM's .bin and .idx; given: the batches that a Python program hands to
-    Trainer (docs/extending.md), and nothing is held out."""
+    `jaxllm data prepare` wrote; megatron: Megatron-LM's .bin and .idx; tokens: files of ids alone, uint16 or uint32, as
+    nanoGPT's and llm.c's; given: the batches that a Python program hands to Trainer (docs/extending.md), and nothing is held
+    out."""
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
     preferences: the same with prompt, chosen and rejected; prepared: folders, also in s3://, gs:// or hf://datasets/; megatron:
-    files without their .bin or .idx. With packing=best_fit, conversations that fit into a sequence are not cut."""
+    files without their .bin or .idx; tokens: files or glob patterns. With packing=best_fit, conversations that fit into a
+    sequence are not cut."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several weighted sources, instead of source and paths."""
     tokenizer: str | None = None

@@ -1,10 +1,11 @@
-"""Documents of token ids with random access: the interface that every text source implements, and those in memory and in the
-files of Megatron-LM. prepared.py has those of prepared folders.
+"""Documents of token ids with random access: the interface that every text source implements, and those in memory, in the files
+of Megatron-LM and in plain files of ids. prepared.py has those of prepared folders.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -162,6 +163,40 @@ def gather(
     return found
 
 
+class _MappedDocuments(Documents):
+    """Documents that follow each other in one memory-mapped file of ids. See Documents."""
+
+    def __init__(
+        self,
+        file: Path,
+        tokens: np.ndarray,
+        bounds: np.ndarray,
+        said: bytes,
+        tokenizer: Tokenizer | None,
+        description: str,
+        first_key: int = 0,
+    ):
+        """
+        Args:
+          bounds: number of the first id of each document, and of ids.
+          said: what else decides what is read, for the fingerprint.
+          first_key: of keys, the hashes of successive numbers.
+        """
+        self._file, self._tokens, self._starts, self.lengths = file, tokens, bounds[:-1], np.diff(bounds)
+        # The output function of SplitMix64 (Steele, Lea and Flood, 2014).
+        z = np.arange(len(self.lengths), dtype=np.uint64) + np.uint64((first_key + 0x9E3779B97F4A7C15) % 2**64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        self.keys, self.tokenizer, self.description = z ^ (z >> np.uint64(31)), tokenizer, description
+        self.fingerprint = _fingerprint(said, file, file.stat().st_size, tokenizer)
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        return cut(self._tokens, self._starts[documents], starts, stops)
+
+    def where(self, document: int, token: int) -> str:
+        return f"id {int(self._starts[document]) + token:,} of {self._file}"
+
+
 # ------------------------------------------------------------------------------------------------------------------ Megatron-LM
 # NAME.bin holds the ids of all sequences, NAME.idx their lengths. Layout of NAME.idx (Megatron-LM,
 # core/datasets/indexed_dataset.py), little-endian: the nine bytes MMIDIDX 00 00, the version (u64, 1), a code for the type of
@@ -176,7 +211,7 @@ _BLOCK, _BLOCKS_BETWEEN = 4096, 64
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
-class MegatronDocuments(Documents):
+class MegatronDocuments(_MappedDocuments):
     """The documents of one memory-mapped pair NAME.bin and NAME.idx. See Documents.
 
     The files record neither their tokenizer nor the source text. Keys are therefore hashes of document numbers, and
@@ -211,23 +246,8 @@ class MegatronDocuments(Documents):
             )
         if num_bounds < 2 or not size:
             raise ConfigError(f"{index} lists no documents: name files that contain documents.")
-        self._file, self._starts = tokens, ends[bounds[:-1]]
-        self.lengths = np.diff(ends[bounds])
-        # The output function of SplitMix64 (Steele, Lea and Flood, 2014).
-        z = np.arange(len(self.lengths), dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        self.keys = z ^ (z >> np.uint64(31))
-        self._tokens = np.memmap(tokens, dtype, mode="r")
-        self.tokenizer = tokenizer
-        self.fingerprint = _fingerprint(raw, tokens, size, tokenizer)
-        self.description = f"Megatron-LM files {name}"
-
-    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
-        return cut(self._tokens, self._starts[documents], starts, stops)
-
-    def where(self, document: int, token: int) -> str:
-        return f"id {int(self._starts[document]) + token:,} of {self._file}"
+        mapped = np.memmap(tokens, dtype, mode="r")
+        super().__init__(tokens, mapped, ends[bounds], raw, tokenizer, f"Megatron-LM files {name}")
 
 
 def _fingerprint(index: bytes, tokens: Path, size: int, tokenizer: Tokenizer | None) -> str:
@@ -265,3 +285,61 @@ def _read_index(index: Path) -> tuple[bytes, np.dtype, int, int]:
     if size != expected:
         raise ConfigError(f"{index} has {size:,} bytes and should have {expected:,}: the file is truncated; copy it again.")
     return index.read_bytes(), np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
+
+
+# --------------------------------------------------------------------------------------------------------- plain files of ids
+# nanoGPT's have ids alone, uint16. Those of llm.c begin with 256 int32: a magic number, the version, and the number of ids.
+
+_LLM_C_BYTES = 4 * 256
+_LLM_C = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+"""llm.c's magic number of GPT-2's and Llama 3's ids -> their type."""
+_NO_IDS = {b"\x93NUMPY": "a NumPy file: write the ids alone, with ndarray.tofile", b"\x1f\x8b": "compressed: unpack it first"}
+_SCANNED = 1 << 24
+"""Ids that are searched for ends of documents at a time."""
+
+
+class TokenFile(_MappedDocuments):
+    """One memory-mapped file of ids, uint16 or uint32. See Documents.
+
+    It says neither its tokenizer nor where documents end. With a tokenizer that has an end-of-text token (EOS), a document ends
+    with each (nanoGPT), or begins with each if the file does (llm.c). Without one the file is one document.
+    """
+
+    def __init__(self, path: str, vocab_size: int, tokenizer: Tokenizer | None = None):
+        """
+        Args:
+          vocab_size: of the model: above 65,536 ids without a header are uint32.
+
+        Raises ConfigError if the file is empty, truncated or in another format.
+        """
+        file = Path(path)
+        with open(file, "rb") as opened:
+            head = opened.read(_LLM_C_BYTES)
+        for magic, what in _NO_IDS.items():
+            if head.startswith(magic):
+                raise ConfigError(f"{path} is {what}.")
+        magic, _, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
+        offset, size = (_LLM_C_BYTES, file.stat().st_size - _LLM_C_BYTES) if magic in _LLM_C else (0, file.stat().st_size)
+        # uint16 whose every second id is 0 is uint32.
+        halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
+        wide = vocab_size > 2**16 or (halves[::2].any() and not halves[1::2].any())
+        dtype = _LLM_C.get(magic, np.dtype("<u4" if wide else "<u2"))
+        if size <= 0 or size % dtype.itemsize or (offset and size != count * dtype.itemsize):
+            whole = f"its header counts {count:,} of {dtype.itemsize} bytes" if offset else f"an id has {dtype.itemsize}"
+            raise ConfigError(
+                f"{path} has {max(size, 0):,} bytes of ids, and {whole}: the file is truncated or no file of ids."
+            )
+        tokens = np.memmap(file, dtype, mode="r", offset=offset)
+        bounds = _bounds(tokens, None if tokenizer is None else tokenizer.eos_id)
+        # Files of one document each must not have one key.
+        key = int.from_bytes(hashlib.sha256(os.fsencode(file.name)).digest()[:8], "big")
+        super().__init__(file, tokens, bounds, f"{dtype} {offset}".encode(), tokenizer, f"{path} ({dtype.name})", key)
+
+
+def _bounds(tokens: np.ndarray, end: int | None) -> np.ndarray:
+    """Number of the first id of each document, and of ids."""
+    found = [
+        np.flatnonzero(tokens[at : at + _SCANNED] == end) + at for at in range(0, len(tokens), _SCANNED) if end is not None
+    ]
+    ends = np.concatenate([*found, np.zeros(0, np.int64)]) + (tokens[0] != end)
+    return np.unique(np.concatenate([[0], ends, [len(tokens)]]))

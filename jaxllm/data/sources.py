@@ -27,7 +27,7 @@ from jaxllm.config.types import GIVEN
 from jaxllm.data.cached import CachedFolder, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
-from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, text_documents
+from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, TokenFile, text_documents
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.records import require_text
@@ -221,7 +221,8 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
                     for_texts.name,
                 )
     documents = [
-        prepared.get(part.name) or open_documents(part, for_texts, template, data.max_broken_share) for part in data.sources
+        prepared.get(part.name) or open_documents(part, for_texts, template, data.max_broken_share, config.model.vocab_size)
+        for part in data.sources
     ]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
     whose = {part.name: f"Source {part.name}: " if several else "" for part in data.sources}
@@ -255,7 +256,7 @@ def _require_vocabulary(config: Config, tokenizer: Tokenizer, documents: Sequenc
 
 
 def open_documents(
-    source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_broken_share: float
+    source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_broken_share: float, vocab_size: int
 ) -> Documents:
     """Opens the documents of a source that is not prepared. Several files are concatenated. The default tokenizer of texts is
     bytes.
@@ -270,6 +271,9 @@ def open_documents(
     """
     if source.source == "megatron":
         return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
+    if source.source == "tokens":
+        files = sorted({match for pattern in source.paths for match in Listing(MOST_ENTRIES).files(pattern)})
+        return _chain([TokenFile(path, vocab_size, tokenizer) for path in files])
     if source.source in CONVERSATIONS:
         assert tokenizer is not None, "refused by the config"
         pairs = source.source == "preferences"
