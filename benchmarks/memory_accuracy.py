@@ -3,6 +3,7 @@
 python benchmarks/memory_accuracy.py [--limit 50]           compiles missing configurations, and prints the agreement
 python benchmarks/memory_accuracy.py --rescore              computes the estimates again; compiles nothing
 python benchmarks/memory_accuracy.py --summary [--json]     only prints the agreement
+python benchmarks/memory_accuracy.py --into OTHER.csv       compiles the table's rows that OTHER lacks, by the JAX of today
 python benchmarks/memory_accuracy.py --networks [...]        the same for networks beside Llama: memory_networks.csv
 python benchmarks/memory_accuracy.py --picture scatter.png
 
@@ -737,6 +738,7 @@ def main() -> None:
     parser.add_argument("--estimate", choices=list(ESTIMATES), default="jaxllm", help="estimate for drawing and scoring")
     parser.add_argument("--redo", choices=["errors", "changed"], help="drop these rows first")
     parser.add_argument("--subset", type=int, help="compile so many of the table's quick rows again, into a separate table")
+    parser.add_argument("--into", type=Path, help="compile the table's rows again, those that this other table lacks")
     parser.add_argument("--rescore", action="store_true", help="compute estimates again, compile nothing")
     parser.add_argument("--summary", action="store_true", help="only print the agreement")
     parser.add_argument("--picture", type=Path)
@@ -756,6 +758,8 @@ def main() -> None:
         write_table(options.table, rows)
     elif options.subset:
         rows = compile_subset(rows, options, say)
+    elif options.into:
+        rows = compile_into(rows, options, say)
     elif not (options.summary or options.picture):
         rows = compile_more(rows, options, say)
     if options.picture:
@@ -773,6 +777,22 @@ def compile_subset(rows: Sequence[Row], options: argparse.Namespace, say: Callab
         cases = [case_of(row) for row in subset(rows, options.subset)]
         run(cases, table, options.workers, options.seed, ESTIMATES[options.estimate], say)
         return read_table(table)
+
+
+def compile_into(rows: Sequence[Row], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
+    """Compiles the rows again that options.into lacks, up to --limit. Pipelines of fewer microbatches than stages come last."""
+    done = {row["index"] for row in read_table(options.into)}
+    left = sorted((row for row in rows if row["index"] not in done), key=lambda row: row["microbatches"] < row["pipe"])
+    run(
+        [case_of(row) for row in left[: options.limit]],
+        options.into,
+        options.workers,
+        options.seed,
+        ESTIMATES[options.estimate],
+        say,
+    )
+    write_table(options.into, read_table(options.into))
+    return read_table(options.into)
 
 
 def compile_more(rows: Sequence[Row], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
