@@ -40,10 +40,18 @@ from jaxllm.data.manifest import (
     writing,
 )
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
-from jaxllm.data.prepare_workers import PrepareProgress, run
 from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import BROKEN_SHARE, inspected, require_ends, require_few_broken, require_share
-from jaxllm.data.shards import Task, position_of, read_shard, strict_error, unwritable, write_shard
+from jaxllm.data.shards import (
+    PrepareProgress,
+    Task,
+    position_of,
+    read_shard,
+    run_tasks,
+    strict_error,
+    unwritable,
+    write_shard,
+)
 from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from jaxllm.machine.host import available_cpus
@@ -256,7 +264,7 @@ def prepare(
         try:
             with progress_shown(progress) as show:
                 count = min(workers or available_cpus(), len(todo))
-                run(tokenizer, loaded, write, todo, count, PrepareProgress(todo, show))
+                run_tasks(tokenizer, loaded, write, todo, count, PrepareProgress(todo, show))
         except KeyboardInterrupt:
             there = len(_shards_there(folder, tasks))
             raise KeyboardInterrupt(

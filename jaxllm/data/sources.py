@@ -27,7 +27,7 @@ from jaxllm.config.types import GIVEN
 from jaxllm.data.cached import CachedFolder, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import read_conversations
-from jaxllm.data.documents import ChainedDocuments, Documents, MegatronDocuments, SplitDocument, TokenFile, text_documents
+from jaxllm.data.documents import ChainedDocuments, Documents, SplitDocument, text_documents
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.records import require_text
@@ -269,9 +269,11 @@ def open_documents(
     source=files: all files that match paths. A file below the working directory is identified by its relative path, any
     other file by its absolute path. Keep texts below it if the split must not depend on the machine.
     """
-    if source.source == "megatron":
-        return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
-    if source.source == "tokens":
+    if source.source in ("megatron", "tokens"):
+        from jaxllm.data.id_files import MegatronDocuments, TokenFile
+
+        if source.source == "megatron":
+            return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
         files = sorted({match for pattern in source.paths for match in Listing(MOST_ENTRIES).files(pattern)})
         return _chain([TokenFile(path, vocab_size, tokenizer) for path in files])
     if source.source in CONVERSATIONS:

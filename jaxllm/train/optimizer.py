@@ -109,8 +109,9 @@ def _by_owner(config: Config, parameter: Parameter, inputs: int, scale: float, m
     steps = (PIPE, None, *stored), (PIPE, ZERO_AXES, *used), (PIPE, (*ZERO_AXES, TENSOR))
 
     def sent(x: jax.Array, specs: Any) -> jax.Array:
-        for spec in specs if mesh else ():
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        if mesh is not None:
+            for spec in specs:
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
         return x
 
     def update(momentum: jax.Array) -> jax.Array:
@@ -126,7 +127,7 @@ def _by_owner(config: Config, parameter: Parameter, inputs: int, scale: float, m
     return update
 
 
-def _orthogonal(x: jax.Array, inputs: int) -> jax.Array:
+def _orthogonal(x: jax.Array, inputs: int) -> Any:
     """Five iterations of Newton and Schulz on matrices [stages, layers, ...], of which `inputs` dims are rows."""
     dims = MuonDimensionNumbers(tuple(range(2, 2 + inputs)), tuple(range(2 + inputs, x.ndim)))
     iterate = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims)

@@ -12,8 +12,8 @@ from tiny import TINY
 from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data.prepare import prepare
-from jaxllm.data.prepare_workers import run
 from jaxllm.data.prepared import PreparedDocuments
+from jaxllm.data.shards import run_tasks
 from jaxllm.data.sources import load_data
 from jaxllm.run.loop import fit
 from jaxllm.weights.folder import open_folder
@@ -168,7 +168,7 @@ def test_a_tokenizer_of_the_hub_is_pinned_where_it_is_kept(hub, tmp_path, text_f
         return json.loads((out / "manifest.json").read_text())["tokenizer"]["name"]
 
     names = []
-    monkeypatch.setattr("jaxllm.data.prepare.run", lambda name, *more: (names.append(name), run(name, *more)))
+    monkeypatch.setattr("jaxllm.data.prepare.run_tasks", lambda name, *more: (names.append(name), run_tasks(name, *more)))
     assert prepared(tmp_path / "one") == f"{name}@{first}"
     # What the workers load.
     assert names == [f"{name}@{first}"]

@@ -1,0 +1,196 @@
+"""Documents in files of token ids that other programs write: Megatron-LM's pairs, and plain files as of nanoGPT and llm.c."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.config.errors import ConfigError
+from jaxllm.data.documents import Documents, cut
+from jaxllm.data.tokenizer import Tokenizer
+
+
+class _MappedDocuments(Documents):
+    """Documents that follow each other in one memory-mapped file of ids. See Documents."""
+
+    def __init__(
+        self,
+        file: Path,
+        tokens: np.ndarray,
+        bounds: np.ndarray,
+        said: bytes,
+        tokenizer: Tokenizer | None,
+        description: str,
+        first_key: int = 0,
+    ):
+        """
+        Args:
+          bounds: number of the first id of each document, and of ids.
+          said: what else decides what is read, for the fingerprint.
+          first_key: of keys, the hashes of successive numbers.
+        """
+        self._file, self._tokens, self._starts, self.lengths = file, tokens, bounds[:-1], np.diff(bounds)
+        # The output function of SplitMix64 (Steele, Lea and Flood, 2014).
+        z = np.arange(len(self.lengths), dtype=np.uint64) + np.uint64((first_key + 0x9E3779B97F4A7C15) % 2**64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        self.keys, self.tokenizer, self.description = z ^ (z >> np.uint64(31)), tokenizer, description
+        self.fingerprint = _fingerprint(said, file, file.stat().st_size, tokenizer)
+
+    def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        return cut(self._tokens, self._starts[documents], starts, stops)
+
+    def where(self, document: int, token: int) -> str:
+        return f"id {int(self._starts[document]) + token:,} of {self._file}"
+
+
+# ------------------------------------------------------------------------------------------------------------------ Megatron-LM
+# NAME.bin holds the ids of all sequences, NAME.idx their lengths. Layout of NAME.idx (Megatron-LM,
+# core/datasets/indexed_dataset.py), little-endian: the nine bytes MMIDIDX 00 00, the version (u64, 1), a code for the type of
+# ids (u8), the number of sequences (u64) and of document bounds (u64), then each sequence's length (i32) and the byte at which
+# it starts (i64), and the document bounds as sequence numbers (i64), from 0 to the end.
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+# The fingerprint reads the beginning, the end and this many blocks between of a large file of ids; hashing a terabyte
+# would take an hour.
+_BLOCK, _BLOCKS_BETWEEN = 4096, 64
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+class MegatronDocuments(_MappedDocuments):
+    """The documents of one memory-mapped pair NAME.bin and NAME.idx. See Documents.
+
+    The files record neither their tokenizer nor the source text. Keys are therefore hashes of document numbers, and
+    documents end with an EOS token only if the files were made with --append-eod.
+    """
+
+    def __init__(self, prefix: str, tokenizer: Tokenizer | None = None):
+        """
+        Args:
+          prefix: path of the files without .bin and .idx. Either suffix is accepted.
+
+        Raises ConfigError if a file is missing, truncated, or in another format.
+        """
+        name = str(prefix).removesuffix(".bin").removesuffix(".idx")
+        index, tokens = Path(f"{name}.idx"), Path(f"{name}.bin")
+        for path in (index, tokens):
+            if not path.is_file():
+                raise ConfigError(f"There is no file {path}: data.paths names Megatron-LM files without their .bin or .idx.")
+        raw, dtype, num_sequences, num_bounds = _read_index(index)
+        lengths = np.frombuffer(raw, "<i4", num_sequences, HEADER.size)
+        starts = np.frombuffer(raw, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+        bounds = np.frombuffer(raw, "<i8", num_bounds, HEADER.size + 12 * num_sequences)
+        in_order = num_bounds > 0 and bounds[0] == 0 and bounds[-1] == num_sequences and (bounds[1:] >= bounds[:-1]).all()
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        if not in_order or (lengths < 0).any() or (starts != ends[:-1] * dtype.itemsize).any():
+            raise ConfigError(f"{index} does not list contiguous sequences: make it again with Megatron-LM's tools.")
+        size = tokens.stat().st_size
+        if size != ends[-1] * dtype.itemsize:
+            raise ConfigError(
+                f"{tokens} has {size:,} bytes and {index.name} lists {ends[-1] * dtype.itemsize:,}: "
+                f"the file is truncated or belongs to another index; copy both again."
+            )
+        if num_bounds < 2 or not size:
+            raise ConfigError(f"{index} lists no documents: name files that contain documents.")
+        mapped = np.memmap(tokens, dtype, mode="r")
+        super().__init__(tokens, mapped, ends[bounds], raw, tokenizer, f"Megatron-LM files {name}")
+
+
+def _fingerprint(index: bytes, tokens: Path, size: int, tokenizer: Tokenizer | None) -> str:
+    """SHA-256 of the index, the tokenizer and the ids. Of a large file it covers the size and the blocks described above."""
+    last = size - _BLOCK
+    if size <= _BLOCK * (_BLOCKS_BETWEEN + 2):
+        blocks = [(0, size)]
+    else:
+        blocks = [(last * number // (_BLOCKS_BETWEEN + 1), _BLOCK) for number in range(_BLOCKS_BETWEEN + 2)]
+    # Lengths come first, so that the parts cannot be confused with each other.
+    digest = hashlib.sha256(struct.pack("<QQ", len(index), size) + index)
+    with open(tokens, "rb") as file:
+        for start, length in blocks:
+            file.seek(start)
+            digest.update(file.read(length))
+    digest.update((tokenizer.sha256 if tokenizer else "").encode())
+    return digest.hexdigest()
+
+
+def _read_index(index: Path) -> tuple[bytes, np.dtype, int, int]:
+    """The bytes of an index, the type of ids, and the numbers of sequences and of document bounds."""
+    size = index.stat().st_size
+    if size < HEADER.size:
+        raise ConfigError(f"{index} has {size} bytes, fewer than an index header: the file is truncated; copy it again.")
+    with open(index, "rb") as file:
+        header = file.read(HEADER.size)
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(header)
+    if magic != MAGIC or version != 1:
+        raise ConfigError(f"{index} is not an index in Megatron-LM's current format: make it again with its tools.")
+    if code not in DTYPES:
+        raise ConfigError(
+            f"{index} holds ids of type {code}, which is not an integer type: make it again with Megatron-LM's tools."
+        )
+    expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if size != expected:
+        raise ConfigError(f"{index} has {size:,} bytes and should have {expected:,}: the file is truncated; copy it again.")
+    return index.read_bytes(), np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
+
+
+# --------------------------------------------------------------------------------------------------------- plain files of ids
+# nanoGPT's have ids alone, uint16. Those of llm.c begin with 256 int32: a magic number, the version, and the number of ids.
+
+_LLM_C_BYTES = 4 * 256
+_LLM_C = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+"""llm.c's magic number of GPT-2's and Llama 3's ids -> their type."""
+_NO_IDS = {b"\x93NUMPY": "a NumPy file: write the ids alone, with ndarray.tofile", b"\x1f\x8b": "compressed: unpack it first"}
+_SCANNED = 1 << 24
+"""Ids that are searched for ends of documents at a time."""
+
+
+class TokenFile(_MappedDocuments):
+    """One memory-mapped file of ids, uint16 or uint32. See Documents.
+
+    It says neither its tokenizer nor where documents end. With a tokenizer that has an end-of-text token (EOS), a document ends
+    with each (nanoGPT), or begins with each if the file does (llm.c). Without one the file is one document.
+    """
+
+    def __init__(self, path: str, vocab_size: int, tokenizer: Tokenizer | None = None):
+        """
+        Args:
+          vocab_size: of the model: above 65,536 ids without a header are uint32.
+
+        Raises ConfigError if the file is empty, truncated or in another format.
+        """
+        file = Path(path)
+        with open(file, "rb") as opened:
+            head = opened.read(_LLM_C_BYTES)
+        for magic, what in _NO_IDS.items():
+            if head.startswith(magic):
+                raise ConfigError(f"{path} is {what}.")
+        magic, _, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
+        offset, size = (_LLM_C_BYTES, file.stat().st_size - _LLM_C_BYTES) if magic in _LLM_C else (0, file.stat().st_size)
+        # uint16 whose every second id is 0 is uint32.
+        halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
+        wide = vocab_size > 2**16 or (halves[::2].any() and not halves[1::2].any())
+        dtype = _LLM_C.get(magic, np.dtype("<u4" if wide else "<u2"))
+        if size <= 0 or size % dtype.itemsize or (offset and size != count * dtype.itemsize):
+            whole = f"its header counts {count:,} of {dtype.itemsize} bytes" if offset else f"an id has {dtype.itemsize}"
+            raise ConfigError(
+                f"{path} has {max(size, 0):,} bytes of ids, and {whole}: the file is truncated or no file of ids."
+            )
+        tokens = np.memmap(file, dtype, mode="r", offset=offset)
+        bounds = _bounds(tokens, None if tokenizer is None else tokenizer.eos_id)
+        # Files of one document each must not have one key.
+        key = int.from_bytes(hashlib.sha256(os.fsencode(file.name)).digest()[:8], "big")
+        super().__init__(file, tokens, bounds, f"{dtype} {offset}".encode(), tokenizer, f"{path} ({dtype.name})", key)
+
+
+def _bounds(tokens: np.ndarray, end: int | None) -> np.ndarray:
+    """Number of the first id of each document, and of ids."""
+    found = [
+        np.flatnonzero(tokens[at : at + _SCANNED] == end) + at for at in range(0, len(tokens), _SCANNED) if end is not None
+    ]
+    ends = np.concatenate([*found, np.zeros(0, np.int64)]) + (tokens[0] != end)
+    return np.unique(np.concatenate([[0], ends, [len(tokens)]]))
