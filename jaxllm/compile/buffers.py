@@ -11,6 +11,7 @@ which it is live. No JAX.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -87,23 +88,16 @@ def _union(pieces: list[tuple[int, int, int, int]], instructions: int) -> np.nda
     """
     edges = np.unique([edge for offset, size, _, _ in pieces for edge in (offset, offset + size)]).astype(np.int64)
     lengths = np.diff(edges)
-    covering = np.zeros(len(lengths), np.int64)
-    starts: list[list[slice]] = [[] for _ in range(instructions + 1)]
-    ends: list[list[slice]] = [[] for _ in range(instructions + 1)]
-    for offset, size, start, end in pieces:
+    covering, used = np.zeros(len(lengths), np.int64), np.zeros(instructions, np.int64)
+    changes = defaultdict(list)
+    for offset, size, start, last in pieces:
         where = slice(*np.searchsorted(edges, [offset, offset + size]))
-        if start < instructions:
-            starts[start].append(where)
-            ends[min(end + 1, instructions)].append(where)
-    used, now = np.zeros(instructions, np.int64), 0
+        changes[start].append((where, 1))
+        changes[last + 1].append((where, -1))
     for t in range(instructions):
-        for where in ends[t]:
-            covering[where] -= 1
-            now -= lengths[where][covering[where] == 0].sum()
-        for where in starts[t]:
-            now += lengths[where][covering[where] == 0].sum()
-            covering[where] += 1
-        used[t] = now
+        for where, more in changes[t]:
+            covering[where] += more
+        used[t] = lengths[covering > 0].sum()
     return used
 
 

@@ -19,13 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.display import readable
 from jaxllm.plan.fastest_remat import CONFIGURATION, Progress, silent
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
+
+if TYPE_CHECKING:
+    from jaxllm.compile.report import CompileReport
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +41,7 @@ HOST_COMPILED_ABOVE = "compiled above a GPU's share of host memory"
 COMPILE_REFUSED = "cannot be compiled"
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Figures of a compiled step, of one device."""
-
-    total_bytes: int
-    host_bytes: int
-    """In pinned host memory."""
-    transfers_s: float | None
-    """Exposed time of its transfers, by its schedule; None: not known."""
-
-
-Compile = Callable[[Config], Compiled]
+Compile = Callable[[Config], "CompileReport"]
 """Compiles the step of a config."""
 
 
@@ -114,7 +106,7 @@ class _Compilations:
     start: Callable[[], Executor]
     workers: int
     progress: Progress
-    confirmed: dict[int, Compiled] = field(default_factory=dict)
+    confirmed: dict[int, CompileReport] = field(default_factory=dict)
     refused: dict[int, tuple[str, str]] = field(default_factory=dict)
     """(reason, example)."""
     executor: Executor | None = None
@@ -169,7 +161,7 @@ class _Compilations:
         """The plan with the figures of the compilations: those confirmed, ranked, then those not compiled."""
         confirmed, refused = self.confirmed, self.refused
         seen = [
-            replace(plan.candidates[n], compiled_bytes=compiled.total_bytes, scheduled_transfers_s=compiled.transfers_s)
+            replace(plan.candidates[n], compiled_bytes=compiled.total_bytes, scheduled_transfers_s=compiled.exposed_transfers_s)
             for n, compiled in sorted(confirmed.items())
         ]
         rest = [one for n, one in enumerate(plan.candidates) if n not in confirmed and n not in refused]
@@ -186,17 +178,16 @@ class _Compilations:
 
 
 def compiler(plan: Plan, cache: Path | None) -> Compile:
-    """The compile function for confirm(), in a form that can be sent to another process: figures of compile_report."""
+    """The compile function for confirm(), in a form that can be sent to another process: compile_report."""
     # Its table is read-only, which pickle refuses.
     gpu = {**vars(plan.gpu), "dense_flops": dict(plan.gpu.dense_flops)}
     return partial(_compiled, gpu, plan.gpus, plan.gpus_per_host, cache)
 
 
-def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | None, config: Config) -> Compiled:
+def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | None, config: Config) -> CompileReport:
     from jaxllm.compile.report import compile_report
 
-    report = compile_report(config, Gpu(**gpu), gpus, gpus_per_host, cache=cache)
-    return Compiled(report.total_bytes, report.host_bytes, report.exposed_transfers_s)
+    return compile_report(config, Gpu(**gpu), gpus, gpus_per_host, cache=cache)
 
 
 @contextmanager

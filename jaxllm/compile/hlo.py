@@ -237,20 +237,6 @@ class Module:
         inside = [{at.instruction.op.removesuffix("-start") for name in names for at in self.walk(name)} for names in unknown]
         return sum(not ops.isdisjoint(COLLECTIVES) for ops in inside)
 
-    def running(self) -> list[str]:
-        """Names of the computations whose instructions run one by one: the entry and those of loops and calls, each after all
-        that it calls."""
-        order: dict[str, None] = {}
-
-        def visit(computation: str) -> None:
-            for instruction in self.computations[computation]:
-                for name in instruction.called if instruction.op in RUNNING else ():
-                    visit(name)
-            order.setdefault(computation)
-
-        visit(self.entry)
-        return list(order)
-
     def flops(self, computation: str) -> int:
         """FLOPs of the matmuls and fused attention in one run of a computation: 2 per product. A loop without a trip count
         counts as one iteration, a conditional by branch_shares, and an instruction without shapes as nothing."""

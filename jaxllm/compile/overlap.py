@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxllm.compile.hlo import Collective, Instruction, Module, byte_size, operands, trip_count
+from jaxllm.compile.hlo import RUNNING, Collective, Instruction, Module, byte_size, operands, trip_count
 from jaxllm.config import ParallelConfig
 from jaxllm.config.attention import HOPPER
 from jaxllm.cost_model.hardware import Gpu
@@ -168,13 +168,14 @@ class _Simulation:
         """Duration of one run of each computation."""
 
     def transfers(self) -> list[Transfer]:
-        for computation in self.module.running():
-            self.times_s[computation] = self.run(computation)
+        self.run_s(self.module.entry)
         with_axes = ((c, (c.computation, c.name)) for c in self.in_order if c.axes)
         return [replace(self.alone[key], collective=c, exposed_s=self.exposed_s[key]) for c, key in with_axes]
 
-    def run(self, computation: str) -> float:
-        """Seconds of one run of a computation. The computations that it calls must be simulated already."""
+    def run_s(self, computation: str) -> float:
+        """Seconds of one run of a computation, which is simulated once, with those that it calls."""
+        if computation in self.times_s:
+            return self.times_s[computation]
         now_s, among = 0.0, self.module.computations[computation]
         types = {instruction.name: instruction.result for instruction in among}
         # When the link of each set of axes is free, and when each transfer in flight arrives, by the name of its start.
@@ -193,10 +194,11 @@ class _Simulation:
                 waited_s = max(0.0, arrives_s.pop(started) - now_s)
                 self.exposed_s[computation, started] = waited_s
                 now_s += waited_s
-            elif runs_s := [self.times_s[name] for name in instruction.called if name in self.times_s]:
-                now_s += trip_count(instruction) * sum(runs_s)
+            elif instruction.op in RUNNING:
+                now_s += trip_count(instruction) * sum(map(self.run_s, instruction.called))
             else:
                 now_s += self.module.flops_of(instruction, types) / self.flops_per_s
+        self.times_s[computation] = now_s
         return now_s
 
     def on_idle_link(self, collective: Collective) -> Transfer:

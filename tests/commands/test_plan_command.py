@@ -20,7 +20,7 @@ from jaxllm.cli.app import app
 from jaxllm.compile import confirm as confirm_module
 from jaxllm.compile import plan as plan_command
 from jaxllm.compile.aot import can_compile_for_gpus
-from jaxllm.compile.confirm import Compiled, InlineExecutor, compiler, processes
+from jaxllm.compile.confirm import InlineExecutor, compiler, processes
 from jaxllm.compile.overlap import total
 from jaxllm.compile.plan import outcome, plan
 from jaxllm.config import ConfigError, config_folder, load_config
@@ -396,13 +396,11 @@ def test_without_the_packages_the_plan_is_unconfirmed_and_says_how_to_get_them(m
 
 
 def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
-    """It returns the figures of compile_report for the plan's GPUs."""
+    """It returns what compile_report does for the plan's GPUs."""
     asked = []
 
     class Report:
-        total_bytes = 3
-        host_bytes = 2
-        exposed_transfers_s = 0.5
+        pass
 
     def report(*arguments, **options):
         asked.append((arguments, options))
@@ -411,7 +409,7 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     found = plan(load_config(SMALL), gpus=8)
     compile_candidate = pickle.loads(pickle.dumps(compiler(found, tmp_path)))
-    assert compile_candidate(found.best) == Compiled(3, 2, 0.5)
+    assert compile_candidate(found.best) is Report
     assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
     assert pickle.loads(pickle.dumps(found.best)) == found.best
 

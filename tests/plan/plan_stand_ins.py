@@ -46,6 +46,15 @@ class Memory:
     host_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What confirm() reads of a CompileReport."""
+
+    total_bytes: int
+    host_bytes: int
+    exposed_transfers_s: float | None
+
+
 def kept_by(mapping):
     actions = list({"block_input": "keep", **mapping}.values())
     return 0.6 * actions.count("keep") + 0.2 * actions.count("offload") + 0.4 * ("block_input" not in mapping)

@@ -8,9 +8,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from plan_stand_ins import HELD, estimate, gpu_for, small, step_time
+from plan_stand_ins import HELD, Compiled, estimate, gpu_for, small, step_time
 
-from jaxllm.compile.confirm import COMPILE_REFUSED, COMPILED_ABOVE, HOST_COMPILED_ABOVE, TRIES, Compiled, confirm
+from jaxllm.compile.confirm import COMPILE_REFUSED, COMPILED_ABOVE, HOST_COMPILED_ABOVE, TRIES, confirm
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.plan.search import SearchOptions, search

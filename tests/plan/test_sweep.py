@@ -6,9 +6,9 @@ import math
 
 import pytest
 from choices import space
-from plan_stand_ins import HELD, Memory, estimate, gpu_for, small, step_time
+from plan_stand_ins import HELD, Compiled, Memory, estimate, gpu_for, small, step_time
 
-from jaxllm.compile.confirm import Compiled, confirm
+from jaxllm.compile.confirm import confirm
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import FIT_SHARE, GPUS
