@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxpr_walk import walk
 
-from jaxllm.compile.jaxpr_flops import dot_flops, matmul_flops, walk
+from jaxllm.compile.jaxpr_flops import dot_flops, matmul_flops
 
 N = 8
 ONE = 2 * N**3  # FLOPs of a product of two N x N matrices

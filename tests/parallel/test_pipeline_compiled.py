@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import pytest
 from covers import drawn
 from jax.interpreters.partial_eval import dce_jaxpr
+from jaxpr_walk import walk
 from step_flops import step_matmul_flops
 
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
-from jaxllm.compile.jaxpr_flops import matmul_flops, walk
+from jaxllm.compile.jaxpr_flops import matmul_flops
 from jaxllm.config import load_config
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.mesh.axes import axis_sizes, make_mesh
