@@ -37,9 +37,7 @@ def residuals_gib(config: Config) -> float:
     """Slots x layers per chunk x tokens x bytes of the tensors that the policy keeps or offloads."""
     V, S = config.parallel.virtual_stages, config.train.sequence_length
     slots = make_schedule(config.parallel.schedule, P, config.num_microbatches, V).slots
-    held = bytes_per_token_and_layer(
-        policy_of(config.parallel.remat, config.model), config.model, tensor=TENSOR, blockwise=True
-    )
+    held = bytes_per_token_and_layer(policy_of(config.parallel.remat, config.model), config, blockwise=True)
     sizes = [*held.kept.values(), *held.offloaded.values()]
     return slots * (config.model.num_layers // (P * V)) * S * sum(sizes) / GIB
 

@@ -346,7 +346,7 @@ def activations(config: Config, gpu: Gpu) -> Activations:
     if policy.everything:
         unnamed = bytes_without_remat(model, S) / (c * t)
     else:
-        held = bytes_per_token_and_layer(policy, model, context=c, tensor=t, blockwise=blockwise)
+        held = bytes_per_token_and_layer(policy, config, blockwise=blockwise)
     there = [name for name in policy.recompute if blockwise or name not in ATTENTION_RESULTS]
     # Embedding and head do not belong to a layer.
     head = 6 * model.vocab_size * model.hidden_size

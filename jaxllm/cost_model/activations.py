@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config, ModelConfig
+from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config
 from jaxllm.config.attention import HOPPER, Capability, takes_cudnn, window_shares
 from jaxllm.config.model_spec import layer_matmuls
 from jaxllm.config.remat_policy import Policy
@@ -58,9 +58,7 @@ class ActivationBytes:
     offloaded: Bytes
 
 
-def bytes_per_token_and_layer(
-    policy: Policy, model: ModelConfig, *, context: int = 1, tensor: int = 1, blockwise: bool
-) -> ActivationBytes:
+def bytes_per_token_and_layer(policy: Policy, config: Config, *, blockwise: bool) -> ActivationBytes:
     """Bytes of the named tensors of one block, per token of a sequence. The device has its share of every sequence.
 
     With D, F, N, K, H as in layers.py, b bytes of the compute dtype, c context and t tensor ranks: block_input, attention_out
@@ -76,6 +74,7 @@ def bytes_per_token_and_layer(
     """
     if policy.everything:
         raise ValueError("remat=none keeps what autodiff needs, which does not follow from tensor names: use another policy.")
+    model, context, tensor = config.model, config.parallel.context, config.parallel.tensor
     itemsize = ITEMSIZE[model.compute_dtype]
     sizes = {BLOCK_INPUT: model.hidden_size * itemsize, "attention_lse": 4 * model.num_heads}
     for spec in layer_matmuls(model):

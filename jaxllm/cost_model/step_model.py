@@ -344,7 +344,7 @@ class StepModel(LayerCompute):
     @cached_property
     def bytes_per_token(self) -> ActivationBytes:
         """What the policy keeps and offloads of a layer; the policy names tensors (not `none`)."""
-        return bytes_per_token_and_layer(self.policy, self.model, context=self.c, tensor=self.t, blockwise=self.is_blockwise)
+        return bytes_per_token_and_layer(self.policy, self.config, blockwise=self.is_blockwise)
 
     def offloaded_bytes(self) -> float:
         """Bytes offloaded to the host per layer, microbatch and rank."""

@@ -79,11 +79,6 @@ def _parameters(model: Any, pipe: int, tensor: int, ranks: int) -> Mapping[str, 
     return MappingProxyType(found)
 
 
-def layer_parameters(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Elements]:
-    """Elements of each parameter of one layer on one device."""
-    return {path: elements for path, elements in parameters(model, parallel).items() if path.startswith(model_spec.LAYERS)}
-
-
 # -------------------------------------------------------------------------------------------------------------- step sizes
 
 
@@ -260,10 +255,7 @@ class StepSizes:
 
     @cached_property
     def _held(self):
-        p = self.parallel
-        return bytes_per_token_and_layer(
-            self.policy, self.model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(self.config, self.capability)
-        )
+        return bytes_per_token_and_layer(self.policy, self.config, blockwise=is_blockwise(self.config, self.capability))
 
     def _scaled(self, per_token: dict[str, float]) -> dict[str, float]:
         tokens = self.config.microbatch_sequences * self.config.train.sequence_length

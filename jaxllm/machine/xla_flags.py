@@ -31,11 +31,12 @@ import jaxlib
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.config.attention import HOPPER, Capability, window_shares
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
+from jaxllm.config.model_spec import LAYERS
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.run_sections import MOST_CPU_DEVICES, XlaOptions
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
-from jaxllm.cost_model.step_sizes import layer_parameters
+from jaxllm.cost_model.step_sizes import parameters
 from jaxllm.machine.host import available_cpus
 from jaxllm.private_jax import number_collectives
 from jaxllm.untrusted import RefusedInput, shown, whole_number
@@ -191,7 +192,7 @@ def layer_combined(config: Config) -> dict[str, int]:
     pass. With this there is one transfer per layer.
     """
     ranks = int(config.parallel.data) * config.parallel.context
-    layer = layer_parameters(config.model, config.parallel).values()
+    layer = [e for path, e in parameters(config.model, config.parallel).items() if path.startswith(LAYERS)]
     # What is sharded arrives with the zeros that ZeRO pads.
     gathered = sum(ranks * e.master if e.master < e.compute else e.compute for e in layer)
     reduced, summed = sum(e.master for e in layer), sum(e.compute for e in layer)

@@ -100,7 +100,7 @@ def pipeline_report(config: Config) -> PipelineReport:
     schedule = make_schedule(p.schedule, p.pipe, config.num_microbatches, p.virtual_stages)
     model, policy, kept, offloaded = config.model, policy_of(p.remat, config.model), None, 0
     if not policy.everything:
-        held = bytes_per_token_and_layer(policy, model, context=p.context, tensor=p.tensor, blockwise=is_blockwise(config))
+        held = bytes_per_token_and_layer(policy, config, blockwise=is_blockwise(config))
         tokens = config.chunk_layers * config.microbatch_sequences * config.train.sequence_length
         kept, offloaded = (round(tokens * sum(of_token.values())) for of_token in (held.kept, held.offloaded))
     layers = config.chunk_layers * p.pipe * p.virtual_stages

@@ -127,9 +127,7 @@ class Ladder:
     def bytes(self) -> dict[str, float]:
         """Bytes of each name per layer and microbatch, without those that attention does not have."""
         policy = policy_of("selective", self.model.model)
-        sizes = bytes_per_token_and_layer(
-            policy, self.model.model, context=self.model.c, tensor=self.model.t, blockwise=self.model.is_blockwise
-        )
+        sizes = bytes_per_token_and_layer(policy, self.model.config, blockwise=self.model.is_blockwise)
         return {name: self.tokens * size for name, size in sizes.kept.items()}
 
     @cached_property
@@ -141,10 +139,7 @@ class Ladder:
         policy = policy_of(remat, self.model.model)
         actions = dict.fromkeys(self.names, "recompute")
         actions |= dict.fromkeys(policy.keep, "keep") | dict.fromkeys(policy.offload, "offload")
-        kept = sum(self.bytes.get(name, 0.0) for name in policy.keep)
-        offloaded = sum(self.bytes.get(name, 0.0) for name in policy.offload)
-        again_s = self.model.recomputation_s(*self._repeats(actions))
-        return Rung(remat, kept, offloaded, again_s + self._copied_s(kept + offloaded), again_s, self.whole, _family(actions))
+        return Rung(remat, *self._costs(actions), self.whole, _family(actions))
 
     def _of_part(self, part: tuple[str, ...]) -> list[tuple[float, float, float, float, Actions]]:
         """(bytes kept, bytes offloaded, seconds, seconds of recomputation, actions) of all that can be done with a part."""
@@ -157,20 +152,22 @@ class Ladder:
                 continue
             if "attention_output" in chosen:
                 chosen["attention_lse"] = chosen["attention_output"]
-            kept, out = (
-                sum(self.bytes[name] for name, action in chosen.items() if action == where) for where in ("keep", "offload")
-            )
-            again_s = self.model.recomputation_s(*self._repeats(chosen)) if "recompute" in actions else 0.0
-            found.append((kept, out, again_s + self._copied_s(kept + out), again_s, tuple(chosen.items())))
+            found.append((*self._costs(chosen), tuple(chosen.items())))
         return found
 
-    def _repeats(self, actions: Mapping[str, str]) -> tuple[set[str], bool]:
-        """(matmuls, whether attention) that the backward pass repeats because of these actions."""
+    def _costs(self, actions: Mapping[str, str]) -> tuple[float, float, float, float]:
+        """(bytes kept, bytes offloaded, seconds, seconds of recomputation) of these actions, per layer and microbatch."""
+        kept, out = (
+            sum(self.bytes.get(name, 0.0) for name, action in actions.items() if action == where)
+            for where in ("keep", "offload")
+        )
+        copied_s = 0.0 if self.own else self.model.moved_s(2 * (kept + out))
         again = {name for name, action in actions.items() if action == "recompute"}
-        return again & set(self.model.matmuls), self.model.is_blockwise and bool(again & set(ATTENTION_RESULTS))
-
-    def _copied_s(self, held: float) -> float:
-        return 0.0 if self.own else self.model.moved_s(2 * held)
+        if not again:
+            return kept, out, copied_s, 0.0
+        repeats_attention = self.model.is_blockwise and bool(again & set(ATTENTION_RESULTS))
+        again_s = self.model.recomputation_s(again & set(self.model.matmuls), repeats_attention)
+        return kept, out, again_s + copied_s, again_s
 
 
 def _family(actions: Mapping[str, str]) -> tuple[bool, ...]:

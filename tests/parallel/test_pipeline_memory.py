@@ -64,8 +64,7 @@ def bytes_per_slot(config):
     """(on the device, in the host's memory) of one microbatch's residuals of one chunk: layers x tokens x named tensors."""
     model, parallel = config.model, config.parallel
     layers = -(-model.num_layers // (parallel.pipe * parallel.virtual_stages))
-    ranks = {"context": parallel.context, "tensor": parallel.tensor}
-    held = bytes_per_token_and_layer(policy_of(parallel.remat, model), model, **ranks, blockwise=is_blockwise(config))
+    held = bytes_per_token_and_layer(policy_of(parallel.remat, model), config, blockwise=is_blockwise(config))
     kept, offloaded = (sum(tensors.values()) for tensors in (held.kept, held.offloaded))
     return layers * config.train.sequence_length * kept, layers * config.train.sequence_length * offloaded
 

@@ -260,7 +260,7 @@ def test_closed_form_is_what_the_vjp_holds(tiny_config, mesh, remat_name, blockw
     whole = {"key", "value"} if config.model.num_kv_heads % t else set()
     found = {n: x.size * x.dtype.itemsize / (1 if n in whole else t) for n, x in one_block(config, sizes).items()}
     in_blocks = blockwise or parallel.context > 1
-    held = bytes_per_token_and_layer(policy, config.model, context=parallel.context, tensor=t, blockwise=in_blocks)
+    held = bytes_per_token_and_layer(policy, config, blockwise=in_blocks)
     assert {n: 2 * config.train.sequence_length * size for n, size in {**held.kept, **held.offloaded}.items()} == found
     assert not held.kept.keys() & held.offloaded.keys()
 
