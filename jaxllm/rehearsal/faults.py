@@ -143,8 +143,12 @@ class Report:
 
     def lost_s(self, strike: Strike) -> float | None:
         """Seconds from a fault until the step that the run had reached is reached again; None: never."""
-        later = (line for began_s, line in self._starts() if began_s > strike.unix_s and line["step"] >= strike.reached)
-        return next((line["unix_s"] - strike.unix_s for line in later), None)
+        began_s = 0.0
+        for line in self.history.metrics:
+            began_s = line.get("start_unix_s", began_s)
+            if began_s > strike.unix_s and line["step"] >= strike.reached:
+                return line["unix_s"] - strike.unix_s
+        return None
 
     def render(self) -> Group:
         """For a terminal of at least 80 columns."""
@@ -162,13 +166,6 @@ class Report:
         ]
         grid = terminal_table(rows, ("", "fault", "during", "named after", "lost"), right=("named after", "lost"))
         return Group(grid, Text(), *said, Text(), *map(Text, lines))
-
-    def _starts(self) -> Iterator[tuple[float, Metrics]]:
-        """Each line, with the time at which its start of the run began."""
-        began_s = 0.0
-        for line in self.history.metrics:
-            began_s = line.get("start_unix_s", began_s)
-            yield began_s, line
 
     def _unfinished(self) -> Iterator[str]:
         if self.history.unfinished:

@@ -39,16 +39,10 @@ START_CPU_S = 9.0
 HEADER = re.compile(r"\d+ .* devices?; mesh ")
 """The first line of a start: all processes have met."""
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+say = partial(print, flush=True)
 
 
-def rehearse(
-    config: Config,
-    hosts: int,
-    counts: Mapping[Kind, int],
-    seed: int | None = None,
-    *,
-    say: Callable[[str], None] = partial(print, flush=True),
-) -> Report:
+def rehearse(config: Config, hosts: int, counts: Mapping[Kind, int], seed: int | None = None) -> Report:
     """Takes some minutes. Hosts are network namespaces if this process may make them. Removes the runs if the promise held.
 
     Args:
@@ -65,7 +59,7 @@ def rehearse(
         raise ConfigError("--cut needs network namespaces, which root may make with iproute2: run it as root, or use --cut 0.")
     seed = random.randrange(10**6) if seed is None else seed
     faults = plan_faults(seed, hosts, counts)
-    require_room(hosts, count_devices(config, hosts), len(faults), say)
+    require_room(hosts, count_devices(config, hosts), len(faults))
     folder = Path(tempfile.mkdtemp(prefix="jaxllm-rehearsal-"))
     held = True
     try:
@@ -76,10 +70,10 @@ def rehearse(
         say(f"hosts   {'network namespaces' if networks else 'processes of this machine, on loopback'}")
         say(f"seed    {seed}: {'; '.join(map(str, faults)) or 'no fault'}")
         with Network([f"h{rank}" for rank in range(hosts)], folder) if networks else nullcontext() as cables:
-            reference = _Watched(small, folder / "undisturbed", hosts, cables).run((), say)
+            reference = _Watched(small, folder / "undisturbed", hosts, cables).run(())
             if reference.unfinished:
                 raise ConfigError(f"The shrunk config does not train here: {reference.unfinished}.")
-            history = _Watched(small, folder / "disturbed", hosts, cables).run(faults, say)
+            history = _Watched(small, folder / "disturbed", hosts, cables).run(faults)
         report = Report(small.train.steps, reference.metrics, history)
         if not (held := report.held):
             say(f"kept    {folder}")
@@ -89,7 +83,7 @@ def rehearse(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_room(hosts: int, devices: int, faults: int, say: Callable[[str], None]) -> None:
+def require_room(hosts: int, devices: int, faults: int) -> None:
     """Says what the rehearsal takes of this machine.
 
     Raises:
@@ -127,7 +121,7 @@ class _Watched:
         self._committed: dict[int, float] = {}
         self._changed_s = time.monotonic()
 
-    def run(self, faults: Sequence[Fault], say: Callable[[str], None]) -> History:
+    def run(self, faults: Sequence[Fault]) -> History:
         """Returns when the run has ended, or can no longer end by itself. No process is left then."""
         patience_s = self._config.run.peer_timeout_s
         hosts = self._hosts = Hosts(self._count, self._recipe, self._folder / "hosts", self._cables, patience_s)
