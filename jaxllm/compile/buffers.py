@@ -34,11 +34,17 @@ class StepMemory:
     phases: tuple[str, ...]
     """forward, backward or update, for each instruction."""
 
-    def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Yields (phase, first instruction, one past the last) for each stretch of one phase."""
+    def spans(self, shortest: float = 0) -> list[tuple[str, int, int]]:
+        """(phase, first instruction, one past the last) of each stretch of one phase. A stretch of fewer instructions than
+        `shortest` is merged into the one before it."""
+        found: list[tuple[str, int, int]] = []
         for phase, group in groupby(range(len(self.phases)), key=self.phases.__getitem__):
             same = list(group)
-            yield phase, same[0], same[-1] + 1
+            if found and (found[-1][0] == phase or len(same) < shortest):
+                found[-1] = (*found[-1][:2], same[-1] + 1)
+            else:
+                found.append((phase, same[0], same[-1] + 1))
+        return found
 
 
 def read_dump(folder: str | Path) -> StepMemory:

@@ -100,7 +100,10 @@ def simulate_overlap(
       fp8: whether matmuls run at the FP8 peak. The model applies it to all of them, the head's too, so it hides too little.
       parallel: of the resolved config; it may name the network between replicas.
     """
-    return _Simulation(module, gpu, gpus_per_host, fp8, parallel).transfers()
+    simulation = _Simulation(module, gpu, gpus_per_host, fp8, parallel)
+    simulation.run_s(module.entry)
+    with_axes = ((c, (c.computation, c.name)) for c in simulation.in_order if c.axes)
+    return [replace(simulation.alone[key], collective=c, exposed_s=simulation.exposed_s[key]) for c, key in with_axes]
 
 
 def by_kind(transfers: Iterable[Transfer], apart: int | None = None) -> tuple[Overlap, ...]:
@@ -166,11 +169,6 @@ class _Simulation:
         """Exposed time by (computation, name of the instruction)."""
         self.times_s: dict[str, float] = {}
         """Duration of one run of each computation."""
-
-    def transfers(self) -> list[Transfer]:
-        self.run_s(self.module.entry)
-        with_axes = ((c, (c.computation, c.name)) for c in self.in_order if c.axes)
-        return [replace(self.alone[key], collective=c, exposed_s=self.exposed_s[key]) for c, key in with_axes]
 
     def run_s(self, computation: str) -> float:
         """Seconds of one run of a computation, which is simulated once, with those that it calls."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -268,12 +269,8 @@ def candidates_figure(candidates: Sequence[Mapping[str, Any]], *, capacity_bytes
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points (less is better, more is better) that no other point beats, the smallest first."""
     order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
-    best, found = float("-inf"), []
-    for i in order:
-        if points[i][1] > best:
-            best = points[i][1]
-            found.append(i)
-    return found
+    before = accumulate((points[i][1] for i in order), max, initial=float("-inf"))
+    return [i for i, best in zip(order, before, strict=False) if points[i][1] > best]
 
 
 def _name(candidate: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ def step_figure(
     axes, n = figure.add_subplot(grid[0, 0]), len(curve.phases)
     set_aside = held_bytes + curve.allocated_bytes
     highest, unit, unit_name = y_limit(max(set_aside, stage.total_bytes), capacity_bytes)
-    for phase, start, end in _long_spans(curve):
+    for phase, start, end in curve.spans(SHORT_SPAN * n):
         axes.axvspan(start, end, color=_PHASES[phase], linewidth=0)
         if end - start > 0.06 * n:
             axes.text((start + end) / 2, 1.12 * highest / unit, phase, ha="center", va="top", fontsize=9)
@@ -112,14 +112,3 @@ def step_figure(
         draw_capacity(each, capacity_bytes, highest, unit)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=8, frameon=False)
     return figure
-
-
-def _long_spans(curve: StepMemory) -> list[tuple[str, int, int]]:
-    """The phases of the curve. Ranges too short to see are merged into the range before them."""
-    spans: list[tuple[str, int, int]] = []
-    for phase, start, end in curve.spans():
-        if spans and (spans[-1][0] == phase or end - start < SHORT_SPAN * len(curve.phases)):
-            spans[-1] = (spans[-1][0], spans[-1][1], end)
-        else:
-            spans.append((phase, start, end))
-    return spans
