@@ -225,9 +225,8 @@ class Module:
                 current.append(parsed(line))
 
     def collectives(self) -> list[Collective]:
-        kinds = {op: kind for kind in COLLECTIVES for op in (kind, f"{kind}-start")}
-        found = [at for at in self.walk() if at.instruction.op in kinds]
-        return [self._collective(kinds[at.instruction.op], at) for at in found]
+        found = [(at.instruction.op.removesuffix("-start"), at) for at in self.walk()]
+        return [self._collective(kind, at) for kind, at in found if kind in COLLECTIVES]
 
     def loops_without_trip_count(self) -> int:
         """Number of loops with collectives for which XLA gives no trip count; everything in them counts once. Our own loops

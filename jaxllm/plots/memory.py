@@ -24,19 +24,14 @@ from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.display import readable
 from jaxllm.plan.advice import changed
 from jaxllm.plan.estimate import Estimate, fold
-from jaxllm.plots.schedule import new_figure, save, style_axes
+from jaxllm.plots.schedule import BLUE, GREEN, ORANGE, PURPLE, new_figure, save, style_axes
 
 MIB, GIB = 2**20, 2**30
 OVER = ("sequence", "microbatch")
 OPTIMIZER, PARAMETERS, GRADIENTS, ACTIVATIONS = GROUPS = ("optimizer", "parameters", "gradients", "activations")
 _GROUP_OF = {GRADIENTS: "gradient", OPTIMIZER: "master|moment|optimizer", PARAMETERS: "weight|parameter|copy"}
 """Pattern in the names of a group's terms; the first match decides. Every other term exists only within a step: activations."""
-HUES = {
-    PARAMETERS: (0.12, 0.37, 0.65),
-    GRADIENTS: (0.16, 0.50, 0.28),
-    OPTIMIZER: (0.52, 0.25, 0.60),
-    ACTIVATIONS: (0.83, 0.42, 0.05),
-}
+HUES = {PARAMETERS: BLUE, GRADIENTS: GREEN, OPTIMIZER: PURPLE, ACTIVATIONS: ORANGE}
 CAPACITY = {"color": (0.75, 0.1, 0.1), "linewidth": 1.4, "linestyle": (0, (5, 3))}
 SMALL = 0.004
 """Share of the tallest bar. A term below it in every bar is too thin to see and is counted under `other`."""

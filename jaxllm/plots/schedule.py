@@ -17,7 +17,7 @@ from jaxllm.parallel.zigzag import blocks, chunks
 from jaxllm.pipeline_schedule import Schedule, idle_share
 
 ENDINGS = (".png", ".svg")
-_HUES = ((0.12, 0.37, 0.65), (0.83, 0.42, 0.05), (0.16, 0.50, 0.28), (0.52, 0.25, 0.60))
+BLUE, ORANGE, GREEN, PURPLE = _HUES = ((0.12, 0.37, 0.65), (0.83, 0.42, 0.05), (0.16, 0.50, 0.28), (0.52, 0.25, 0.60))
 """Hues of chunk 0, 1, ... (then from the first again); forward is a lighter tint."""
 _IDLE = (0.90, 0.90, 0.90)
 _LABEL_INCHES = 0.17
