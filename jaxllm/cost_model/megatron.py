@@ -34,7 +34,6 @@ SAFE_SHARE = 0.8
 """Share of a GPU's memory; the rest is for everything outside the formula: CUDA's context, NCCL, scratch and fragmentation."""
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Bytes per parameter: bfloat16; float32; master weight and two moments in float32."""
-NOMINAL_UNIT_BYTES = 2**30
 
 
 class RuleRecord(NamedTuple):
@@ -104,7 +103,7 @@ def nominal_bytes(gpu: Gpu) -> int:
     The author's code compares GiB with the number in the GPU's name (40, 80, 94). Rounding gives the same numbers, although the
     driver reports up to 0.4 GiB less. The name of a B200 is decimal: it has 179 GiB, not 192.
     """
-    return round(gpu.memory_bytes / NOMINAL_UNIT_BYTES) * NOMINAL_UNIT_BYTES
+    return round(gpu.memory_bytes / 2**30) * 2**30
 
 
 def megatron_flops_per_token(model: ModelConfig, sequence_length: int) -> float:

@@ -231,8 +231,6 @@ CHART_WIDTH = 420
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)
 DASHES = ("", "7 3", "2 2", "9 2 2 2")
 """Twelve runs have different pairs of colour and dash. A black and white print shows dashes and letters."""
-AXES = ("tokens", "steps", "hours")
-"""Attributes of a History."""
 _STYLE = """\
 .grid { grid-template-columns: repeat(auto-fit, minmax(min(100%, 360px), 1fr)); }
 svg .end { font-weight: 700; paint-order: stroke; stroke: Canvas; stroke-width: 4px; stroke-linejoin: round; }
@@ -277,7 +275,8 @@ def charts(comparison: Comparison) -> list[str]:
         "Held-out loss": History.evaluated,
     }
     for title, curve in losses.items():
-        for name in AXES:
+        # Attributes of a History.
+        for name in ("tokens", "steps", "hours"):
             curves = [_styled(place, run, *curve(run.history, getattr(run.history, name))) for place, run in runs]
             found.append(_chart(f"{title} (nats per token)", curves, name))
     for title, key, is_log in (
