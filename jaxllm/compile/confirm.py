@@ -185,6 +185,7 @@ def compiler(plan: Plan, cache: Path | None) -> Compile:
 
 
 def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | None, config: Config) -> CompileReport:
+    # Here, because it imports JAX.
     from jaxllm.compile.report import compile_report
 
     return compile_report(config, Gpu(**gpu), gpus, gpus_per_host, cache=cache)

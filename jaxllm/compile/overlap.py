@@ -156,6 +156,8 @@ def _in_step(transfer: Transfer) -> Overlap:
 
 
 class _Simulation:
+    """The simulated device. The arguments are those of simulate_overlap."""
+
     def __init__(self, module: Module, gpu: Gpu, gpus_per_host: int, fp8: bool, parallel: ParallelConfig | None):
         self.module, self.links = module, links_of(gpu, BANDWIDTH_SHARE)
         self.parallel = parallel

@@ -40,6 +40,7 @@ HEADER = re.compile(r"\d+ .* devices?; mesh ")
 """The first line of a start: all processes have met."""
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 say = partial(print, flush=True)
+"""Shows a line at once, also where output is a file or a pipe."""
 
 
 def rehearse(config: Config, hosts: int, counts: Mapping[Kind, int], seed: int | None = None) -> Report:
