@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.config import hf_kinds
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_kinds import KINDS, MUST_BE, ROPE_SCALINGS, SHAPE_KEYS, SIZES, VARIANTS, WINDOWS, Windows
-from jaxllm.config.model_config import MOST_LAYERS, ModelConfig
+from jaxllm.config.model_config import MOST_LAYERS, ModelConfig, rotating
 from jaxllm.config.types import divisors
 from jaxllm.untrusted import INT32, RefusedInput, checked, read_json, shown
 
@@ -138,8 +138,7 @@ def hugging_face_config(
     config["rope_scaling"] = scaling if ours is not None else None
     config["rope_parameters"] = {**scaling, "rope_theta": model["rope_theta"]}
     if "no_rope_every" in KINDS[kind].says:
-        every = model.get("no_rope_every")
-        config["no_rope_layers"] = [int(not every or (n + 1) % every != 0) for n in range(model["num_layers"])]
+        config["no_rope_layers"] = [int(one) for one in rotating(model.get("no_rope_every"), model["num_layers"])]
     if "local_rope_theta" in KINDS[kind].says:
         local = model.get("local_rope_theta") or model["rope_theta"]
         if model.get("local_rope_theta") is None and model.get("sliding_window") and ours is not None:
@@ -241,14 +240,12 @@ def _no_rope_every(said: Mapping[str, Any], layers: int, where: str) -> int | No
     if said.get("use_sliding_window"):
         raise ConfigError(f"{where} says use_sliding_window=true, which jaxllm does not support here: use another model.")
     if (rotates := said.get("no_rope_layers")) is None:
-        every = _integer(said, "no_rope_layer_interval", where)
-        rotates = [int((number + 1) % every != 0) for number in range(layers)]
+        rotates = rotating(_integer(said, "no_rope_layer_interval", where), layers)
     if not isinstance(rotates, list) or len(rotates) < layers or any(one not in (0, 1) for one in rotates):
         raise ConfigError(f"{where} says no_rope_layers={shown(rotates)}: it should be a list of 0 and 1 for {layers} layers.")
     if all(rotates := rotates[:layers]):
         return None
-    every = rotates.index(0) + 1
-    if rotates != [int((number + 1) % every != 0) for number in range(layers)]:
+    if rotates != rotating(every := rotates.index(0) + 1, layers):
         raise ConfigError(
             f"{where} says no_rope_layers in an order that jaxllm does not support: it takes a 0 in every so many layers."
         )

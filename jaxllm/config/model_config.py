@@ -63,6 +63,11 @@ class RopeScaling(Section):
         return self
 
 
+def rotating(no_rope_every: int | None, layers: int) -> list[bool]:
+    """Whether positions rotate the queries and keys of each layer."""
+    return [not no_rope_every or number % no_rope_every != 0 for number in range(1, layers + 1)]
+
+
 def whole_rope_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     """A `rope_scaling` section of a file, perhaps an older one, with defaults for keys that it lacks. Nothing is checked."""
     fields = RopeScaling.model_fields
@@ -168,8 +173,7 @@ class ModelConfig(Section):
     @property
     def _window_and_rotation(self) -> tuple[tuple[int | None, bool], ...]:
         """(window, whether positions rotate queries and keys) of each layer: its kind."""
-        every = self.no_rope_every
-        return tuple((window, not every or (number + 1) % every != 0) for number, window in enumerate(self.windows))
+        return tuple(zip(self.windows, rotating(self.no_rope_every, self.num_layers), strict=True))
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
