@@ -122,7 +122,7 @@ def read_part(part: Part, text_key: str, in_blocks: bool = False) -> Iterator[Re
       ConfigError: the file cannot be read, has changed since the work was divided, or has a line without an end.
     """
     file = part.file
-    tables = {"parquet": read_parquet, "arrow": read_arrow, "csv": _read_rows, "array": _read_rows, "lines": _read_lines}
+    tables = {"parquet": read_parquet, "arrow": read_arrow, "csv": _read_csv, "array": _read_json, "lines": _read_json}
     try:
         require_unchanged(file)
         if file.kind == "text":
@@ -145,17 +145,10 @@ def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any] | None, str, i
         file = InputFile(path, os.stat(path).st_size, 0, kind_of(path))
         if file.kind == "parquet":
             yield from parquet_objects(file)
-        elif _is_array(file):
-            number = 0
-            with open_input(file) as raw:
-                try:
-                    for number, element in enumerate(elements(decompressed(path, raw).read, LINE_BYTES), 1):
-                        yield number, *_object(element), 0
-                except DamagedFile as error:
-                    yield number + 1, None, str(error), file.size
-        else:
-            for line, number, _, damage, lost in _lines(Part(file, 0, file.size, file.size)):
-                yield (number, None, damage, lost) if line is None else (number, *_object(line), 0)
+            return
+        read = _elements if _is_array(file) else _lines
+        for line, number, _, damage, lost in read(Part(file, 0, file.size, file.size)):
+            yield (number, None, damage, lost) if line is None else (number, *_object(line), 0)
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -237,8 +230,8 @@ def _longer_than(limit: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- lines
 
 
-def _read_lines(part: Part, text_key: str) -> Iterator[Record]:
-    for line, number, read, damage, lost in _lines(part):
+def _read_json(part: Part, text_key: str) -> Iterator[Record]:
+    for line, number, read, damage, lost in (_elements if part.file.kind == "array" else _lines)(part):
         text, reason = (None, damage) if line is None else _field(line, text_key)
         yield Record(text, number, reason, read, lost=lost)
 
@@ -322,27 +315,29 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
 # ------------------------------------------------------------------------------------------------------ arrays and CSV
 
 
-def _read_rows(part: Part, text_key: str) -> Iterator[Record]:
+def _elements(part: Part) -> Iterator[tuple[bytes | None, int, int, str, int]]:
+    """As `_lines`, of the elements of a JSON array."""
     number = 0
     with open_input(part.file) as raw:
         try:
-            content = decompressed(part.file.path, raw)
-            found = (_field(one, text_key) for one in elements(content.read, LINE_BYTES))
-            if part.file.kind == "csv":
-                found = _texts_of_csv(content, text_key)
-            for number, (text, reason) in enumerate(found, 1):
+            for number, element in enumerate(elements(decompressed(part.file.path, raw).read, LINE_BYTES), 1):
+                yield element, number, raw.tell(), "", 0
+        except DamagedFile as error:
+            yield None, number + 1, part.size, str(error), part.size
+
+
+def _read_csv(part: Part, text_key: str) -> Iterator[Record]:
+    number = 0
+    with open_input(part.file) as raw:
+        try:
+            rows = CsvRows(decompressed(part.file.path, raw).readline, LINE_BYTES)
+            place = rows.names.index(text_key)
+            for number, (row, reason) in enumerate(rows, 1):
+                text = None
+                if row is not None and len(row) <= place:
+                    reason = f"it has {len(row)} of {len(rows.names)} columns"
+                elif row is not None:
+                    text, reason = check_text(row[place], text_key)
                 yield Record(text, number, reason, raw.tell())
         except DamagedFile as error:
             yield Record(None, number + 1, str(error), part.size, lost=part.size)
-
-
-def _texts_of_csv(content: BinaryIO, text_key: str) -> Iterator[tuple[str | None, str]]:
-    rows = CsvRows(content.readline, LINE_BYTES)
-    place = rows.names.index(text_key)
-    for row, reason in rows:
-        if row is None:
-            yield None, reason
-        elif len(row) <= place:
-            yield None, f"it has {len(row)} of {len(rows.names)} columns"
-        else:
-            yield check_text(row[place], text_key)
