@@ -100,16 +100,12 @@ class Data:
         return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:12]
 
     @property
-    def reads_bytes(self) -> bool:
-        return self.tokenizer is not None and self.tokenizer.sha256 == ByteTokenizer.sha256
-
-    @property
     def held_out_tokens(self) -> int:
         return sum(source.held_out_tokens for source in self.sources)
 
     @property
     def unit(self) -> str:
-        return "byte" if self.reads_bytes else "token"
+        return "byte" if self.tokenizer is not None and self.tokenizer.sha256 == ByteTokenizer.sha256 else "token"
 
     @property
     def description(self) -> str:

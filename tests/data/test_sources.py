@@ -239,7 +239,7 @@ def test_a_prepared_folder_holds_its_texts_and_tokenizer(shelf):
     kept, other = (set(text.decode().split("\0")[:-1]) for text in (corpus.train, corpus.held_out))
     assert kept | other == texts
     assert len(kept) + len(other) == 50
-    assert corpus.data.reads_bytes
+    assert corpus.data.unit == "byte"
 
 
 def test_held_out_documents_are_those_of_their_texts_hash(shelf, tmp_path):
