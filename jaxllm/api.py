@@ -8,5 +8,5 @@ from jaxllm.run.trainer import Trainer
 from jaxllm.run_report import for_runs
 from jaxllm.weights.load_model import load_model, open_model
 
-advisor.use(for_runs)
+advisor.answers = for_runs
 notebook.register()

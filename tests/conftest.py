@@ -98,7 +98,7 @@ def gpu_programs():
 @pytest.fixture(scope="session", autouse=True)
 def planner():
     """As jaxllm.fit and the command line."""
-    advisor.use(for_runs)
+    advisor.answers = for_runs
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,7 +62,7 @@ def train(recipe: opt.Recipe) -> None:
         from jaxllm.run.loop import fit
         from jaxllm.run_report import for_runs
 
-    advisor.use(for_runs)
+    advisor.answers = for_runs
     if fit(loaded, import_s=time.monotonic() - BEGAN_S).stopped_by and distributed.launch_info().restarts:
         # Some launchers end the other processes as soon as one exits.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

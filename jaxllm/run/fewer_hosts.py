@@ -167,7 +167,7 @@ def layout(config: Config, hosts: int, per_host: int, device_kind: str = "", tog
         fewer = config.model_copy(update={"parallel": config.parallel.model_copy(update={"replica": replicas})})
         if own == before and most > 1 and (same := _same_mesh(config, fewer)):
             return same
-        if (planner := advisor.ask()) is None:
+        if (planner := advisor.answers) is None:
             raise ConfigError("launch.least_hosts needs the planner: start the run by jaxllm.fit or `jaxllm train`.")
         if (best := planner.fastest(fewer, kind, devices, per_host)) is not None:
             return _as_text(best.parallel, best.train.microbatch_sequences)

@@ -91,7 +91,7 @@ def check_memory(config: Config, device: jax.Device) -> Fit | None:
         return None
     gpu = gpu_from_device_kind(device.device_kind)
     estimate = partial(estimate_memory, gpu=gpu, capability=compute_capability(device))
-    planner = advisor.ask()
+    planner = advisor.answers
     speed = None if gpu is None or planner is None else planner.speed(config, gpu)
     fit = Fit(estimate(config), capacity_bytes, speed)
     if fit.fits:
@@ -112,7 +112,7 @@ def check_memory(config: Config, device: jax.Device) -> Fit | None:
 def _cheapest(config: Config, capacity_bytes: int, gpu: Gpu | None, estimate: EstimateMemory) -> str:
     """Advice in the middle of a sentence. It never fills the capacity completely."""
     capacity_bytes = int(FIT_SHARE * capacity_bytes)
-    if (planner := advisor.ask()) is None:
+    if (planner := advisor.answers) is None:
         return "start the run by jaxllm.fit or `jaxllm train`, which say what would fit"
     found = planner.changes_that_fit(config, capacity_bytes, gpu, estimate)
     if found:
@@ -149,7 +149,7 @@ def out_of_memory_lines(error: BaseException, config: Config, trainer: Any) -> l
         # If XLA needs more than the estimate, assume the same ratio after a change.
         seen = max(memory.peak_bytes, compiled_bytes or 0)
         target = min(target, int(FIT_SHARE * capacity_bytes * memory.peak_bytes / seen))
-    planner = advisor.ask()
+    planner = advisor.answers
     found = [] if planner is None else planner.changes_that_fit(config, target, gpu, estimate)
     changes = [f"{one.overrides} ({one.figures}){f': {one.cost}' if one.cost else ''}" for one in found[:MOST_ADVICE]]
     cure = f"set {found[0].overrides}" if found else "use more GPUs, a smaller model or shorter sequences"

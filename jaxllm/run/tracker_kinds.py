@@ -96,7 +96,7 @@ class Kind:
 
     def page(self) -> str | None:
         """That of `jaxllm report`; None if it cannot be made."""
-        report = advisor.ask()
+        report = advisor.answers
         return None if report is None else report.report_page(self.config.run.dir)
 
 
