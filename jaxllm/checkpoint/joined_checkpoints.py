@@ -42,7 +42,7 @@ from jaxllm.checkpoint.host_shares import (
 from jaxllm.checkpoint.store import Store, StoreError, StoreLock, unusable
 from jaxllm.checkpoint.stored_checkpoints import CURVES, StoredCheckpoints
 from jaxllm.cluster import distributed
-from jaxllm.cluster.distributed import raise_together
+from jaxllm.cluster.distributed import raising_together
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.untrusted import parse_json
 
@@ -318,12 +318,11 @@ def joined_checkpoints(
 
 def _together(ask: Callable[[], T], store: Store) -> T:
     """What `ask` returns here. Raises ConfigError on all processes if it fails on one, with that one's name."""
-    refusal, found = None, None
-    try:
-        found = ask()
-    except (ConfigError, OSError) as error:
-        cause = error if isinstance(error, ConfigError) else unusable(store.address, error)
-        refusal = ConfigError(f"Process {jax.process_index()} on {socket.gethostname()}: {cause}")
-        refusal.exit_code = cause.exit_code
-    raise_together(refusal)
-    return found  # pyright: ignore[reportReturnType]  # without a refusal it was set
+    with raising_together():
+        try:
+            return ask()
+        except (ConfigError, OSError) as error:
+            cause = error if isinstance(error, ConfigError) else unusable(store.address, error)
+            refusal = ConfigError(f"Process {jax.process_index()} on {socket.gethostname()}: {cause}")
+            refusal.exit_code = cause.exit_code
+            raise refusal from None

@@ -14,7 +14,6 @@ over ZeRO's ranks. Reading adds or removes them, and restacks the layers for oth
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable
@@ -52,11 +51,10 @@ from jaxllm.checkpoint.joined_checkpoints import JoinedCheckpoints
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.stored_checkpoints import StoredCheckpoints
 from jaxllm.cluster import distributed, exit_codes, progress
-from jaxllm.cluster.distributed import is_of_jax, raise_together
+from jaxllm.cluster.distributed import is_of_jax, raising_together
 from jaxllm.cluster.exit_codes import causes
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.mesh.axes import HOST
-from jaxllm.untrusted import parse_json
 
 State = Any
 """A TrainState or a DilocoState: a dataclass of arrays, trees of arrays, and such dataclasses. Fields of None are not saved."""
@@ -248,7 +246,9 @@ class Checkpoints:
             if failure is not None and stopped_by and failure.exit_code != exit_codes.BAD_INPUT:
                 log.warning("%s", failure)
                 failure = None
-            raise_together(failure, SaveError)
+            with raising_together(SaveError):
+                if failure is not None:
+                    raise failure
             if self._joined is not None:
                 self._joined.shares.look()
 
@@ -332,25 +332,21 @@ class Checkpoints:
                 self.latest, said = self._joined.choose()
             self.said += said
             return
-        found, refusal = {"latest": None, "refused": {}}, None
-        if distributed.is_main_process():
-            try:
-                if self._stored is not None:
-                    here = saved_steps(self.folder)
-                    with progress.phase("restore"):
-                        newest = newest_undamaged(self.folder, self._refused)
-                        step, said = self._stored.fetch(newest)
-                    self.said += said
-                    if step in here:
-                        reason = self._refused.pop(step, "it is not whole")
-                        self.said.append(f"the local checkpoint {step} is damaged ({reason}): moved aside")
-                found["latest"], found["refused"] = newest_whole(self.folder, self._refused)
-            except ConfigError as error:
-                refusal = error
-        raise_together(refusal)
-        found = parse_json(distributed.broadcast(json.dumps(found)))
-        self._refused = {int(step): reason for step, reason in found["refused"].items()}
-        self.latest = found["latest"]
+
+        def newest() -> tuple[int | None, list[tuple[int, str]]]:
+            if self._stored is not None:
+                here = saved_steps(self.folder)
+                with progress.phase("restore"):
+                    step, said = self._stored.fetch(newest_undamaged(self.folder, self._refused))
+                self.said += said
+                if step in here:
+                    reason = self._refused.pop(step, "it is not whole")
+                    self.said.append(f"the local checkpoint {step} is damaged ({reason}): moved aside")
+            latest, refused = newest_whole(self.folder, self._refused)
+            return latest, [*refused.items()]
+
+        self.latest, refused = distributed.from_main(newest)
+        self._refused = dict(refused)
 
     def _failure(self, error: Exception) -> SaveError:
         if isinstance(error, SaveError):

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxllm.cluster import distributed, exit_codes
-from jaxllm.cluster.distributed import raise_together
+from jaxllm.cluster.distributed import raising_together
 from jaxllm.cluster.socket_messages import Name, Pid
 from jaxllm.config import ConfigError
 from jaxllm.machine.host import rename_if_free
@@ -280,16 +280,13 @@ def hold_run_dir(folder: Path, leads: bool = True) -> Iterator[Callable[[], None
     Raises:
       ConfigError: on all processes, if another run holds it.
     """
-    require, refusal = unfenced, None
+    require = unfenced
     with ExitStack() as stack:
-        if leads:
-            try:
+        with raising_together():
+            if leads:
                 lock = RunDirLock.take(folder)
                 stack.callback(lock.release)
                 require = lock.require
-            except ConfigError as error:
-                refusal = error
-        raise_together(refusal)
         yield require
 
 

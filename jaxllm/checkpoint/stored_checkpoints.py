@@ -39,7 +39,7 @@ from jaxllm.checkpoint.files import (
 from jaxllm.checkpoint.run_lock import unfenced
 from jaxllm.checkpoint.store import ANSWER_S, GoneError, LostError, Store, StoreError, StoreLock, unusable
 from jaxllm.cluster import distributed, exit_codes
-from jaxllm.cluster.distributed import raise_together
+from jaxllm.cluster.distributed import raising_together
 from jaxllm.config import CheckpointConfig, ConfigError
 from jaxllm.config.hf_config import TOKENIZER
 from jaxllm.json_lines import parse
@@ -431,18 +431,16 @@ def hold_store(run_dir: Path, config: CheckpointConfig) -> Iterator[tuple[Stored
         yield None, False
         return
     with ExitStack() as stack:
-        stored, has_one, refusal = None, False, None
-        if distributed.is_main_process():
-            try:
-                store = Store(config.store)
-                lock = StoreLock(store)
-                stack.callback(lock.release)
-                lock.take()
-                has_one = bool(store.committed())
-                stored = stack.enter_context(closing(StoredCheckpoints(store, lock, run_dir, config)))
-            except ConfigError as error:
-                refusal = error
-            except OSError as error:
-                refusal = unusable(config.store, error)
-        raise_together(refusal)
+        stored, has_one = None, False
+        with raising_together():
+            if distributed.is_main_process():
+                try:
+                    store = Store(config.store)
+                    lock = StoreLock(store)
+                    stack.callback(lock.release)
+                    lock.take()
+                    has_one = bool(store.committed())
+                    stored = stack.enter_context(closing(StoredCheckpoints(store, lock, run_dir, config)))
+                except OSError as error:
+                    raise unusable(config.store, error) from None
         yield stored, bool(distributed.broadcast("yes" if has_one else ""))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -42,6 +42,7 @@ from jaxllm.terminal import flush, print_sentence
 from jaxllm.untrusted import parse_json, shown
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STEERING = ("JAXLLM_", "JAX_", "XLA_", "NCCL_", "CUDA_")
 """Prefixes of variables that change the behaviour of a run."""
@@ -276,13 +277,29 @@ def first_nonempty(text: str) -> str:
     return exchange(text, lambda texts: next(filter(None, texts), ""))
 
 
-def raise_together(error: ConfigError | None, kind: type[ConfigError] = ConfigError) -> None:
-    """Raises the error of the first process that has one, as `kind` with its sentence and exit code; every process calls it."""
-    if text := first_nonempty("" if error is None else json.dumps([str(error), error.exit_code])):
-        sentence, code = parse_json(text)
+@contextmanager
+def raising_together(kind: type[ConfigError] = ConfigError) -> Iterator[None]:
+    """Every process enters the block together. A ConfigError inside, of the first process that has one, is raised on all, as
+    `kind` with its sentence and exit code."""
+    failure = ""
+    try:
+        yield
+    except ConfigError as error:
+        failure = json.dumps([str(error), error.exit_code])
+    if failure := first_nonempty(failure):
+        sentence, code = parse_json(failure)
         found = kind(sentence)
         found.exit_code = code
-        raise found
+        raise found from None
+
+
+def from_main(ask: Callable[[], T]) -> T:
+    """What `ask` returns on process 0, carried as JSON, on all; every process calls it. Its ConfigError is raised on all."""
+    found = None
+    with raising_together():
+        if not jax.distributed.is_initialized() or is_main_process():
+            found = ask()
+    return parse_json(broadcast(json.dumps(found)))
 
 
 def gathered(value: Any) -> list[Any]:

@@ -23,13 +23,10 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import jax
-
 from jaxllm.checkpoint.files import FILES, META, STATE, by_step, changed, damage, differs
 from jaxllm.checkpoint.store import Store, unusable
 from jaxllm.checkpoint.stored_checkpoints import RUN
 from jaxllm.cluster import distributed
-from jaxllm.cluster.distributed import raise_together
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER
 from jaxllm.config.hub import pin, stays
@@ -190,14 +187,7 @@ def with_commits(config: Config) -> Config:
     Raises:
       ConfigError: on all processes, if the Hub or the store has no such name or does not give it.
     """
-    found, refusal = {}, None
-    if not jax.distributed.is_initialized() or distributed.is_main_process():
-        try:
-            found = _pins(config)
-        except ConfigError as error:
-            refusal = error
-    raise_together(refusal)
-    found = parse_json(distributed.broadcast(json.dumps(found)))
+    found = distributed.from_main(lambda: _pins(config))
     return config.model_copy(update={key: getattr(config, key).model_copy(update=pins) for key, pins in found.items()})
 
 

@@ -494,8 +494,13 @@ def test_an_outage_that_another_process_met_has_its_exit_code(monkeypatch):
     class OtherError(ConfigError):
         pass
 
+    def meet(here: ConfigError | None) -> None:
+        with distributed.raising_together(OtherError):
+            if here is not None:
+                raise here
+
     for here, says in ((outage, lambda text: (sent.append(text), text)[1]), (None, lambda text: text or sent[0])):
         monkeypatch.setattr(distributed, "first_nonempty", says)
         with pytest.raises(OtherError) as error:
-            distributed.raise_together(here, OtherError)
+            meet(here)
         assert (str(error.value), error.value.exit_code) == (str(outage), exit_codes.LOST)
