@@ -227,22 +227,9 @@ def layout() -> str:
     return _meeting.answer.layout if _meeting else ""
 
 
-@contextmanager
-def waiting_room(grow: Callable[[str], None]) -> Iterator[WaitingRoom | None]:
-    """Inside, hosts that return and wait at the leader of this run may ask it to grow. None on other processes, and if no host
-    is absent.
-
-    Args:
-      grow: called in a thread, with their names, when the run can train on more hosts with them.
-    """
-    room = None if _meeting is None else _meeting.room
-    if room is not None:
-        room.grow = grow
-    try:
-        yield room
-    finally:
-        if room is not None:
-            room.leave()
+def waiting_room() -> WaitingRoom | None:
+    """Where hosts that return wait, at the leader of this run. None on other processes, and if no host is absent."""
+    return _meeting.room if _meeting else None
 
 
 def hosts() -> list[str]:

@@ -243,12 +243,13 @@ def describe(given: Config, config: Config) -> str:
 
 def register(run: Run) -> None:
     """Stops the run when missing hosts return, if a supervisor restarts it."""
-    if not distributed.launch_info().restarts:
+    room = distributed.waiting_room() if distributed.launch_info().restarts else None
+    if room is None:
         return
-    room = run.stack.enter_context(distributed.waiting_room(lambda hosts: run.signals.ask(f"the return of {hosts}")))
+    room.grow = lambda hosts: run.signals.ask(f"the return of {hosts}")
+    run.stack.callback(room.leave)
 
     def end() -> None:
-        if room is not None:
-            room.ended = not run.trainer.stopped_by
+        room.ended = not run.trainer.stopped_by
 
     run.on("ended", end)
