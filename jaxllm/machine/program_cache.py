@@ -213,17 +213,6 @@ share programs, each with a copy of the key. Only the environment can: a recipe 
 KEY_DIGITS = 64
 
 
-def key_file(environ: Mapping[str, str]) -> Path | None:
-    """The key's file; None, with a warning, if the user has no home folder."""
-    if given := environ.get(KEY_VARIABLE):
-        return Path(given).expanduser().absolute()
-    try:
-        return Path.home() / ".config" / "jaxllm" / "programs.key"
-    except RuntimeError as error:
-        log.warning("There is no key for compiled programs (%s): each start compiles. Set %s to a file.", error, KEY_VARIABLE)
-    return None
-
-
 @cache
 def signing_key(file: Path) -> bytes | None:
     """The key in `file`, made at the first call; None, with a warning, if it cannot be made or others may read it."""
@@ -279,9 +268,17 @@ _key_file: Path | None = None
 
 
 def use_key(environ: Mapping[str, str]) -> None:
-    """Programs are signed by the key that the environment names, by default the one in the home folder."""
+    """Programs are signed by the key that the environment names, by default the one in the home folder; by none, with a
+    warning, if the user has no home folder."""
     global _key_file
-    _key_file = key_file(environ)
+    if given := environ.get(KEY_VARIABLE):
+        _key_file = Path(given).expanduser().absolute()
+        return
+    try:
+        _key_file = Path.home() / ".config" / "jaxllm" / "programs.key"
+    except RuntimeError as error:
+        _key_file = None
+        log.warning("There is no key for compiled programs (%s): each start compiles. Set %s to a file.", error, KEY_VARIABLE)
 
 
 def start(
