@@ -214,30 +214,27 @@ class TextStream:
     def push(self, token: int) -> str:
         """Adds an id and returns the text that is now final."""
         self._new.append(token)
-        self._settle()
-        return self._give(hold=True)
+        return self._final(last=False)
 
     def rest(self) -> str:
         """Returns the text that was held back, after the last id."""
-        self._settle(last=True)
-        return self._give(hold=False)
+        return self._final(last=True)
 
-    def _settle(self, last: bool = False) -> None:
+    def _final(self, last: bool) -> str:
         """Decodes the new ids, unless their end may still change: byte tokens decode to half characters, including earlier
-        complete characters, until the last token of a character arrives.
+        complete characters, until the last token of a character arrives. Returns the text that is decided and was not returned
+        before.
         """
         before, text = (self._tokenizer.decode(ids) for ids in (self._before, self._before + self._new))
         if len(text) > len(before) and (last or not text.endswith(HALF_CHARACTER)):
             self._text += text[len(before) :]
             self._before, self._new = self._new, []
-
-    def _give(self, hold: bool) -> str:
         if self.stopped:
             return ""
         text = self._text
         if (end := min((at for stop in self._stop_texts if (at := text.find(stop)) >= 0), default=None)) is not None:
             self.stopped, text = True, text[:end]
-        elif hold:
+        elif not last:
             held = (n for stop in self._stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
             text = text[: len(text) - max(held, default=0)]
         new, self._given = text[self._given :], max(self._given, len(text))
