@@ -45,7 +45,7 @@ from jaxllm.data.records import BROKEN_SHARE, inspected, require_ends, require_f
 from jaxllm.data.shards import (
     PrepareProgress,
     Task,
-    position_of,
+    described,
     read_shard,
     run_tasks,
     strict_error,
@@ -295,7 +295,7 @@ def _summary(out: str | Path, shards: Sequence[dict[str, Any]], count: int, writ
     return Summary(
         folder=str(out),
         **_total(shards),
-        broken_records=tuple(f"{position_of(record)}: {record['reason']}" for record in broken),
+        broken_records=tuple(map(described, broken)),
         shards=count,
         shards_done=len(shards),
         shards_written=written,
@@ -344,7 +344,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, origin: Origin, max_broken_share: float) -> None:
     """Writes the tokenizer and the manifest unless they exist. Several processes may do this at once."""
     total = _total(shards)
-    first = next((f"{position_of(one)}: {one['reason']}" for shard in shards for one in shard["broken_records"]), "")
+    first = next((described(one) for shard in shards for one in shard["broken_records"]), "")
     if not total["documents"]:
         hint = f", the first {first}" if first else ""
         # Empty shards would make the next run with correct options fail.
@@ -357,8 +357,8 @@ def _finish(folder: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, or
     records = total["documents"] + total["broken"] + total["empty"]
     cut = [one for shard in shards for one in shard["broken_records"] if one.get("lost_bytes")]
     if cut:
-        lost, first_cut = sum(one["lost_bytes"] for one in cut), f"{position_of(cut[0])}: {cut[0]['reason']}"
-        require_ends("the inputs", lost, origin.inputs.bytes, first_cut, max_broken_share, "--max-broken-share")
+        lost = sum(one["lost_bytes"] for one in cut)
+        require_ends("the inputs", lost, origin.inputs.bytes, described(cut[0]), max_broken_share, "--max-broken-share")
     require_few_broken("the inputs", total["broken"], records, first, max_broken_share, "--max-broken-share")
     manifest = {
         "format": FORMAT,

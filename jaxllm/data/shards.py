@@ -118,24 +118,18 @@ def unwritable(folder: Path, reason: str) -> ConfigError:
     return ConfigError(f"{folder} cannot be written ({reason}): fix that and run the command again, or choose another --out.")
 
 
-def display_path(path: str) -> str:
-    """A path relative to the working directory if it is inside. Bytes that are not UTF-8 are printed as \\xff."""
-    here = Path.cwd()
+def described(broken: dict[str, Any]) -> str:
+    """Position of a broken record and why it is broken: FILE:LINE: REASON, FILE row ROW: REASON, or FILE: REASON. The path is
+    relative to the working directory if it is inside. Bytes of it that are not UTF-8 are printed as \\xff."""
+    path, here = broken["file"], Path.cwd()
     name = str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
-    return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="backslashreplace")
-
-
-def position_of(broken: dict[str, Any]) -> str:
-    """Position of a broken record: FILE:LINE, FILE row ROW, or FILE."""
-    if "row" in broken:
-        return f"{display_path(broken['file'])} row {broken['row']}"
-    return f"{display_path(broken['file'])}:{broken['line']}" if "line" in broken else display_path(broken["file"])
+    shown = name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="backslashreplace")
+    place = f" row {broken['row']}" if "row" in broken else f":{broken['line']}" if "line" in broken else ""
+    return f"{shown}{place}: {broken['reason']}"
 
 
 def strict_error(broken: dict[str, Any]) -> ConfigError:
-    return ConfigError(
-        f"{position_of(broken)}: {broken['reason']}; fix it, or skip such records: without --strict or --max-broken-share 0."
-    )
+    return ConfigError(f"{described(broken)}; fix it, or skip such records: without --strict or --max-broken-share 0.")
 
 
 def _write(
