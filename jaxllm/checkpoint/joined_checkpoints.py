@@ -323,6 +323,5 @@ def _together(ask: Callable[[], T], store: Store) -> T:
             return ask()
         except (ConfigError, OSError) as error:
             cause = error if isinstance(error, ConfigError) else unusable(store.address, error)
-            refusal = ConfigError(f"Process {jax.process_index()} on {socket.gethostname()}: {cause}")
-            refusal.exit_code = cause.exit_code
-            raise refusal from None
+            who = f"Process {jax.process_index()} on {socket.gethostname()}"
+            raise ConfigError(f"{who}: {cause}").with_code(cause.exit_code) from None

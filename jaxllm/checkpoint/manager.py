@@ -236,19 +236,17 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(error) from error
         if self._config.store is not None:
-            failure = None
-            if self._stored is not None:
-                # Hosts that share no disk may be deleting what the store has: an older one may seem the last.
-                for last in saved_steps(self._own)[-1:]:
-                    if last == self.newest_saved and not self._config.goes_to_store(last):
-                        self._stored.offer(last)
-                failure = self._stored.wait()
-            if failure is not None and stopped_by and failure.exit_code != exit_codes.BAD_INPUT:
-                log.warning("%s", failure)
-                failure = None
             with raising_together(SaveError):
-                if failure is not None:
-                    raise failure
+                if self._stored is not None:
+                    # Hosts that share no disk may be deleting what the store has: an older one may seem the last.
+                    for last in saved_steps(self._own)[-1:]:
+                        if last == self.newest_saved and not self._config.goes_to_store(last):
+                            self._stored.offer(last)
+                    failure = self._stored.wait()
+                    if failure is not None and stopped_by and failure.exit_code != exit_codes.BAD_INPUT:
+                        log.warning("%s", failure)
+                    elif failure is not None:
+                        raise failure
             if self._joined is not None:
                 self._joined.shares.look()
 

@@ -60,9 +60,7 @@ class GoneError(Exception):
 def unusable(address: str, error: OSError) -> ConfigError:
     missing = "the bucket is not there" if isinstance(error, FileNotFoundError) else reason_of(error)
     found = error if isinstance(error, StoreError) else StoreError(missing)
-    refused = ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.")
-    refused.exit_code = found.exit_code
-    return refused
+    return ConfigError(f"checkpoint.store={address} cannot be used ({found}): {found.fix}.").with_code(found.exit_code)
 
 
 class Store:

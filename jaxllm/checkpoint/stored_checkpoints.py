@@ -273,12 +273,10 @@ class StoredCheckpoints:
             if not self._failed:
                 return None
             step, (reason, code) = max(self._failed.items())
-        error = ConfigError(
+        return ConfigError(
             f"Checkpoint {step} could not be copied to {self._store.address} ({reason}): it is safe in {self.safe_in}; remove "
             f"the cause, and rerun the same command to copy it."
-        )
-        error.exit_code = code
-        return error
+        ).with_code(code)
 
     def close(self) -> None:
         """Ends the copy under way: what is not committed then does not exist. Nothing is written to the store after this."""

@@ -275,9 +275,7 @@ def raising_together(kind: type[ConfigError] = ConfigError) -> Iterator[None]:
         failure = json.dumps([str(error), error.exit_code])
     if failure := first_nonempty(failure):
         sentence, code = parse_json(failure)
-        found = kind(sentence)
-        found.exit_code = code
-        raise found from None
+        raise kind(sentence).with_code(code) from None
 
 
 def from_main(ask: Callable[[], T]) -> T:

@@ -175,9 +175,8 @@ class Visit(Connection):
         if reply.refused is not None:
             raise (RendezvousError if reply.missing else ConfigError)(reply.refused)
         if reply.ended:
-            ended = ConfigError(f"The run has ended while {self._own} waited to return: there is nothing left to train.")
-            ended.exit_code = 0
-            raise ended
+            ended = f"The run has ended while {self._own} waited to return: there is nothing left to train."
+            raise ConfigError(ended).with_code(0)
         return reply
 
     def _read_until(self, until_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
@@ -17,7 +17,12 @@ class ConfigError(ValueError):
     """A config that cannot run. The message is one sentence that says what to change; more arguments are lines below it."""
 
     exit_code = 2
-    """Exit code of the command (exit_codes.py). A subclass has another if a restart may help without a change."""
+    """Exit code of the command (exit_codes.py). A subclass or an error has another if a restart may help without a change."""
+
+    def with_code(self, exit_code: int) -> Self:
+        """This error, which now ends the command with another code."""
+        self.exit_code = exit_code
+        return self
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
