@@ -15,7 +15,7 @@ PACKAGE = CHECKOUT / "jaxllm"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 80, 10
-PACKAGE_LINES, ROOMS, FOLDER_FILES, LOOSE_FILES = 51_989, 21, 22, 8
+PACKAGE_LINES, ROOMS, FOLDER_FILES, LOOSE_FILES = 51_988, 21, 22, 8
 """They may only fall. What is added is earned by what goes."""
 LONG_FILES: dict[str, tuple[int, str]] = {}
 """Path -> (maximum lines, reason). A number here may only fall."""
@@ -26,8 +26,8 @@ MANY_PARAMETERS = {
 
 CLOSURES = {
     "jaxllm.train.step": (19, 3_590, 11),
-    "jaxllm.train.build": (59, 11_900, 18),
-    "jaxllm.run.loop": (143, 33_380, 22),
+    "jaxllm.train.build": (59, 11_870, 18),
+    "jaxllm.run.loop": (143, 33_260, 22),
 }
 """Import closures: module -> (modules, their lines, longest chain). The numbers may only fall. Of the step's modules twelve are
 the config's, and one is the door for what comes from outside."""

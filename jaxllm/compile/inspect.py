@@ -32,7 +32,6 @@ from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_l
 from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu, find_gpu
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, named_devices
-from jaxllm.cost_model.precision import Row, precision_table
 from jaxllm.cost_model.shape_waste import ShapeWaste, matmul_parts, shape_waste
 from jaxllm.cost_model.step_parts import TileParts
 from jaxllm.cost_model.step_sizes import StepSizes
@@ -45,6 +44,50 @@ from jaxllm.model.llama import BlockContext, apply_block, layer_kinds
 from jaxllm.parallel.parameters import parameter_table, stacking_of
 from jaxllm.parallel.vjp_residuals import extract
 from jaxllm.plan.advice import better_shape, better_shape_line
+
+# -------------------------------------------------------------------------------------------------------------- precision
+
+
+@dataclass(frozen=True)
+class PrecisionRow:
+    what: str
+    inputs: str
+    """Precision of the operands."""
+    sums: str
+    """Precision of the accumulation inside the operation."""
+    result: str
+
+
+def precision_table(config: Config) -> tuple[PrecisionRow, ...]:
+    """The precisions of the config's train step on an NVIDIA GPU.
+
+    XLA multiplies float32 in TF32 there (10 bits of mantissa) unless jax_default_matmul_precision changes it.
+    """
+    dtype = config.model.compute_dtype
+    product = "TF32" if dtype == "float32" else dtype
+    fp8 = config.model.multiplies_fp8
+    rows = [
+        PrecisionRow("weights, moments, update", "float32", "float32", "float32"),
+        PrecisionRow("norms, angles, softmax, loss", "float32", "float32", "float32"),
+        PrecisionRow("block matmuls", "E4M3" if fp8 else product, "float32, fast" if fp8 else "float32", dtype),
+        PrecisionRow("their gradients", "E5M2 x E4M3" if fp8 else product, "float32", dtype),
+        PrecisionRow("attention", product, "float32", dtype),
+        PrecisionRow("head", product, "float32", "float32"),
+        PrecisionRow("gradient of the head", product, "float32", "float32"),
+        PrecisionRow("gradient of its input", product, "float32", dtype),
+        PrecisionRow("gradients over microbatches", dtype, "float32", "float32"),
+        PrecisionRow("gradients over data, context", "float32", "float32", "float32"),
+    ]
+    if config.parallel.zero and dtype != "float32":
+        rows.append(PrecisionRow("weights gathered over data", dtype, "-", dtype))
+    if config.parallel.tensor > 1:
+        rows.append(PrecisionRow("hidden states over tensor", dtype, dtype, dtype))
+    if config.parallel.pipe > 1:
+        rows.append(PrecisionRow("hidden states over pipe", dtype, dtype, dtype))
+    if config.parallel.context > 1:
+        rows.append(PrecisionRow("attention over context, merged", dtype, "float32", dtype))
+    return tuple(rows)
+
 
 # ------------------------------------------------------------------------------------------------------------------ waste
 
@@ -236,7 +279,7 @@ class Report:
     bytes_per_device: Bytes
     activations: Activations
     state_offload: StateOffload
-    precision: tuple[Row, ...]
+    precision: tuple[PrecisionRow, ...]
     notes: tuple[str, ...]
     warnings: tuple[ConfigWarning, ...]
 

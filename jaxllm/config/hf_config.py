@@ -245,7 +245,7 @@ def _no_rope_every(said: Mapping[str, Any], layers: int, where: str) -> int | No
         raise ConfigError(f"{where} says no_rope_layers={shown(rotates)}: it should be a list of 0 and 1 for {layers} layers.")
     if all(rotates := rotates[:layers]):
         return None
-    if rotates != rotating(every := rotates.index(0) + 1, layers):
+    if rotates != rotating(every := [*map(bool, rotates)].index(False) + 1, layers):
         raise ConfigError(
             f"{where} says no_rope_layers in an order that jaxllm does not support: it takes a 0 in every so many layers."
         )

@@ -181,16 +181,10 @@ class TokenFile(_MappedDocuments):
                 f"{path} has {max(size, 0):,} bytes of ids, and {whole}: the file is truncated or no file of ids."
             )
         tokens = np.memmap(file, dtype, mode="r", offset=offset)
-        bounds = _bounds(tokens, None if tokenizer is None else tokenizer.eos_id)
+        end, count = None if tokenizer is None else tokenizer.eos_id, len(tokens)
+        scanned = range(0, count if end is not None else 0, _SCANNED)
+        found = [np.flatnonzero(tokens[at : at + _SCANNED] == end) + (at + (tokens[0] != end)) for at in scanned]
+        bounds = np.unique(np.concatenate([[0], *found, [count]]))
         # Files of one document each must not have one key.
         key = int.from_bytes(hashlib.sha256(os.fsencode(file.name)).digest()[:8], "big")
         super().__init__(file, tokens, bounds, f"{dtype} {offset}".encode(), tokenizer, f"{path} ({dtype.name})", key)
-
-
-def _bounds(tokens: np.ndarray, end: int | None) -> np.ndarray:
-    """Number of the first id of each document, and of ids."""
-    found = [
-        np.flatnonzero(tokens[at : at + _SCANNED] == end) + at for at in range(0, len(tokens), _SCANNED) if end is not None
-    ]
-    ends = np.concatenate([*found, np.zeros(0, np.int64)]) + (tokens[0] != end)
-    return np.unique(np.concatenate([[0], ends, [len(tokens)]]))

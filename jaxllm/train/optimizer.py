@@ -50,10 +50,8 @@ def make_optimizer(
 
 
 # ------------------------------------------------------------------------------------------------------------------- Muon
-# Muon (Jordan, 2024): the momentum of each matrix of the blocks, orthogonalised by its owner.
-#
-# Momentum is sharded as ZeRO has it, by parts of matrices; orthogonalising needs whole ones. So each rank of a stage gets whole
-# matrices of some layers, and gives its updates back:
+# Muon (Jordan, 2024) orthogonalises the momentum of each matrix of the blocks. Momentum is sharded as ZeRO has it, by parts of
+# matrices. So each rank of a stage gets whole matrices of some layers, and gives its updates back:
 #
 #     momentum [layers, in / ranks, out] --- all-to-all ---> [layers / ranks, in, out] --- all-to-all ---> update as momentum
 #
@@ -65,11 +63,7 @@ MUON_RMS = 0.2
 
 
 def _muon(config: Config, table: Any, mesh: Mesh | None) -> optax.GradientTransformation:
-    """Muon for the blocks' matrices, each for itself, and Adam for all else. Without a mesh every device computes what it has.
-
-    Args:
-      table: nested dict of Parameter.
-    """
+    """Muon for the blocks' matrices, each for itself, and Adam for all else."""
     o, specs = config.optimizer, {spec.path: spec for spec in parameters(config.model) if spec.inputs}
 
     def of_matrices(function: Any) -> Any:
@@ -99,7 +93,6 @@ def _by_owner(config: Config, parameter: Parameter, inputs: int, scale: float, m
 
     Args:
       inputs: dims of a matrix that are its rows.
-      scale: of the update.
     """
     leading, stages, dtype = stack_dims(parameter.dims), config.parallel.pipe, jnp.dtype(config.model.compute_dtype)
     ranks = math.prod(mesh.shape[axis] for axis in (*ZERO_AXES, TENSOR)) if mesh else 1
@@ -107,6 +100,10 @@ def _by_owner(config: Config, parameter: Parameter, inputs: int, scale: float, m
     # One transfer moves one axis: first over the ranks of ZeRO, then over tensor.
     stored, used = (spec[leading:] for spec in (sharded.master, sharded.compute))
     steps = (PIPE, None, *stored), (PIPE, ZERO_AXES, *used), (PIPE, (*ZERO_AXES, TENSOR))
+    end = 2 + len(parameter.shape) - leading
+    dims = MuonDimensionNumbers(tuple(range(2, 2 + inputs)), tuple(range(2 + inputs, end)))
+    # Five iterations of Newton and Schulz, without momentum.
+    orthogonal: Any = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims)
 
     def sent(x: jax.Array, specs: Any) -> jax.Array:
         if mesh is not None:
@@ -121,20 +118,11 @@ def _by_owner(config: Config, parameter: Parameter, inputs: int, scale: float, m
         layers = x.reshape(stages, -1, *matrix)
         zeros = -layers.shape[1] % ranks
         owned = sent(jnp.pad(layers, [(0, 0), (0, zeros), *[(0, 0)] * len(matrix)]), steps)
-        back = sent(scale * _orthogonal(owned, inputs), steps[::-1])[:, : layers.shape[1]].reshape(x.shape)
+        made, _ = orthogonal.update(owned, orthogonal.init(owned))
+        back = sent(scale * made, steps[::-1])[:, : layers.shape[1]].reshape(x.shape)
         return (back if leading == 1 else jnp.moveaxis(back, 1, 0)).astype(momentum.dtype)
 
     return update
-
-
-def _orthogonal(x: jax.Array, inputs: int) -> Any:
-    """Five iterations of Newton and Schulz on matrices [stages, layers, ...], of which `inputs` dims are rows."""
-    dims = MuonDimensionNumbers(tuple(range(2, 2 + inputs)), tuple(range(2 + inputs, x.ndim)))
-    iterate = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims)
-    return iterate.update(x, iterate.init(x))[0]
-
-
-# --------------------------------------------------------------------------------------------------------- learning rate
 
 
 def make_learning_rate(config: Config) -> LearningRate:

@@ -315,7 +315,7 @@ def test_mistakes_end_in_one_sentence_and_code_2(recipe, arguments, sentence):
 
 
 def test_precision_is_told():
-    from jaxllm.cost_model.precision import precision_table
+    from jaxllm.compile.inspect import precision_table
 
     def by_what(*overrides):
         return {row.what: (row.inputs, row.sums, row.result) for row in precision_table(published("llama-3.1-8b", *overrides))}
