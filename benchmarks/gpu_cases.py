@@ -461,7 +461,7 @@ def optimizer(config: Config) -> Figures:
         state = training.create_state(0)
         gradients = jax.jit(lambda params: jax.tree.map(lambda p: 0.01 * p + 1e-4, params))(state.params)
         given = lambda params, batch: (jnp.zeros(()), batch)  # noqa: E731
-        update = make_update(make_optimizer(config, training.functions.table))
+        update = make_update(make_optimizer(config, training.functions.table, mesh=mesh))
         apply = make_train_step(given, update, make_learning_rate(config), config.optimizer.clip_norm)
         apply = jax.jit(apply, donate_argnums=0)
 

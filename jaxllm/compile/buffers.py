@@ -100,10 +100,13 @@ def _union(pieces: list[tuple[int, int, int, int]], instructions: int) -> np.nda
         where = slice(*np.searchsorted(edges, [offset, offset + size]))
         changes[start].append((where, 1))
         changes[last + 1].append((where, -1))
+    now = 0
     for t in range(instructions):
         for where, more in changes[t]:
+            before = covering[where] > 0
             covering[where] += more
-        used[t] = lengths[covering > 0].sum()
+            now += lengths[where] @ ((covering[where] > 0).astype(np.int64) - before)
+        used[t] = now
     return used
 
 

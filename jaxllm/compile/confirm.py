@@ -19,16 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.display import readable
 from jaxllm.plan.fastest_remat import CONFIGURATION, Progress, silent
 from jaxllm.plan.plan_result import Plan, Rejected, ranked
-
-if TYPE_CHECKING:
-    from jaxllm.compile.report import CompileReport
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +39,8 @@ HOST_COMPILED_ABOVE = "compiled above a GPU's share of host memory"
 COMPILE_REFUSED = "cannot be compiled"
 
 
-Compile = Callable[[Config], "CompileReport"]
-"""Compiles the step of a config."""
+Compile = Callable[[Config], Any]
+"""Compiles the step of a config: total_bytes, host_bytes and exposed_transfers_s of its CompileReport."""
 
 
 class InlineExecutor(Executor):
@@ -106,7 +104,7 @@ class _Compilations:
     start: Callable[[], Executor]
     workers: int
     progress: Progress
-    confirmed: dict[int, CompileReport] = field(default_factory=dict)
+    confirmed: dict[int, Any] = field(default_factory=dict)
     refused: dict[int, tuple[str, str]] = field(default_factory=dict)
     """(reason, example)."""
     executor: Executor | None = None
@@ -178,17 +176,19 @@ class _Compilations:
 
 
 def compiler(plan: Plan, cache: Path | None) -> Compile:
-    """The compile function for confirm(), in a form that can be sent to another process: compile_report."""
+    """The compile function for confirm(), in a form that can be sent to another process: figures of compile_report."""
     # Its table is read-only, which pickle refuses.
     gpu = {**vars(plan.gpu), "dense_flops": dict(plan.gpu.dense_flops)}
     return partial(_compiled, gpu, plan.gpus, plan.gpus_per_host, cache)
 
 
-def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | None, config: Config) -> CompileReport:
+def _compiled(gpu: dict[str, Any], gpus: int, gpus_per_host: int, cache: Path | None, config: Config) -> Any:
     # Here, because it imports JAX.
     from jaxllm.compile.report import compile_report
 
-    return compile_report(config, Gpu(**gpu), gpus, gpus_per_host, cache=cache)
+    # Not the report: this process would load JAX to read it.
+    report = compile_report(config, Gpu(**gpu), gpus, gpus_per_host, cache=cache)
+    return SimpleNamespace(**{key: getattr(report, key) for key in ("total_bytes", "host_bytes", "exposed_transfers_s")})
 
 
 @contextmanager

@@ -78,15 +78,15 @@ def precision_table(config: Config) -> tuple[PrecisionRow, ...]:
         PrecisionRow("gradients over microbatches", dtype, "float32", "float32"),
         PrecisionRow("gradients over data, context", "float32", "float32", "float32"),
     ]
-    if config.parallel.zero and dtype != "float32":
-        rows.append(PrecisionRow("weights gathered over data", dtype, "-", dtype))
-    if config.parallel.tensor > 1:
-        rows.append(PrecisionRow("hidden states over tensor", dtype, dtype, dtype))
-    if config.parallel.pipe > 1:
-        rows.append(PrecisionRow("hidden states over pipe", dtype, dtype, dtype))
-    if config.parallel.context > 1:
-        rows.append(PrecisionRow("attention over context, merged", dtype, "float32", dtype))
-    return tuple(rows)
+    parallel, rounded = config.parallel, dtype != "float32"
+    beside = (
+        (rounded and config.optimizer.name == "muon", "Muon's orthogonal matrices", "float32"),
+        (rounded and parallel.zero, "weights gathered over data", "-"),
+        (parallel.tensor > 1, "hidden states over tensor", dtype),
+        (parallel.pipe > 1, "hidden states over pipe", dtype),
+        (parallel.context > 1, "attention over context, merged", "float32"),
+    )
+    return (*rows, *(PrecisionRow(what, dtype, sums, dtype) for holds, what, sums in beside if holds))
 
 
 # ------------------------------------------------------------------------------------------------------------------ waste

@@ -70,7 +70,7 @@ def kernel_flops(jaxpr: Any, branch_shares: Sequence[float] = (), manual: Axes =
     forward and 10 backward, which recomputes the scores; half of that under a causal mask, and less in a window. Documents by
     halves divide it into rectangles, which count in full; packed ones count as one a sequence, as in hlo.attention_flops.
     branch_shares, manual: as matmul_flops has them, but of another `cond` all branches count, and a `while` counts as one
-    iteration. share: of the runs in which the program is run.
+    iteration. share: of the runs, in which this program is called.
     """
     total = 0
     for equation in _open(jaxpr).eqns:

@@ -23,7 +23,6 @@ A step is fullest at one of a few moments, whose sums are compared:
                 all activations, the gradients, and one layer's backward at its three fullest moments
     head        the head's gradient is reduce-scattered beside all activations (ZeRO 2 and 3)
     embedding   the embedding's gradient exists with all rows, in float32, before it is reduce-scattered (ZeRO 2 and 3)
-    muon        the update by Muon: all gradients, and the matrices of a stack that a rank orthogonalises
     reduce      the gradients are summed over ranks in float32, beside the last of them (ZeRO 0, one microbatch, with
                 unrolled layers or where the noise scale is measured)
 """
@@ -186,8 +185,6 @@ class Step(StepSizes):
         held = {"weights": self.weights(), **self.gradients(), **self.activations(), **self.fp8_layouts()}
         gather = self.gather(held)
         moments = {"gather": gather} if gather else {}
-        if self.config.optimizer.name == "muon":
-            moments["muon"] = self.orthogonal_update()
         if self.pipelined:
             moments["loss"] = {**held, "logits": self.logits(), "noise_scale": self.noise_scale(at_loss=True)}
             return moments | {name: {**held, **more} for name, more in layer_backward(self).items()}
@@ -251,13 +248,6 @@ class Step(StepSizes):
         are made of, and the gradients that wait on the device."""
         last = min(self.table[spec.path].master for spec in layer_matmuls(self.model))
         return {"gradients": FLOAT32 * self.vocabulary.master, "update": FLOAT32 * (3 * self.layer.master + 4 * last)}
-
-    def orthogonal_update(self) -> dict[str, float]:
-        """Terms of an update by Muon. The owner of a layer has its whole matrices, those of the largest stack four times: as
-        they were, as they are next, and their product with its transpose's. Their gradients are done with."""
-        here = self.config.chunk_layers * self.parallel.virtual_stages
-        owned = -(-here // (self.ranks * self.parallel.tensor)) * self.parallel.tensor * self.largest_stack // here
-        return {"gradients": FLOAT32 * self.trained.master, "update": (4 * self.itemsize - FLOAT32) * owned}
 
     def logits(self) -> float:
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""

@@ -432,6 +432,7 @@ class StepModel(LayerCompute):
         else is sent overlaps with nothing here.
         """
         group, zero, links = self.data_group, self.parallel.zero, self.links
+        self.add_owners(transfers)
         if group.size == 1:
             return
         layer, rest, reduce_s = self.trained_parameters, self.trained_vocabulary(), reduce_scatter_s if zero else all_reduce_s
@@ -450,10 +451,17 @@ class StepModel(LayerCompute):
             gathered = self.vocabulary_parameters()
         if zero:
             transfers.add("data", all_gather_s(self.itemsize * gathered, group, links), times=each if zero == 3 else 1)
-        if orthogonal_s := self.muon_s():
-            # An all-to-all sends what a gather of the same result does.
-            share = self.stage_layers * self.trained_parameters / group.size
-            transfers.add("data", all_gather_s(self.itemsize * share, group, links), orthogonal_s / 2, times=2)
+
+    def add_owners(self, transfers: Transfers) -> None:
+        """Muon's matrices, to the ranks that own their layers and back. An all-to-all sends what a gather of its result
+        does."""
+        if behind_s := self.muon_s() / 2:
+            shared_layers = -(-self.stage_layers // (self.data_group.size * self.t)) * self.t
+            owned_bytes = self.itemsize * shared_layers * self.trained_parameters
+            # With ZeRO 0 every rank has the momentum, and gathers all updates.
+            each_way_bytes = owned_bytes * (1 if self.parallel.zero else self.data_group.size / 2)
+            transfers.add("data", all_gather_s(each_way_bytes, self.data_group, self.links), behind_s, times=2)
+            transfers.add("tensor", all_gather_s(owned_bytes, self.tensor_group, self.links), behind_s, times=2)
 
     def muon_s(self) -> float:
         """Muon's matmuls on the whole matrices of a rank's own layers: five iterations of three."""

@@ -99,7 +99,8 @@ class ChainedDocuments(Documents):
         self.keys = np.concatenate([part.keys for part in parts])
         self._firsts = np.cumsum([0, *(len(part.lengths) for part in parts)])
         self.tokenizer = parts[0].tokenizer
-        self.description = ", ".join(part.description for part in parts)
+        more = f" and {len(parts) - 3:,} more" if len(parts) > 3 else ""
+        self.description = ", ".join(part.description for part in parts[:3]) + more
         self.fingerprint = hashlib.sha256("/".join(part.fingerprint for part in parts).encode()).hexdigest()
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:

@@ -12,34 +12,22 @@ import numpy as np
 from jaxllm.config.errors import ConfigError
 from jaxllm.data.documents import Documents, cut
 from jaxllm.data.tokenizer import Tokenizer
+from jaxllm.untrusted import reason_of
 
 
 class _MappedDocuments(Documents):
     """Documents that follow each other in one memory-mapped file of ids. See Documents."""
 
-    def __init__(
-        self,
-        file: Path,
-        tokens: np.ndarray,
-        bounds: np.ndarray,
-        said: bytes,
-        tokenizer: Tokenizer | None,
-        description: str,
-        first_key: int = 0,
-    ):
-        """
-        Args:
-          bounds: number of the first id of each document, and of ids.
-          said: what else decides what is read, for the fingerprint.
-          first_key: of keys, the hashes of successive numbers.
-        """
+    def _map(self, file: Path, tokens: np.ndarray, bounds: np.ndarray, said: bytes, first_key: int = 0) -> None:
+        """Sets what is read: documents that begin at `bounds`, whose last entry is the number of ids. Keys are hashes of the
+        numbers from first_key on. `said`: what else decides what is read, for the fingerprint."""
         self._file, self._tokens, self._starts, self.lengths = file, tokens, bounds[:-1], np.diff(bounds)
         # The output function of SplitMix64 (Steele, Lea and Flood, 2014).
         z = np.arange(len(self.lengths), dtype=np.uint64) + np.uint64((first_key + 0x9E3779B97F4A7C15) % 2**64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        self.keys, self.tokenizer, self.description = z ^ (z >> np.uint64(31)), tokenizer, description
-        self.fingerprint = _fingerprint(said, file, file.stat().st_size, tokenizer)
+        self.keys = z ^ (z >> np.uint64(31))
+        self.fingerprint = _fingerprint(said, file, file.stat().st_size, self.tokenizer)
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         return cut(self._tokens, self._starts[documents], starts, stops)
@@ -97,8 +85,8 @@ class MegatronDocuments(_MappedDocuments):
             )
         if num_bounds < 2 or not size:
             raise ConfigError(f"{index} lists no documents: name files that contain documents.")
-        mapped = np.memmap(tokens, dtype, mode="r")
-        super().__init__(tokens, mapped, ends[bounds], raw, tokenizer, f"Megatron-LM files {name}")
+        self.tokenizer, self.description = tokenizer, f"Megatron-LM files {name}"
+        self._map(tokens, np.memmap(tokens, dtype, mode="r"), ends[bounds], raw)
 
 
 def _fingerprint(index: bytes, tokens: Path, size: int, tokenizer: Tokenizer | None) -> str:
@@ -139,12 +127,13 @@ def _read_index(index: Path) -> tuple[bytes, np.dtype, int, int]:
 
 
 # --------------------------------------------------------------------------------------------------------- plain files of ids
-# nanoGPT's have ids alone, uint16. Those of llm.c begin with 256 int32: a magic number, the version, and the number of ids.
+# nanoGPT's have ids alone, uint16. Those of llm.c begin with 256 int32: a magic number, the version, and the number of ids. A
+# document begins there with GPT-2's end-of-text token, or with Llama 3's token of the beginning.
 
 _LLM_C_BYTES = 4 * 256
-_LLM_C = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+_LLM_C, _LLAMA_3 = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}, 20240801
 """llm.c's magic number of GPT-2's and Llama 3's ids -> their type."""
-_NO_IDS = {b"\x93NUMPY": "a NumPy file: write the ids alone, with ndarray.tofile", b"\x1f\x8b": "compressed: unpack it first"}
+_NO_IDS = b"\x93NUMPY", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
 _SCANNED = 1 << 24
 """Ids that are searched for ends of documents at a time."""
 
@@ -153,26 +142,26 @@ class TokenFile(_MappedDocuments):
     """One memory-mapped file of ids, uint16 or uint32. See Documents.
 
     It says neither its tokenizer nor where documents end. With a tokenizer that has an end-of-text token (EOS), a document ends
-    with each (nanoGPT), or begins with each if the file does (llm.c). Without one the file is one document.
+    with each; or it begins with each, if the file does or is llm.c's. Without one the file is one document.
     """
 
     def __init__(self, path: str, vocab_size: int, tokenizer: Tokenizer | None = None):
-        """
-        Args:
-          vocab_size: of the model: above 65,536 ids without a header are uint32.
-
-        Raises ConfigError if the file is empty, truncated or in another format.
-        """
+        """vocab_size: of the model; above 65,536 ids without a header are uint32. Raises ConfigError if the file is empty,
+        truncated or in another format."""
         file = Path(path)
-        with open(file, "rb") as opened:
-            head = opened.read(_LLM_C_BYTES)
-        for magic, what in _NO_IDS.items():
-            if head.startswith(magic):
-                raise ConfigError(f"{path} is {what}.")
+        try:
+            with open(file, "rb") as opened:
+                head, size = opened.read(_LLM_C_BYTES), os.path.getsize(file)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({reason_of(error)}): fix it or leave it out of data.paths.") from None
         magic, _, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
-        offset, size = (_LLM_C_BYTES, file.stat().st_size - _LLM_C_BYTES) if magic in _LLM_C else (0, file.stat().st_size)
-        # uint16 whose every second id is 0 is uint32.
-        halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
+        offset = _LLM_C_BYTES if magic in _LLM_C else 0
+        size -= offset
+        # uint16 whose every second id is 0 is uint32; and of that, int64.
+        halves, words = (np.frombuffer(head[: len(head) // 8 * 8], kind) for kind in ("<u2", "<u4"))
+        if head.startswith(_NO_IDS) or (not offset and words[::2].any() and not words[1::2].any()):
+            what = "is compressed, a NumPy file or has ids of 8 bytes"
+            raise ConfigError(f"{path} {what}: unpack it, or write the ids alone, as uint16 or uint32 (ndarray.tofile).")
         wide = vocab_size > 2**16 or (halves[::2].any() and not halves[1::2].any())
         dtype = _LLM_C.get(magic, np.dtype("<u4" if wide else "<u2"))
         if size <= 0 or size % dtype.itemsize or (offset and size != count * dtype.itemsize):
@@ -181,10 +170,11 @@ class TokenFile(_MappedDocuments):
                 f"{path} has {max(size, 0):,} bytes of ids, and {whole}: the file is truncated or no file of ids."
             )
         tokens = np.memmap(file, dtype, mode="r", offset=offset)
-        end, count = None if tokenizer is None else tokenizer.eos_id, len(tokens)
-        scanned = range(0, count if end is not None else 0, _SCANNED)
-        found = [np.flatnonzero(tokens[at : at + _SCANNED] == end) + (at + (tokens[0] != end)) for at in scanned]
-        bounds = np.unique(np.concatenate([[0], *found, [count]]))
+        mark = None if tokenizer is None else tokenizer.bos_id if magic == _LLAMA_3 else tokenizer.eos_id
+        count, ends = len(tokens), not offset and tokens[0] != mark
+        scanned = range(0, count if mark is not None else 0, _SCANNED)
+        found = [np.flatnonzero(tokens[at : at + _SCANNED] == mark) + at + ends for at in scanned]
         # Files of one document each must not have one key.
-        key = int.from_bytes(hashlib.sha256(os.fsencode(file.name)).digest()[:8], "big")
-        super().__init__(file, tokens, bounds, f"{dtype} {offset}".encode(), tokenizer, f"{path} ({dtype.name})", key)
+        key = int.from_bytes(hashlib.sha256(os.fsencode(path)).digest()[:8], "big")
+        self.tokenizer, self.description = tokenizer, f"{path} ({dtype.name})"
+        self._map(file, tokens, np.unique(np.concatenate([[0], *found, [count]])), f"{dtype} {offset} {key}".encode(), key)

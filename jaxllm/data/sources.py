@@ -1,7 +1,8 @@
 """Opens the sources of text and splits off the held-out documents, which are never trained on.
 
-Complete documents are held out, by a hash of each: of the path if documents are files, of the text in prepared folders. Adding
-or removing a document does not move another, and two machines with the same documents make the same split.
+Complete documents are held out, by a hash of each: of the path if documents are files, of the text in prepared folders, of path
+and number in files of ids. Adding or removing a file does not move another, and two machines with the same documents make the
+same split.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Data:
 
 
 def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) -> Data:
-    """Opens all sources in `config.data`. Texts are read into memory; prepared and Megatron files stay on the disk.
+    """Opens all sources in `config.data`. Texts are read into memory; prepared ones and files of ids stay on the disk.
 
     Args:
       cache_folder: gives the folder in whose `data` prepared folders of stores are cached, if data.cache_dir does not say it.
@@ -270,8 +271,8 @@ def open_documents(
 
         if source.source == "megatron":
             return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
-        files = sorted({match for pattern in source.paths for match in Listing(MOST_ENTRIES).files(pattern)})
-        return _chain([TokenFile(path, vocab_size, tokenizer) for path in files])
+        found = (match for pattern in source.paths for match in Listing(MOST_ENTRIES).files(pattern))
+        return _chain([TokenFile(name, vocab_size, tokenizer) for name in sorted(set(map(_name, found)))])
     if source.source in CONVERSATIONS:
         assert tokenizer is not None, "refused by the config"
         pairs = source.source == "preferences"
@@ -379,6 +380,11 @@ def _read_library(root: Path) -> tuple[dict[str, bytes], int]:
     return texts, skipped
 
 
+def _name(path: str) -> str:
+    """The path below the working directory, or else the absolute path."""
+    return os.path.abspath(path).removeprefix(os.getcwd().rstrip("/") + "/")
+
+
 def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
     """Reads the files that match data.paths by name, sorted. A file that matches two patterns is read once.
 
@@ -388,8 +394,7 @@ def read_texts(patterns: Sequence[str]) -> dict[str, bytes]:
     listing, names, size = Listing(MOST_ENTRIES), set(), 0
     try:
         for match in (match for pattern in patterns for match in listing.files(pattern)):
-            # The path below the working directory, or else the absolute path.
-            if (name := os.path.abspath(match).removeprefix(os.getcwd().rstrip("/") + "/")) not in names:
+            if (name := _name(match)) not in names:
                 names.add(name)
                 with suppress(OSError):
                     size += os.path.getsize(name)

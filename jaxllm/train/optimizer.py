@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.model_spec import parameters
+from jaxllm.config.model_spec import ParameterSpec, parameters
 from jaxllm.config.types import GIVEN
 from jaxllm.mesh.axes import PIPE, TENSOR, ZERO_AXES
 from jaxllm.mesh.sharding import Parameter, layout, stack_dims, weight_rules
@@ -69,17 +69,9 @@ def _muon(config: Config, table: Any, mesh: Mesh | None) -> optax.GradientTransf
     def of_matrices(function: Any) -> Any:
         return jax.tree.map(lambda p: function(p, specs[p.path]) if p.path in specs else optax.MaskedNode(), table)
 
-    def dims(parameter: Parameter, spec: Any) -> MuonDimensionNumbers:
-        # The dims before those of the spec count layers.
-        first, end = len(parameter.shape) - len(spec.shape), len(parameter.shape)
-        return MuonDimensionNumbers(tuple(range(first, first + spec.inputs)), tuple(range(first + spec.inputs, end)))
-
-    def update(parameter: Parameter, spec: Any) -> Any:
-        inputs, outputs = (math.prod(part) for part in (spec.shape[: spec.inputs], spec.shape[spec.inputs :]))
-        # By the spec: stored shapes have ZeRO's padding, with which the update would depend on the mesh.
-        return _by_owner(config, parameter, spec.inputs, MUON_RMS * math.sqrt(max(inputs, outputs)), mesh)
-
-    of_dims, owned = of_matrices(dims), of_matrices(update)
+    # The dims before those of the spec count layers.
+    of_dims = of_matrices(lambda parameter, spec: _dims(spec, len(parameter.shape) - len(spec.shape)))
+    owned = of_matrices(lambda parameter, spec: _by_owner(config, parameter, spec, mesh))
     # Without an iteration it is the momentum, divided by each matrix's norm. A norm needs no whole matrix.
     momentum = optax.contrib.scale_by_muon(ns_steps=0, beta=o.momentum, weight_dimension_numbers=lambda _: of_dims)
     orthogonal = optax.stateless(lambda updates, _: jax.tree.map(lambda own, u: own(u), owned, updates))
@@ -87,23 +79,26 @@ def _muon(config: Config, table: Any, mesh: Mesh | None) -> optax.GradientTransf
     return optax.partition(kinds, jax.tree.map(lambda p: "muon" if p.path in specs else "adam", table))
 
 
-def _by_owner(config: Config, parameter: Parameter, inputs: int, scale: float, mesh: Mesh | None) -> Callable:
+def _dims(spec: ParameterSpec, first: int) -> MuonDimensionNumbers:
+    """The dims of a stack that are rows and columns of its matrices, of which the first is `first`."""
+    rows, end = first + spec.inputs, first + len(spec.shape)
+    return MuonDimensionNumbers(tuple(range(first, rows)), tuple(range(rows, end)))
+
+
+def _by_owner(config: Config, parameter: Parameter, spec: ParameterSpec, mesh: Mesh | None) -> Callable:
     """A function that orthogonalises a stack of matrices, each in the rank that owns its layer. Layers are padded with zeros to
     a multiple of the ranks; a zero matrix stays zero.
-
-    Args:
-      inputs: dims of a matrix that are its rows.
     """
+    # By the spec: stored shapes have ZeRO's padding, with which the update would depend on the mesh.
+    scale = MUON_RMS * math.sqrt(max(math.prod(spec.shape[: spec.inputs]), math.prod(spec.shape[spec.inputs :])))
     leading, stages, dtype = stack_dims(parameter.dims), config.parallel.pipe, jnp.dtype(config.model.compute_dtype)
     ranks = math.prod(mesh.shape[axis] for axis in (*ZERO_AXES, TENSOR)) if mesh else 1
     sharded = layout(parameter, weight_rules(config.model, config.parallel), config.parallel)
     # One transfer moves one axis: first over the ranks of ZeRO, then over tensor.
     stored, used = (spec[leading:] for spec in (sharded.master, sharded.compute))
     steps = (PIPE, None, *stored), (PIPE, ZERO_AXES, *used), (PIPE, (*ZERO_AXES, TENSOR))
-    end = 2 + len(parameter.shape) - leading
-    dims = MuonDimensionNumbers(tuple(range(2, 2 + inputs)), tuple(range(2 + inputs, end)))
     # Five iterations of Newton and Schulz, without momentum.
-    orthogonal: Any = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims)
+    orthogonal: Any = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_dims(spec, 2))
 
     def sent(x: jax.Array, specs: Any) -> jax.Array:
         if mesh is not None:

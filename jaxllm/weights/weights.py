@@ -248,7 +248,7 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     # A run keeps the files of any other tokenizer, without which a checkpoint may have been copied; two sources need not have
     # one.
     kept, named = (run_dir / TOKENIZER / "tokenizer.json").is_file(), data.get("tokenizer")
-    on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", GIVEN, None})
+    on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", "tokens", GIVEN, None})
     where, train = f"{run_dir} at step {meta['step']}", config["train"]
     more = {"sequence_length": train["sequence_length"], "trained_on_bytes": on_bytes}
     companions = run_dir / TOKENIZER if (run_dir / TOKENIZER).is_dir() else None

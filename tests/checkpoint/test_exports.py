@@ -108,6 +108,10 @@ def test_a_checkpoint_copied_without_its_tokenizer_is_not_of_bytes(run, tmp_path
     for tokenizer, on_bytes in ((None, True), ("bytes", True), ("words", False)):
         meta["config"]["data"]["tokenizer"] = tokenizer
         assert weights.find_weights("SRC", str(path)).outline.trained_on_bytes is on_bytes
+    # Whose ids other programs made.
+    for source in ("megatron", "tokens"):
+        meta["config"]["data"] = {"source": source}
+        assert not weights.find_weights("SRC", str(path)).outline.trained_on_bytes
 
 
 def test_bytes_stay_bytes_in_a_second_export(tiny_config, tmp_path):

@@ -10,7 +10,8 @@ from jaxllm.config import ConfigError
 from jaxllm.data.id_files import TokenFile
 from jaxllm.data.sources import load_data
 
-END = SimpleNamespace(sha256="of a tokenizer", eos_id=9)
+END = SimpleNamespace(sha256="of a tokenizer", eos_id=9, bos_id=7)
+OTHER = "is compressed, a NumPy file or has ids of 8 bytes: unpack it, or write the ids alone, as uint16 or uint32"
 
 
 def read(documents):
@@ -19,9 +20,8 @@ def read(documents):
 
 
 def write(path, ids, dtype=np.uint16, header=()):
-    path.write_bytes(
-        np.array([*header, *[0] * (256 - len(header))] if header else [], "<i4").tobytes() + np.array(ids, dtype).tobytes()
-    )
+    first = np.array([*header, *[0] * (256 - len(header))] if header else [], "<i4")
+    path.write_bytes(first.tobytes() + np.array(ids, dtype).tobytes())
     return str(path)
 
 
@@ -53,6 +53,22 @@ def test_llm_c_s_header_says_the_type(tmp_path, magic, dtype):
         TokenFile(path, 100_000)
 
 
+@pytest.mark.parametrize(("magic", "mark"), [(20240520, 9), (20240801, 7)])
+def test_a_document_of_llm_c_begins_with_its_mark(tmp_path, magic, mark):
+    """Also in a file whose first document began in another."""
+    ids = [1, 2, mark, 3, mark, 4, 5]
+    dtype = np.uint16 if mark == 9 else np.uint32
+    path = write(tmp_path / "train.bin", ids, dtype, header=(magic, 1, len(ids)))
+    assert read(TokenFile(path, 100, END)) == [[1, 2], [mark, 3], [mark, 4, 5]]
+
+
+def test_another_name_holds_out_others_and_has_another_fingerprint(tmp_path):
+    one, two = (TokenFile(write(tmp_path / name, [1, 2, 9, 3]), 100, END) for name in ("a", "b"))
+    assert read(one) == read(two)
+    assert (one.keys != two.keys).all()
+    assert one.fingerprint != two.fingerprint
+
+
 def test_without_a_header_the_vocabulary_or_the_ids_say_it(tmp_path):
     ids = [1, 2, 300, 4]
     assert read(TokenFile(write(tmp_path / "2", ids), 2**16)) == [ids]
@@ -65,8 +81,9 @@ def test_without_a_header_the_vocabulary_or_the_ids_say_it(tmp_path):
     [
         (b"", "has 0 bytes of ids, and an id has 2: the file is truncated or no file of ids."),
         (b"abc", "has 3 bytes of ids, and an id has 2: the file is truncated or no file of ids."),
-        (b"\x93NUMPY\x01\x00", "is a NumPy file: write the ids alone, with ndarray.tofile."),
-        (b"\x1f\x8b\x08\x00", "is compressed: unpack it first."),
+        (b"\x93NUMPY\x01\x00", OTHER),
+        (b"\x1f\x8b\x08\x00", OTHER),
+        (np.array([1, 2, 0, 4]).tobytes(), OTHER),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, error):
@@ -75,14 +92,24 @@ def test_other_files_are_refused(tmp_path, content, error):
         TokenFile(str(tmp_path / "x.bin"), 100)
 
 
-def test_files_that_match_are_one_source_and_some_are_held_out(tmp_path, tiny_config):
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\): fix it or leave it out of data\.paths\.$"):
+        TokenFile(str(tmp_path), 100)
+
+
+def test_files_that_match_are_one_source_and_some_are_held_out(tmp_path, tiny_config, monkeypatch):
+    # Names below the working directory decide what is held out.
+    monkeypatch.chdir(tmp_path)
     shards = [[number * 10 + k for k in range(10)] for number in range(20)]
     for number, ids in enumerate(shards):
         write(tmp_path / f"shard_{number:02}.bin", ids)
 
     def load(pattern):
-        paths = f"data.paths=[{tmp_path / pattern}]"
-        return load_data(tiny_config("data.source=tokens", paths, "data.held_out_fraction=0.3", "train.sequence_length=8"))
+        return load_data(
+            tiny_config(
+                "data.source=tokens", f"data.paths=[{pattern}]", "data.held_out_fraction=0.3", "train.sequence_length=8"
+            )
+        )
 
     data = load("shard_*.bin")
     (source,) = data.sources
