@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -396,11 +397,11 @@ def test_without_the_packages_the_plan_is_unconfirmed_and_says_how_to_get_them(m
 
 
 def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
-    """It returns what compile_report does for the plan's GPUs."""
+    """And so do the figures that it returns, of what compile_report says of the plan's GPUs."""
     asked = []
 
     class Report:
-        pass
+        total_bytes, host_bytes, exposed_transfers_s, more = 3, 2, 0.5, threading.Lock()
 
     def report(*arguments, **options):
         asked.append((arguments, options))
@@ -409,7 +410,8 @@ def test_a_compiler_travels_to_another_process(monkeypatch, tmp_path):
     monkeypatch.setattr("jaxllm.compile.report.compile_report", report)
     found = plan(load_config(SMALL), gpus=8)
     compile_candidate = pickle.loads(pickle.dumps(compiler(found, tmp_path)))
-    assert compile_candidate(found.best) is Report
+    figures = pickle.loads(pickle.dumps(compile_candidate(found.best)))
+    assert vars(figures) == {"total_bytes": 3, "host_bytes": 2, "exposed_transfers_s": 0.5}
     assert asked == [((found.best, found.gpu, 8, 8), {"cache": tmp_path})]
     assert pickle.loads(pickle.dumps(found.best)) == found.best
 
