@@ -791,8 +791,9 @@ def compile_into(rows: Sequence[Row], options: argparse.Namespace, say: Callable
         ESTIMATES[options.estimate],
         say,
     )
-    write_table(options.into, read_table(options.into))
-    return read_table(options.into)
+    rows = read_table(options.into)
+    write_table(options.into, rows)
+    return rows
 
 
 def compile_more(rows: Sequence[Row], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:

@@ -453,8 +453,7 @@ class StepModel(LayerCompute):
             transfers.add("data", all_gather_s(self.itemsize * gathered, group, links), times=each if zero == 3 else 1)
 
     def add_owners(self, transfers: Transfers) -> None:
-        """Muon's matrices, to the ranks that own their layers and back. An all-to-all sends what a gather of its result
-        does."""
+        """Muon's matrices, to the ranks that own their layers and back: an all-to-all sends what a gather does."""
         if behind_s := self.muon_s() / 2:
             shared_layers = -(-self.stage_layers // (self.data_group.size * self.t)) * self.t
             owned_bytes = self.itemsize * shared_layers * self.trained_parameters
@@ -467,8 +466,8 @@ class StepModel(LayerCompute):
         """Muon's matmuls on the whole matrices of a rank's own layers: five iterations of three."""
         if self.config.optimizer.name != "muon":
             return 0.0
-        inputs = [(spec.size, prod(spec.shape[: spec.inputs])) for spec in trained_matrices(self.config)]
-        sides = [sorted((rows, size // rows)) for size, rows in inputs]
+        matrices = ((spec.shape[: spec.inputs], spec.shape[spec.inputs :]) for spec in trained_matrices(self.config))
+        sides = [sorted(map(prod, rows_and_columns)) for rows_and_columns in matrices]
         products = [shape for n, m in sides for shape in ((n, n, m), (n, n, n), (n, m, n))]
         owned = -(-self.stage_layers // (self.data_group.size * self.t))
         return 5 * owned * sum(self.matmul_s(*shape) for shape in products)

@@ -162,15 +162,18 @@ def read_conversations(
     )
 
 
-def _files(patterns: Sequence[str]) -> list[str]:
+def listed(patterns: Sequence[str]) -> list[str]:
+    """The files that match data.paths, sorted. Raises ConfigError if there are too many entries to look at."""
     listing = Listing(MOST_ENTRIES)
     try:
-        found = sorted({path for pattern in patterns for path in listing.files(pattern)})
+        return sorted({path for pattern in patterns for path in listing.files(pattern)})
     except RefusedInput as error:
-        raise ConfigError(
-            f"data.paths is too much to read at the start of each run ({error}): name a smaller folder."
-        ) from None
-    for path in found:
+        sentence = f"data.paths is too much to read at the start of each run ({error}): name a smaller folder."
+        raise ConfigError(sentence) from None
+
+
+def _files(patterns: Sequence[str]) -> list[str]:
+    for path in (found := listed(patterns)):
         if kind_of(path) not in ("lines", "parquet"):
             raise ConfigError(
                 f"{path} is neither .jsonl nor .json nor .parquet: conversations must be JSON lines or such a file."

@@ -148,10 +148,9 @@ class TokenFile(_MappedDocuments):
     def __init__(self, path: str, vocab_size: int, tokenizer: Tokenizer | None = None):
         """vocab_size: of the model; above 65,536 ids without a header are uint32. Raises ConfigError if the file is empty,
         truncated or in another format."""
-        file = Path(path)
         try:
-            with open(file, "rb") as opened:
-                head, size = opened.read(_LLM_C_BYTES), os.path.getsize(file)
+            with open(path, "rb") as opened:
+                head, size = opened.read(_LLM_C_BYTES), os.path.getsize(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({reason_of(error)}): fix it or leave it out of data.paths.") from None
         magic, _, count = struct.unpack("<3i", head[:12].ljust(12, b"\0"))
@@ -166,10 +165,9 @@ class TokenFile(_MappedDocuments):
         dtype = _LLM_C.get(magic, np.dtype("<u4" if wide else "<u2"))
         if size <= 0 or size % dtype.itemsize or (offset and size != count * dtype.itemsize):
             whole = f"its header counts {count:,} of {dtype.itemsize} bytes" if offset else f"an id has {dtype.itemsize}"
-            raise ConfigError(
-                f"{path} has {max(size, 0):,} bytes of ids, and {whole}: the file is truncated or no file of ids."
-            )
-        tokens = np.memmap(file, dtype, mode="r", offset=offset)
+            has = f"{path} has {max(size, 0):,} bytes of ids"
+            raise ConfigError(f"{has}, and {whole}: the file is truncated or no file of ids.")
+        tokens = np.memmap(path, dtype, mode="r", offset=offset)
         mark = None if tokenizer is None else tokenizer.bos_id if magic == _LLAMA_3 else tokenizer.eos_id
         count, ends = len(tokens), not offset and tokens[0] != mark
         scanned = range(0, count if mark is not None else 0, _SCANNED)
@@ -177,4 +175,5 @@ class TokenFile(_MappedDocuments):
         # Files of one document each must not have one key.
         key = int.from_bytes(hashlib.sha256(os.fsencode(path)).digest()[:8], "big")
         self.tokenizer, self.description = tokenizer, f"{path} ({dtype.name})"
-        self._map(file, tokens, np.unique(np.concatenate([[0], *found, [count]])), f"{dtype} {offset} {key}".encode(), key)
+        bounds = np.unique(np.concatenate([[0], *found, [count]]))
+        self._map(Path(path), tokens, bounds, f"{dtype} {offset} {key}".encode(), key)

@@ -27,7 +27,7 @@ from jaxllm.config.sections import CONVERSATIONS
 from jaxllm.config.types import GIVEN
 from jaxllm.data.cached import CachedFolder, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
-from jaxllm.data.conversations import read_conversations
+from jaxllm.data.conversations import listed, read_conversations
 from jaxllm.data.documents import ChainedDocuments, Documents, SplitDocument, text_documents
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepared import PreparedDocuments
@@ -271,8 +271,7 @@ def open_documents(
 
         if source.source == "megatron":
             return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
-        found = (match for pattern in source.paths for match in Listing(MOST_ENTRIES).files(pattern))
-        return _chain([TokenFile(name, vocab_size, tokenizer) for name in sorted(set(map(_name, found)))])
+        return _chain([TokenFile(name, vocab_size, tokenizer) for name in sorted(set(map(_name, listed(source.paths))))])
     if source.source in CONVERSATIONS:
         assert tokenizer is not None, "refused by the config"
         pairs = source.source == "preferences"

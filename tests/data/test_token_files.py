@@ -119,6 +119,17 @@ def test_files_that_match_are_one_source_and_some_are_held_out(tmp_path, tiny_co
     assert load("shard_1*.bin").fingerprint != data.fingerprint
 
 
+def test_too_many_entries_are_refused(tmp_path, tiny_config, monkeypatch):
+    for number in range(5):
+        write(tmp_path / f"{number}.bin", [1, 2])
+    config = tiny_config("data.source=tokens", f"data.paths=[{tmp_path}/*.bin]")
+    monkeypatch.setattr("jaxllm.data.conversations.MOST_ENTRIES", 3)
+    with pytest.raises(
+        ConfigError, match=r"^data\.paths is too much to read at the start of each run \(.*\): name a smaller f"
+    ):
+        load_data(config)
+
+
 def test_the_config_says_what_is_missing(tiny_config):
     with pytest.raises(ConfigError, match=r"^data\.source=tokens needs data\.paths: give files of ids or glob patterns\.$"):
         tiny_config("data.source=tokens", "data.paths=[]")
