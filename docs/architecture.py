@@ -29,7 +29,7 @@ BRANCHES = ast.If | ast.IfExp | ast.For | ast.While | ast.Try | ast.Match
 
 def spread(values: list[int], to: int = 0) -> str:
     median, most_of = (f"{round(float(np.percentile(values, share)), -to):.0f}" for share in (50, 90))
-    return f"{median} / {most_of} / {max(values)}"
+    return f"{median} / {most_of} / {round(max(values), -to)}"
 
 
 def function_of(file: str, name: str) -> ast.FunctionDef | ast.ClassDef:
