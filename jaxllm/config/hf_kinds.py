@@ -16,7 +16,7 @@ SAID: dict[str, Any] = {**WINDOWS, "local_rope_theta": None, "query_pre_attn_sca
 """VARIANTS that a config.json says. The others are those of its class."""
 VARIANTS: dict[str, Any] = {
     **{"qkv_bias": False, "qk_norm": None, "block_norms": "before", "norm_plus_one": False, "activation": "silu"},
-    **{"scale_embeddings": False},
+    **{"scale_embeddings": False, "num_experts": None, "experts_per_token": None, "normalize_expert_weights": False},
     **SAID,
 }
 """Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""

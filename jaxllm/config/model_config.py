@@ -137,6 +137,21 @@ class ModelConfig(Section):
     """Embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
     norm_plus_one: Switch = False
     """RMSNorms multiply by 1 + scale, and scales begin at 0 (Gemma)."""
+    num_experts: PositiveInt | None = None
+    """Feed-forwards of each layer, of which a router sends every token to experts_per_token. Each has intermediate_size. null:
+    one, for all tokens."""
+    experts_per_token: PositiveInt | None = None
+    """With num_experts: to so many experts a token is sent, those to which the router gives the largest probabilities. None is
+    ever full: no token is dropped."""
+    normalize_expert_weights: Switch = False
+    """With num_experts: the weights of a token's experts add up to 1 (Mixtral, Qwen 3), and are not just their probabilities
+    among all (OLMoE)."""
+    balance_loss_weight: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)] = 0.01
+    """With num_experts, in training: weight of a loss that is 1 where each sequence sends its tokens to all experts equally,
+    and num_experts / experts_per_token where to the same ones (Fedus et al., 2022); added for each layer."""
+    router_z_loss_weight: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)] = 0.0
+    """With num_experts, in training: weight of the squared log-sum-exp of the router's logits (Zoph et al., 2022); added for
+    each layer."""
     tie_embeddings: Switch = False
     """Embedding and head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
@@ -211,8 +226,29 @@ class ModelConfig(Section):
             values["head_dim"] = width // heads
         return values
 
+    def _check_experts(self) -> None:
+        if self.num_experts is None:
+            of_experts = {"experts_per_token": None, "normalize_expert_weights": False, "router_z_loss_weight": 0.0}
+            of_experts |= {"balance_loss_weight": 0.01}
+            if given := next((key for key, default in of_experts.items() if getattr(self, key) != default), None):
+                raise refuse(f"model.{given}={getattr(self, given)} has no effect without model.num_experts: leave it out.")
+            return
+        if self.experts_per_token is None or self.experts_per_token > self.num_experts:
+            raise refuse(
+                f"model.experts_per_token={self.experts_per_token} of model.num_experts={self.num_experts}: set how many experts "
+                f"each token is sent to, 1 to {self.num_experts}."
+            )
+        if self.lora is not None and (on := sorted({"gate_proj", "up_proj", "down_proj"} & set(self.lora.targets))):
+            raise refuse(
+                f"model.lora.targets has {', '.join(on)}, and adapters of experts are not supported: set "
+                f"model.lora.targets=[q_proj, k_proj, v_proj, o_proj]."
+            )
+        if self.multiplies_fp8:
+            raise refuse("model.matmul_dtype=fp8 is not supported with model.num_experts: set it to compute_dtype.")
+
     @model_validator(mode="after")
     def _check(self):
+        self._check_experts()
         if self.num_heads % self.num_kv_heads:
             raise refuse(
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LAYERS = "layers."
-"""Paths of the layer stack begin with it. Such a parameter is declared for one layer."""
+LAYERS, EXPERTS = "layers.", "experts"
+"""Paths of the layer stack begin with the first. Such a parameter is declared for one layer. The other is a dim."""
 
 
 Shape: TypeAlias = Any
@@ -35,12 +35,14 @@ class ParameterSpec:
     """Initial values: normal with model.initializer_std, divided by sqrt(2 L) for matrices that write to the residual stream,
     of which 2 L add up (GPT-2); or all the same; or those of PEFT's lora_A."""
     hugging_face: str
-    """Name of Hugging Face's tensor; in the layer stack with {} for the number of the layer."""
+    """Name of Hugging Face's tensor; in the layer stack with {} for the number of the layer, then for that of the expert."""
     inputs: int
-    """How many leading dims a matmul in a block sums over: Hugging Face stores the matrix transposed, with these as columns. 0:
-    not a block's matrix; both have the same order of dims."""
+    """How many leading dims, after that of experts, a matmul in a block sums over: Hugging Face stores the matrix transposed,
+    with these as columns. 0: not a block's matrix; both have the same order of dims."""
     output: str
     """Name of the tensor that this matmul makes; '' if there is none."""
+    used: float = 1.0
+    """Share of its numbers that a token is multiplied by: of experts, those that the token is sent to."""
 
     @property
     def name(self) -> str:
@@ -49,6 +51,11 @@ class ParameterSpec:
     @property
     def in_layer(self) -> bool:
         return self.path.startswith(LAYERS)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert has its own: the first dim counts them."""
+        return self.dims[0] == EXPERTS
 
     @property
     def target(self) -> str:
@@ -84,6 +91,7 @@ class _Row:
 _DIMS = {
     **{"V": ("vocab", "vocab_size"), "D": ("embed", "hidden_size"), "F": ("mlp", "intermediate_size")},
     **{"N": ("heads", "num_heads"), "K": ("kv_heads", "num_kv_heads"), "H": ("head_dim", "head_dim")},
+    **{"E": (EXPERTS, "num_experts"), "R": ("routes", "num_experts")},
 }
 """Letter -> dim, and the key of the model section with its size."""
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -91,6 +99,11 @@ _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "mo
 
 def _has(key: str, *values: str) -> Callable[[Shape], bool]:
     return lambda model: getattr(model, key) in values
+
+
+def has_experts(model: Shape) -> bool:
+    """Whether a router sends each token to some of many feed-forwards."""
+    return model.num_experts is not None
 
 
 def norms_after(model: Shape) -> bool:
@@ -122,16 +135,21 @@ _TABLE = (
     _norm("attention_post_norm", "D", _LAYER + "post_attention_layernorm", norms_after),
     _norm("mlp_norm", "D", _LAYER + "post_attention_layernorm", _has("block_norms", "before")),
     _norm("mlp_norm", "D", _LAYER + "pre_feedforward_layernorm", _has("block_norms", "both")),
-    _Row("layers.mlp.gate", "D|F", _MLP + "gate_proj.weight", "mlp_gate"),
-    _Row("layers.mlp.up", "D|F", _MLP + "up_proj.weight", "mlp_up"),
-    _Row("layers.mlp.down", "F|D", _MLP + "down_proj.weight", "mlp_down", "residual"),
+    _Row("layers.mlp.gate", "D|F", _MLP + "gate_proj.weight", "mlp_gate", when=_has("num_experts", None)),
+    _Row("layers.mlp.up", "D|F", _MLP + "up_proj.weight", "mlp_up", when=_has("num_experts", None)),
+    _Row("layers.mlp.down", "F|D", _MLP + "down_proj.weight", "mlp_down", "residual", _has("num_experts", None)),
+    _Row("layers.mlp.router", "D|R", _MLP + "gate.weight", "", when=has_experts),
+    *(
+        _Row(f"layers.mlp.{name}", dims, f"{_MLP}experts.{{}}.{name}_proj.weight", f"mlp_{name}", initial, has_experts)
+        for name, dims, initial in (("gate", "ED|F", "normal"), ("up", "ED|F", "normal"), ("down", "EF|D", "residual"))
+    ),
     _norm("mlp_post_norm", "D", _LAYER + "post_feedforward_layernorm", norms_after),
     _Row("final_norm.scale", "D", "model.norm.weight", initial="norm"),
     _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),
 )
-LORA_TARGETS: tuple[Any, ...] = tuple(row.hugging_face.split(".")[-2] for row in _TABLE if row.output)
+LORA_TARGETS: tuple[Any, ...] = tuple(dict.fromkeys(row.hugging_face.split(".")[-2] for row in _TABLE if row.output))
 """PEFT's names of a layer's matrices."""
-MATMUL_OUTPUTS = tuple(row.output for row in _TABLE if row.output)
+MATMUL_OUTPUTS = tuple(dict.fromkeys(row.output for row in _TABLE if row.output))
 """Names of the results of a block's matmuls, in order of computation."""
 LORA_RANK = "lora_rank"
 LORA_A, LORA_B = "_lora_a", "_lora_b"
@@ -156,8 +174,9 @@ def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
             tuple(sizes[letter] for letter in row.letters if letter != "|"),
             ("zeros" if model.norm_plus_one else "ones") if row.initial == "norm" else row.initial,
             row.hugging_face,
-            max(0, row.letters.find("|")),
+            max(0, row.letters.find("|") - row.letters.startswith("E")),
             row.output,
+            model.experts_per_token / model.num_experts if row.letters.startswith("E") else 1.0,
         )
         for row in _TABLE
         if row.when(model)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxllm.config.errors import nearest, refuse
-from jaxllm.config.model_spec import MATMUL_OUTPUTS, Shape, norms_after
+from jaxllm.config.model_spec import EXPERTS, MATMUL_OUTPUTS, Shape, norms_after
 from jaxllm.untrusted import INT32, INT64, shown
 
 PositiveInt = Annotated[int, Field(ge=1, le=INT32, strict=True)]
@@ -33,7 +33,9 @@ BLOCK_TENSORS = (BLOCK_INPUT, *MATMUL_OUTPUTS[:_AT], *ATTENTION_RESULTS, *MATMUL
 LAST_OUTPUT = MATMUL_OUTPUTS[-1]
 """The output of a block's last matmul, beside them only if the backward pass of a norm reads it; else only the addition that
 ends the block does."""
-ZERO_DIMS = ("embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
+EXPERT_CHOICE = "expert_choice"
+"""The experts of each token and the order of rows, which every policy keeps: integers, 12 bytes for a token and expert."""
+ZERO_DIMS = (EXPERTS, "embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
 """The dims that ZeRO may shard. None counts layers, because ZeRO 3 gathers layer by layer."""
 FEW_ZEROS = 1 / 16
 """Share of a dim. Up to it the order of ZERO_DIMS decides, also against a vocabulary that divides: sharded by rows it takes

@@ -13,9 +13,9 @@ from jaxllm.config.types import ITEMSIZE
 
 
 def layer_matmul_parameters(model: ModelConfig) -> int:
-    """Parameters of one layer's matrices: D H (2 N + 2 K) for queries, keys, values and output, 3 D F for the gated
-    feed-forward."""
-    return sum(spec.size for spec in layer_matmuls(model))
+    """Parameters of one layer's matrices that a token is multiplied by: D H (2 N + 2 K) for queries, keys, values and output,
+    3 D F for the gated feed-forward. With experts 3 D F for each one that the token is sent to, and D E for the router."""
+    return round(sum(spec.used * spec.size for spec in layer_parameters(model) if spec.inputs and not spec.is_lora))
 
 
 def layer_parameter_count(model: ModelConfig) -> int:
@@ -88,7 +88,7 @@ def train_flops_per_token(
     have no gradient, and take a third less; LoRA's matrices are added.
     """
     head = "embedding" if model.tie_embeddings else "head"
-    sizes = {spec.path: model.num_layers * spec.size for spec in layer_matmuls(model)}
+    sizes = {spec.path: model.num_layers * round(spec.used * spec.size) for spec in layer_matmuls(model)}
     sizes[head] = model.vocab_size * model.hidden_size
     adapters = model.num_layers * sum(spec.size for spec in layer_parameters(model) if spec.is_lora)
     fewer = 2 * sum(size for path, size in sizes.items() if path in frozen)

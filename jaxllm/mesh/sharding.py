@@ -21,7 +21,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
-from jaxllm.config.model_spec import LORA_RANK
+from jaxllm.config.model_spec import EXPERTS, LORA_RANK
 from jaxllm.config.types import zero_shard
 from jaxllm.mesh.axes import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
@@ -103,6 +103,8 @@ def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tupl
         "kv_heads": (TENSOR,) if model.num_kv_heads % parallel.tensor == 0 else (),
         "head_dim": (),
         "mlp": (TENSOR,),
+        EXPERTS: (),
+        "routes": (),
         LORA_RANK: (),
     }
 

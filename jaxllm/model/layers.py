@@ -20,9 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.config.model_spec import LORA_RANK, ParameterSpec, parameters
+from jaxllm.config.model_spec import LORA_RANK, ParameterSpec, has_experts, parameters
 from jaxllm.model.adapters import lora_scale, matrix_of, multiply
 from jaxllm.model.attention import Attend, xla_attention
+from jaxllm.model.experts import GroupedMatmul, expert_mlp, grouped_matmul, route
 
 
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -53,6 +54,11 @@ class Ops:
     matmul: Matmul = jnp.einsum
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up
     constrain: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, dims: x
+    grouped_matmul: GroupedMatmul = grouped_matmul
+    run_experts: Callable[..., jax.Array] = lambda function, *arrays: function(*arrays)
+    """Runs a function of (x_BSD, routes, gate_EDF, up_EDF, down_EFD) on each tensor rank's part of the experts, and adds."""
+    add_over_sequence: Callable[[jax.Array], jax.Array] = lambda x: x
+    """Adds over the ranks that share a sequence."""
     ring: Any = None
     """Both matmuls of a half of a block with the transfers between tensor ranks in them (parallel/tensor_ring.py). If not
     `in_order`, the positions inside the half may be in any order, the same in all of its arrays. None: XLA gathers and scatters
@@ -274,6 +280,10 @@ def _positioned(
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.checkpoint(partial(jax.nn.gelu, approximate=True))}
 
 
+Losses = dict[str, jax.Array]
+"""Float32 scalars by name."""
+
+
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)): SwiGLU with SiLU (Shazeer, 2020)."""
 
@@ -287,7 +297,7 @@ class GatedMLP(nnx.Module):
         add_parameters(self, model, "layers.mlp", rngs)
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
+    def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Float[Array, "B S D"], Losses]:
         dtype, wide = x_BSD.dtype, ("batch", "sequence", "mlp")
         # Without these constraints XLA shards the backward pass by sequence too, and gathers the weights over tensor for it.
         weights = tuple(matrix_of(self, name, dtype, self.lora_scale) for name in ("gate", "up"))
@@ -297,11 +307,28 @@ class GatedMLP(nnx.Module):
             for x_BSF, name in zip(outputs, ("mlp_gate", "mlp_up"), strict=True)
         )
         product_BSF = ops.constrain(self.activation(gate_BSF) * up_BSF, wide)
-        return ops.matmul_scatter("BSF,FD->BSD", product_BSF, matrix_of(self, "down", dtype, self.lora_scale), in_order=False)
+        down_FD = matrix_of(self, "down", dtype, self.lora_scale)
+        return ops.matmul_scatter("BSF,FD->BSD", product_BSF, down_FD, in_order=False), {}
 
 
-Losses = dict[str, jax.Array]
-"""Float32 scalars by name."""
+class Experts(nnx.Module):
+    """Many gated feed-forwards, of which a router sends each token to a few (experts.py)."""
+
+    router: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+
+    def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
+        self.model = model
+        add_parameters(self, model, "layers.mlp", rngs)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Float[Array, "B S D"], Losses]:
+        routes, losses = route(self.model, x_BSD, self.router[...], ops.add_over_sequence)
+        weights = (x[...].astype(x_BSD.dtype) for x in (self.gate, self.up, self.down))
+        mlp = partial(expert_mlp, ACTIVATIONS[self.model.activation], ops.grouped_matmul)
+        return ops.run_experts(mlp, x_BSD, routes, *weights), losses
 
 
 class Block(nnx.Module):
@@ -312,7 +339,7 @@ class Block(nnx.Module):
     half, and the half's partial sums are reduce-scattered, in Ops.gather_matmul and matmul_scatter.
 
     Returns (h, losses): losses of the block's own by name, float32 sums over tokens, which the objective adds like those of the
-    targets. This block has none; a router would.
+    targets. They are those of a router.
     """
 
     attention_norm: RMSNorm | None = None
@@ -322,7 +349,7 @@ class Block(nnx.Module):
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = Attention(model, rngs=rngs)
-        self.mlp = GatedMLP(model, rngs=rngs)
+        self.mlp = Experts(model, rngs=rngs) if has_experts(model) else GatedMLP(model, rngs=rngs)
         if model.block_norms != "after":
             self.attention_norm = RMSNorm(model, "layers.attention_norm", rngs=rngs)
             self.mlp_norm = RMSNorm(model, "layers.mlp_norm", rngs=rngs)
@@ -339,9 +366,10 @@ class Block(nnx.Module):
         with jax.named_scope("residual"):
             h_BSD = h_BSD + update_BSD
         x_BSD = ops.constrain(_normed(h_BSD, self.mlp_norm), SHARDED_SEQUENCE)
-        update_BSD = _normed(checkpoint_name(self.mlp(x_BSD, ops), "mlp_down"), self.mlp_post_norm)
+        update_BSD, losses = self.mlp(x_BSD, ops)
+        update_BSD = _normed(checkpoint_name(update_BSD, "mlp_down"), self.mlp_post_norm)
         with jax.named_scope("residual"):
-            return h_BSD + update_BSD, {}
+            return h_BSD + update_BSD, losses
 
 
 def _normed(x_BSD: Float[Array, "B S D"], norm: RMSNorm | None) -> Float[Array, "B S D"]:

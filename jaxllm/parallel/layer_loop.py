@@ -49,6 +49,7 @@ import jax.numpy as jnp
 
 from jaxllm.config import BLOCK_INPUT, Config
 from jaxllm.config.remat_policy import Policy, policy_of
+from jaxllm.config.types import EXPERT_CHOICE
 from jaxllm.model.layers import Losses
 from jaxllm.model.llama import BlockContext, BlockFunction
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
@@ -143,7 +144,8 @@ def remat(policy: Policy, block: Callable, in_loop: bool) -> Callable:
         return block
     # The block's input is saved without a policy.
     names = [name for name in policy.keep + policy.offload if name != BLOCK_INPUT]
-    return jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=not in_loop)
+    policy = jax.checkpoint_policies.save_only_these_names(*names, EXPERT_CHOICE)
+    return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
 
 
 # ------------------------------------------------------------------------------------------------------------- layer loop
