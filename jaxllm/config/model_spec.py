@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LAYERS, EXPERTS = "layers.", "experts"
-"""Paths of the layer stack begin with the first. Such a parameter is declared for one layer. The other is a dim."""
+LAYERS, EXPERTS, ROUTES = "layers.", "experts", "routes"
+"""Paths of the layer stack begin with the first. Such a parameter is declared for one layer. The others are dims."""
 
 
 Shape: TypeAlias = Any
@@ -91,7 +91,7 @@ class _Row:
 _DIMS = {
     **{"V": ("vocab", "vocab_size"), "D": ("embed", "hidden_size"), "F": ("mlp", "intermediate_size")},
     **{"N": ("heads", "num_heads"), "K": ("kv_heads", "num_kv_heads"), "H": ("head_dim", "head_dim")},
-    **{"E": (EXPERTS, "num_experts"), "R": ("routes", "num_experts")},
+    **{"E": (EXPERTS, "num_experts"), "R": (ROUTES, "num_experts")},
 }
 """Letter -> dim, and the key of the model section with its size."""
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."

@@ -21,7 +21,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
-from jaxllm.config.model_spec import EXPERTS, LORA_RANK
+from jaxllm.config.model_spec import EXPERTS, LORA_RANK, ROUTES
 from jaxllm.config.types import zero_shard
 from jaxllm.mesh.axes import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
@@ -48,6 +48,11 @@ class Parameter:
     def is_lora(self) -> bool:
         """Whether it is a matrix of an adapter."""
         return LORA_RANK in self.dims
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is a router or has a matrix for each expert: no matmul of a block multiplies by it."""
+        return bool({ROUTES, EXPERTS} & set(self.dims))
 
     @property
     def size(self) -> int:
@@ -104,7 +109,7 @@ def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tupl
         "head_dim": (),
         "mlp": (TENSOR,),
         EXPERTS: (),
-        "routes": (),
+        ROUTES: (),
         LORA_RANK: (),
     }
 

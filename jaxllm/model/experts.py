@@ -49,7 +49,7 @@ def route(
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     # Kept by every remat policy: computed again, a near tie could come out the other way.
     ids_BSK = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probabilities_BSE), K)[1], EXPERT_CHOICE)
-    chosen_BSKE = ids_BSK[..., None] == jnp.arange(E)
+    chosen_BSKE = jax.nn.one_hot(ids_BSK, E, dtype=jnp.bool_)
     weights_BSK = jnp.where(chosen_BSKE, probabilities_BSE[:, :, None], 0).sum(axis=-1)
     if model.normalize_expert_weights:
         weights_BSK = weights_BSK / weights_BSK.sum(axis=-1, keepdims=True)
@@ -80,7 +80,7 @@ def sort_by_expert(ids_TK: Int[Array, "T K"], experts: int) -> ExpertOrder:
     numbers_R = jnp.arange(ids_R.size, dtype=jnp.int32)
     _, of_sorted_R = jax.lax.sort((ids_R, numbers_R), num_keys=1, is_stable=True)
     sorted_R = jnp.zeros_like(numbers_R).at[of_sorted_R].set(numbers_R, unique_indices=True, mode="promise_in_bounds")
-    sizes_E = jnp.sum(ids_R[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    sizes_E = jax.nn.one_hot(ids_R, experts, dtype=jnp.int32).sum(axis=0)
     return ExpertOrder(*(checkpoint_name(x, EXPERT_CHOICE) for x in (of_sorted_R, sorted_R.reshape(ids_TK.shape), sizes_E)))
 
 

@@ -139,6 +139,7 @@ def with_sums(weights: Tree, sums: Tree, table: Tree, in_matmuls: bool) -> Tree:
     """
 
     def one(w: jax.Array, total: jax.Array, parameter: Parameter) -> Any:
-        return Accumulating(w, total) if in_matmuls and parameter.is_matrix else accumulated(w, total)
+        is_multiplied = parameter.is_matrix and not parameter.of_experts
+        return Accumulating(w, total) if in_matmuls and is_multiplied else accumulated(w, total)
 
     return jax.tree.map(one, weights, sums, table)

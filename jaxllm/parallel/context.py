@@ -31,7 +31,14 @@ from jaxllm.mesh.sharding import (
 from jaxllm.model.adapters import Frozen
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
-from jaxllm.parallel.kernels import attend_per_tensor_rank, choose_attention, choose_matmul, look_up_over_ranks, split_letters
+from jaxllm.parallel.kernels import (
+    attend_per_tensor_rank,
+    choose_attention,
+    choose_matmul,
+    experts_per_tensor_rank,
+    look_up_over_ranks,
+    split_letters,
+)
 from jaxllm.parallel.layer_loop import from_host
 from jaxllm.parallel.parameters import Stacking, cut_layers, freezes, parameter_table, stacking_of, trained
 from jaxllm.parallel.tensor_ring import TensorRing
@@ -92,6 +99,8 @@ class ParallelContext:
             matmul=choose_matmul(model, sizes[TENSOR]),
             look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]),
             constrain=constrainer(sizes),
+            run_experts=experts_per_tensor_rank,
+            add_over_sequence=partial(jax.lax.psum, axis_name=CONTEXT),
             ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1

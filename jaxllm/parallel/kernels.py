@@ -155,6 +155,19 @@ def split_letters(model: ModelConfig, tensor: int) -> str:
     return "NFK" if model.num_kv_heads % tensor == 0 else "NF"
 
 
+def experts_per_tensor_rank(function: Callable[..., jax.Array], x_BSD: jax.Array, routes: Any, *weights: jax.Array) -> jax.Array:
+    """The experts, with the feed-forward width of each split over `tensor` by hand: each rank sends its part of the sequence to
+    its part of every expert. Left to XLA, a grouped matmul would gather the matrices."""
+    sequence, wide = P(None, TENSOR), P(None, None, TENSOR)
+
+    def local(x_BSD, routes, *weights):
+        gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, TENSOR, axis=1, tiled=True), (x_BSD, routes))
+        return jax.lax.psum_scatter(function(*gathered, *weights), TENSOR, scatter_dimension=1, tiled=True)
+
+    specs = (sequence, sequence, wide, wide, P(None, TENSOR))
+    return tensor_shard_map(local, in_specs=specs, out_specs=sequence)(x_BSD, routes, *weights)
+
+
 def attend_per_tensor_rank(attend: Attend, num_kv_heads: int, tensor: int) -> Attend:
     """Attention with the heads split over `tensor` by hand. Fused kernels compile only where every axis is manual, even an axis
     of size 1."""

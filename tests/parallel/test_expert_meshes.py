@@ -1,0 +1,81 @@
+"""Mixtures of experts on every kind of mesh: loss and gradients equal one device's, with uneven and empty experts."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from meshes import Run, assert_close, unequal_batch
+
+from jaxllm.model import layers
+
+ROWS, S = 24, 16
+NETWORK = (
+    *("model.num_layers=3", "model.vocab_size=258", "model.num_experts=6", "model.experts_per_token=2"),
+    *("model.intermediate_size=24", "model.balance_loss_weight=0.3", "model.router_z_loss_weight=0.02"),
+    *("model.normalize_expert_weights=true", "model.qk_norm=head"),
+)
+CASES = [
+    # data, context, tensor, pipe; ZeRO; microbatches
+    ((8, 1, 1, 1), 0, 1, "parallel.remat=selective"),
+    ((4, 1, 2, 1), 1, 2, "parallel.remat=none"),
+    ((3, 1, 1, 1), 1, 1, "model.scan_layers=false"),
+    ((2, 1, 4, 1), 3, 2, "parallel.remat=full"),
+    ((1, 2, 2, 1), 2, 2, "parallel.remat=offload"),
+    ((2, 2, 1, 1), 3, 1, "parallel.context_method=all_gather"),
+    ((1, 1, 2, 2), 1, 4, "parallel.remat=full"),
+    ((2, 1, 1, 2), 3, 2, "model.num_layers=4 parallel.schedule=interleaved parallel.virtual_stages=2"),
+    ((1, 2, 1, 2), 2, 2, "parallel.schedule=gpipe"),
+]
+
+
+@pytest.fixture(autouse=True)
+def decided_routers(monkeypatch):
+    """Routers whose choices are wide apart: no sum in another order makes another choice. One expert is nearly never chosen."""
+    plain = layers.parameter
+
+    def parameter(rngs, model, spec, zero_rows=0):
+        made = plain(rngs, model, spec, zero_rows)
+        if spec.name != "router":
+            return made
+        return type(made)(40 * made[...], **made.get_metadata())
+
+    monkeypatch.setattr(layers, "parameter", parameter)
+
+
+@pytest.fixture(scope="module")
+def make_run(tiny_config):
+    """Makes runs whose microbatches, however many, share one batch of ROWS sequences."""
+
+    def make(mesh, *more, zero=0, microbatches=1):
+        axes = [f"parallel.{axis}={size}" for axis, size in zip(("data", "context", "tensor", "pipe"), mesh, strict=True)]
+        batch = (
+            f"train.global_batch_sequences={ROWS}",
+            f"train.microbatch_sequences={ROWS // mesh[0] // microbatches}",
+            f"train.sequence_length={S}",
+        )
+        config = tiny_config(*NETWORK, *axes, *batch, f"parallel.zero={zero}", *more)
+        rows = unequal_batch(0, (1, ROWS, S), ends=1)
+        return Run(config, lambda seed: {name: x.reshape(microbatches, -1, S) for name, x in rows.items()})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_device(make_run):
+    @functools.cache
+    def gradients(*of_model):
+        run = make_run((1, 1, 1, 1), *of_model)
+        loss, found = run.gradients()
+        return loss, run.plain(found)
+
+    return gradients
+
+
+@pytest.mark.parametrize(("mesh", "zero", "microbatches", "more"), CASES, ids=str)
+def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, microbatches, more):
+    run = make_run(mesh, *more.split(), zero=zero, microbatches=microbatches)
+    loss, gradients = run.gradients()
+    expected = one_device(*(key for key in more.split() if "num_layers" in key))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert_close(run.plain(gradients), expected[1], 1e-5)
