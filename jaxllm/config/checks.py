@@ -12,7 +12,7 @@ from typing import Any
 from jaxllm.config.batch_schedule import batches_of, doublings
 from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.model_spec import LAYERS, cached, parameters
+from jaxllm.config.model_spec import LAYERS, cached, has_experts, parameters
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
@@ -66,6 +66,11 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
     if parallel.tensor_ring and parallel.tensor > 1 and (model.multiplies_fp8 or model.scan_layers is False):
         unlike = "model.matmul_dtype=fp8" if model.multiplies_fp8 else "model.scan_layers=false"
         raise refuse(f"parallel.tensor_ring=true multiplies in chunks, which {unlike} does not: set tensor_ring=false.")
+    if parallel.tensor_ring and parallel.tensor > 1 and has_experts(model):
+        raise refuse(
+            "parallel.tensor_ring=true multiplies in chunks, and experts sort the tokens of whole sequences: set "
+            "tensor_ring=false."
+        )
     # Each context rank has two chunks of a sequence (parallel/zigzag.py), and each tensor rank has a part of those.
     c = parallel.context
     unit = sequence_unit(c, parallel.tensor)
@@ -117,8 +122,10 @@ def check_diloco(train: TrainConfig, parallel: ParallelConfig, chunk_layers: int
         raise refuse(f"train.diloco_fragments={count} {why}: use one of {fitting}.")
 
 
-def check_optimizer(optimizer: OptimizerConfig, parallel: ParallelConfig) -> None:
+def check_optimizer(model: ModelConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> None:
     """Raises if the state of an optimizer that may need whole matrices would be updated a rank's piece at a time."""
+    if optimizer.name == "muon" and has_experts(model):
+        raise refuse("optimizer.name=muon does not know the matrices of model.num_experts: set it to adamw, lion or sgd.")
     if optimizer.name in ("muon", GIVEN) and parallel.offload_state != "none":
         raise refuse(
             f"optimizer.name={optimizer.name} takes whole matrices, and parallel.offload_state={parallel.offload_state} takes "

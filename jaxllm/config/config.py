@@ -70,7 +70,7 @@ class Config(Section):
                 f"one of these to 1, or cut the layers at whole periods of model.full_attention_every."
             )
         checks.check_diloco(train, parallel, self.chunk_layers)
-        checks.check_optimizer(self.optimizer, parallel)
+        checks.check_optimizer(model, self.optimizer, parallel)
         checks.check_loss(train, parallel, self.log)
         checks.check_tokens(train)
         checks.check_store(self.run, self.checkpoint)

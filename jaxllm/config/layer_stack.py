@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxllm.config.attention import HOPPER, Capability, packed_documents
 from jaxllm.config.config import Config
 from jaxllm.config.model_config import ModelConfig
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 
@@ -29,6 +30,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
       with `full` that would be 1 to 6% faster;
     - not with documents that are not packed in a single microbatch: outside a loop over microbatches XLA makes the zeros for
       all layers' blocks of documents at once, and 1B with 8 sequences of 8,192 takes 85.2 GiB on an H200 instead of 76.7;
+    - not with experts, whose gradients are made apart from their sums;
     - not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers back: 8B on eight H100s takes
       46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
     """
@@ -41,7 +43,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     if model.scan_layers is not None:
         return not model.scan_layers
     recomputes_products = {"mlp_gate", "mlp_up"} & set(policy.recompute)
-    if capability is None or model.num_layers > MOST_UNROLLED or recomputes_products:
+    if capability is None or model.num_layers > MOST_UNROLLED or recomputes_products or has_experts(model):
         return False
     if config.num_microbatches == 1 and _documents_in_blocks(config, capability):
         return False
@@ -81,7 +83,7 @@ def rings_tensor(config: Config, capability: Capability = HOPPER) -> bool:
     - with remat none, whose residuals in a ring the estimate counts less exactly: up to 16% too high in 33 steps;
     - before Hopper, where XLA starts transfers too late to hide them;
     - with FP8, whose scales are those of whole arrays;
-    - with LoRA, whose products are added to whole sequences;
+    - with LoRA, whose products are added to whole sequences, and with experts, whose rows are sorted over whole sequences;
     - where layers with arrays of their own add gradients in their matmuls.
     """
     model, parallel = config.model, config.parallel
@@ -89,7 +91,7 @@ def rings_tensor(config: Config, capability: Capability = HOPPER) -> bool:
         return parallel.tensor > 1 and bool(parallel.tensor_ring)
     if parallel.remat == "none" or (capability is not None and capability < HOPPER):
         return False
-    if model.multiplies_fp8 or model.scan_layers is False:
+    if model.multiplies_fp8 or model.scan_layers is False or has_experts(model):
         return False
     # The ring does not know matrices without gradients.
     if config.frozen:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from jaxllm.config import ATTENTION_RESULTS, BLOCK_INPUT, Config
 from jaxllm.config.attention import HOPPER, Capability, takes_cudnn, window_shares
-from jaxllm.config.model_spec import layer_matmuls
+from jaxllm.config.model_spec import has_experts, layer_matmuls
 from jaxllm.config.remat_policy import Policy
-from jaxllm.config.types import ITEMSIZE
+from jaxllm.config.types import EXPERT_CHOICE, ITEMSIZE, LAST_OUTPUT
 
 Bytes = dict[str, float]
 """Name of a tensor -> bytes."""
@@ -64,7 +64,8 @@ def bytes_per_token_and_layer(policy: Policy, config: Config, *, blockwise: bool
     With D, F, N, K, H as in layers.py, b bytes of the compute dtype, c context and t tensor ranks: block_input, attention_out
     and mlp_down D b / (c t), as the sequence is sharded over tensor between blocks; query and attention_output N H b / (c t);
     key and value K H b / (c t), or K H b / c where t does not divide K (every rank then has all heads, see weight_rules);
-    mlp_gate and mlp_up F b / (c t); attention_lse, float32, 4 N / (c t).
+    mlp_gate and mlp_up F b / (c t), for each expert of a token; attention_lse, float32, 4 N / (c t). Beside the names every
+    policy keeps the choice of experts, 12 bytes for each expert of a token on every tensor rank.
 
     Args:
       blockwise: whether attention has results to keep (is_blockwise).
@@ -79,11 +80,14 @@ def bytes_per_token_and_layer(policy: Policy, config: Config, *, blockwise: bool
     sizes = {BLOCK_INPUT: model.hidden_size * itemsize, "attention_lse": 4 * model.num_heads}
     for spec in layer_matmuls(model):
         replicas = tensor if "kv_heads" in spec.dims and model.num_kv_heads % tensor else 1
-        sizes[spec.output] = math.prod(spec.shape[spec.inputs :]) * itemsize * replicas
+        sizes[spec.output] = math.prod(spec.shape[spec.inputs + spec.of_experts :]) * itemsize * replicas
+        if spec.of_experts and spec.output != LAST_OUTPUT:
+            sizes[spec.output] *= model.experts_per_token
     sizes["attention_output"] = sizes["query"]
 
     def of(names: tuple[str, ...]) -> Bytes:
         there = [name for name in names if blockwise or name not in ATTENTION_RESULTS]
         return {name: sizes[name] / (context * tensor) for name in there}
 
-    return ActivationBytes(of(policy.keep), of(policy.offload))
+    choice = {EXPERT_CHOICE: 12 * model.experts_per_token / context} if has_experts(model) else {}
+    return ActivationBytes({**of(policy.keep), **choice}, of(policy.offload))

@@ -100,7 +100,7 @@ def evaluation_moments(config: Config, gpu: Gpu | None = None, stored: str = "fl
     scores = size.scores * (FLOAT32 + b)
     return _rounded(
         {
-            "feed_forward": {**resident, **layer, "activations": 2 * u["whole"] + 2 * u["mlp"]},
+            "feed_forward": {**resident, **layer, "activations": 2 * u["whole"] + 2 * u["mlp"] + 2 * u["rows"]},
             "attention": {**resident, **layer, "activations": attention, "attention_scores": scores},
             "loss": {
                 **resident,

@@ -60,7 +60,7 @@ def least_seconds(config: Config, gpu: Gpu, gpus_per_host: int, rates: KernelRat
 
     least = {
         # Of the two matmuls of the backward pass, one is for the gradient of what is trained.
-        "matmuls": 2 * tokens * layers * (2 * sizes.layer_parameters + sizes.trained_parameters) / matmul_rate,
+        "matmuls": 2 * tokens * layers * (2 * sizes.used_parameters + sizes.used_trained_parameters) / matmul_rate,
         "head_matmuls": (6 if sizes.trains_head else 4) * tokens * columns * model.hidden_size / rates.matmul_flops_per_s,
         "attention_forward": attention / rates.attention_forward_flops_per_s,
         "attention_backward": 2.5 * attention / rates.attention_backward_flops_per_s,

@@ -90,6 +90,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("gathered sequences and their gradients", "whole", (2, 4, 2), "keeps_products"),
         Row("gathered sequences and their gradients", "whole", (3, 5, 2), "-keeps_products"),
         Row("hidden states and their gradients", "split", (3, 3, 2)),
+        Row("each expert's rows and their gradients", "rows", (3, 3, 0)),
         # Recomputed products that do not wait. Fewer of them wait in a pipeline, whose layer loop is explicit, and where XLA
         # starts no transfers early. In a ring a product is an array for each chunk, which its gradient, one array, cannot
         # overwrite.

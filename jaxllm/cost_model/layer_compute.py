@@ -8,7 +8,7 @@ from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import ATTENTION_RESULTS, Config
 from jaxllm.config.attention import HOPPER, chunks_in_reach, first_seen, require_runs, takes_cudnn, window_shares
-from jaxllm.config.model_spec import layer_matmuls
+from jaxllm.config.model_spec import EXPERTS, layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.activations import XLA_ROWS, is_blockwise
@@ -28,6 +28,10 @@ from jaxllm.cost_model.step_parts import (
 BLOCK_NORM_MOVES = {"before": (9, 12), "after": (7, 14), "both": (10, 20)}
 """Reads and writes of a token's width by norms and residual sums, forward and backward, by model.block_norms. Counted for
 kernels that end where a row is summed; none of it is measured."""
+
+
+GROUPED_SHARE = 0.7
+"""Rate of the experts' grouped matmuls, as a share of other matmuls'. A guess: no GPU has timed them yet."""
 
 
 class LayerCompute:
@@ -82,18 +86,29 @@ class LayerCompute:
         N, K, H = model.num_heads, model.num_kv_heads, model.head_dim
         # Key-value heads that do not divide are replicated over tensor ranks.
         self.query_width, self.key_width = N * H // self.t, K * H // (self.t if K % self.t == 0 else 1)
-        self.mlp_width = model.intermediate_size // self.t
+        self.experts, self.per_token = model.num_experts or 1, model.experts_per_token or 1
+        self.mlp_width = self.per_token * model.intermediate_size // self.t
+        self.of_experts = {spec.output for spec in layer_matmuls(model) if spec.of_experts}
         self.matmuls = self.block_matmuls()
-        """Name -> columns of the output, length of the sum."""
-        self.layer_parameters = sum(columns * length for columns, length in self.matmuls.values())
+        """Name -> columns of the output, length of the sum; of one expert."""
+        self.layer_parameters, self.used_parameters = (self.count(self.matmuls, times) for times in (self.experts, self.per_token))
+        """Parameters of a layer's matmuls: all, and those that a token is multiplied by."""
         frozen = config.frozen
         self.frozen = {spec.output for spec in layer_matmuls(model) if spec.path in frozen}
         targets, rank = (model.lora.targets, model.lora.rank) if model.lora else ((), 0)
         adapted = [self.matmuls[spec.output] for spec in layer_matmuls(model) if spec.target in targets]
         self.adapters = [pair for columns, length in adapted for pair in ((rank, length), (columns, rank))]
         """LoRA's matmuls, as in `matmuls`."""
-        self.trained_parameters = sum(columns * length for columns, length in self.trained_matmuls())
+        trained = [name for name in self.matmuls if name not in self.frozen]
+        of_adapters = sum(columns * length for columns, length in self.adapters)
+        self.trained_parameters, self.used_trained_parameters = (
+            of_adapters + self.count(trained, times) for times in (self.experts, self.per_token)
+        )
         self.chunk_layers: float = config.chunk_layers
+
+    def count(self, names: Iterable[str], times: int) -> int:
+        """Parameters of these matmuls, with those of an expert so many times."""
+        return sum(math.prod(self.matmuls[name]) * (times if name in self.of_experts else 1) for name in names)
 
     @property
     def stage_layers(self) -> float:
@@ -126,13 +141,9 @@ class LayerCompute:
         split = {"heads": self.t, "mlp": self.t, "kv_heads": self.t if self.model.num_kv_heads % self.t == 0 else 1}
         found = {}
         for spec in layer_matmuls(self.model):
-            sizes = [size // split.get(dim, 1) for dim, size in zip(spec.dims, spec.shape, strict=True)]
+            sizes = [size // split.get(dim, 1) for dim, size in zip(spec.dims, spec.shape, strict=True) if dim != EXPERTS]
             found[spec.output] = math.prod(sizes[spec.inputs :]), math.prod(sizes[: spec.inputs])
         return found
-
-    def trained_matmuls(self) -> list[tuple[int, int]]:
-        """Those whose weights have gradients."""
-        return [*(shape for name, shape in self.matmuls.items() if name not in self.frozen), *self.adapters]
 
     def matmul_s(self, rows: int, columns: int, length: int, is_fp8: bool = False) -> float:
         """Time of a rows x columns matmul in which each element sums `length` products. FP8's inputs have one byte."""
@@ -169,12 +180,31 @@ class LayerCompute:
     def layer_matmuls_s(self) -> tuple[float, float]:
         """(forward, backward). The backward has two matmuls per forward matmul: for the input's and, unless it is frozen, for
         the weight's gradient."""
+        experts = [(name in self.of_experts, name in self.frozen, *shape) for name, shape in self.matmuls.items()]
         forward_s = backward_s = 0.0
-        for columns, length in (*self.matmuls.values(), *self.adapters):
-            forward_s += self.block_matmul_s(self.rows, columns, length)
-            backward_s += self.block_matmul_s(self.rows, length, columns)
-        backward_s += sum(self.block_matmul_s(length, columns, self.rows) for columns, length in self.trained_matmuls())
-        return forward_s, backward_s
+        weights_s = []
+        for is_grouped, is_frozen, columns, length in (*experts, *((False, False, *shape) for shape in self.adapters)):
+            if is_grouped:
+                passes_s = self.grouped_matmul_s(columns, length), self.grouped_matmul_s(length, columns)
+                weights_s.append(0.0 if is_frozen else passes_s[0])
+            else:
+                passes_s = self.block_matmul_s(self.rows, columns, length), self.block_matmul_s(self.rows, length, columns)
+                weights_s.append(0.0 if is_frozen else self.block_matmul_s(length, columns, self.rows))
+            forward_s += passes_s[0]
+            backward_s += passes_s[1]
+        return forward_s, backward_s + sum(weights_s)
+
+    def named_matmul_s(self, name: str) -> float:
+        """Time of a layer's matmul, forward."""
+        columns, length = self.matmuls[name]
+        is_grouped = name in self.of_experts
+        return self.grouped_matmul_s(columns, length) if is_grouped else self.block_matmul_s(self.rows, columns, length)
+
+    def grouped_matmul_s(self, columns: int, length: int) -> float:
+        """Time of all experts' matmuls with one input or gradient. The matrices are read, or their gradients written, however
+        few rows they multiply."""
+        flops_s = self.matmul_s(self.per_token * self.rows, columns, length) / GROUPED_SHARE
+        return max(flops_s, self.moved_s(self.itemsize * self.experts * columns * length))
 
     def attention_s(self) -> tuple[float, float]:
         """(forward, backward), in the mean over the layers."""
@@ -242,6 +272,10 @@ class LayerCompute:
         normed = heads if self.model.qk_norm else 0
         forward = moves[0] * split + 2 * heads + normed + 3 * self.mlp_width
         backward = moves[1] * split + 2 * heads + 3 * normed + self.backward_mlp_moves * self.mlp_width
+        if self.of_experts:
+            # Rows are gathered for the experts and from them; backward also once more, for the weights' gradients.
+            rows = 2 * self.per_token * self.model.hidden_size
+            forward, backward = forward + 2 * rows, backward + 3 * rows
         merged = self.mean(sum(queries for queries, _ in self.hops(w)) for w in self.windows) * self.query_width
         return (
             self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),

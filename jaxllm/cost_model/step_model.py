@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property, partial
+from functools import cached_property
 from math import fsum as sum  # As in step_parts.py.
 from math import prod
 
@@ -163,9 +163,10 @@ class StepModel(LayerCompute):
 
     def repeated_s(self, again: set[str], attention_again: bool) -> float:
         """Time to compute a layer's matmuls of these names once more, and its attention."""
-        shapes = self.chunk_matmuls if self.rings_tensor else self.matmuls
-        multiply, times = (self.chunk_matmul_s, self.t) if self.rings_tensor else (partial(self.block_matmul_s, self.rows), 1)
-        repeated_s = times * sum(multiply(*shape) for name, shape in shapes.items() if name in again)
+        if self.rings_tensor:
+            repeated_s = self.t * sum(self.chunk_matmul_s(*shape) for name, shape in self.chunk_matmuls.items() if name in again)
+        else:
+            repeated_s = sum(self.named_matmul_s(name) for name in self.matmuls if name in again)
         return repeated_s + (self.attention_s()[0] if attention_again else 0.0)
 
     def add_layer_transfers(

@@ -195,13 +195,15 @@ class StepSizes:
 
     @cached_property
     def units(self) -> dict[str, float]:
-        """Bytes of one tensor of a block, for one microbatch: of the feed-forward width, of the model's width unsharded and
-        sharded over tensor, of queries, of keys; and of one layer's weights."""
+        """Bytes of one tensor of a block, for one microbatch: of the feed-forward width, for all experts of a token; of the
+        model's width unsharded and sharded over tensor, and of each expert's copy of it; of queries, of keys; and of one
+        layer's weights."""
         m, t = self.model, self.parallel.tensor
         each = self.tokens * self.itemsize
         keys = m.num_kv_heads // t if m.num_kv_heads % t == 0 else m.num_kv_heads
         return {
-            "mlp": each * m.intermediate_size / t,
+            "mlp": each * m.intermediate_size / t * (m.experts_per_token or 1),
+            "rows": each * m.hidden_size * (m.experts_per_token or 0),
             "whole": each * m.hidden_size,
             "split": each * m.hidden_size / t,
             "query": each * m.num_heads * m.head_dim / t,

@@ -47,6 +47,13 @@ class Adapted(NamedTuple):
     scale: float
 
 
+def without_adapter(module: nnx.Module, name: str, dtype: Any) -> jax.Array:
+    """A matrix of `module` in `dtype` that has no adapter, for any use. One that is not trained gets no gradient."""
+    weight = getattr(module, name)[...]
+    weight = jax.lax.stop_gradient(weight.weight) if isinstance(weight, Frozen) else weight
+    return weight.astype(dtype)
+
+
 def lora_scale(model: ModelConfig) -> float:
     return 1.0 if model.lora is None else model.lora.scale
 

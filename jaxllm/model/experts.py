@@ -45,7 +45,7 @@ def route(
         that of a microbatch would.
     """
     E, K = model.num_experts, model.experts_per_token
-    logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD.astype(jnp.float32), router_DE.astype(jnp.float32))
+    logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD.astype(jnp.float32), router_DE)
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     # Kept by every remat policy: computed again, a near tie could come out the other way.
     ids_BSK = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probabilities_BSE), K)[1], EXPERT_CHOICE)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
 from jaxllm.config.model_spec import LORA_RANK, ParameterSpec, has_experts, parameters
-from jaxllm.model.adapters import lora_scale, matrix_of, multiply
+from jaxllm.model.adapters import lora_scale, matrix_of, multiply, without_adapter
 from jaxllm.model.attention import Attend, xla_attention
 from jaxllm.model.experts import GroupedMatmul, expert_mlp, grouped_matmul, route
 
@@ -325,8 +325,9 @@ class Experts(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Float[Array, "B S D"], Losses]:
-        routes, losses = route(self.model, x_BSD, self.router[...], ops.add_over_sequence)
-        weights = (x[...].astype(x_BSD.dtype) for x in (self.gate, self.up, self.down))
+        router_DE = without_adapter(self, "router", jnp.float32)
+        routes, losses = route(self.model, x_BSD, router_DE, ops.add_over_sequence)
+        weights = (without_adapter(self, name, x_BSD.dtype) for name in ("gate", "up", "down"))
         mlp = partial(expert_mlp, ACTIVATIONS[self.model.activation], ops.grouped_matmul)
         return ops.run_experts(mlp, x_BSD, routes, *weights), losses
 
