@@ -25,6 +25,7 @@ from jaxllm.config.errors import ConfigError, one_sentence, refuse
 from jaxllm.config.hf_kinds import SHAPE_KEYS
 from jaxllm.config.load import find_recipe, read_recipe, refuse_code
 from jaxllm.config.model_config import ModelConfig
+from jaxllm.config.model_spec import has_experts, layer_parameters
 from jaxllm.config.run_sections import CheckpointConfig, LaunchConfig, LogConfig, RunConfig
 from jaxllm.config.sections import CONVERSATIONS, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, Section, divisors
@@ -32,6 +33,9 @@ from jaxllm.display import table
 from jaxllm.untrusted import RefusedInput, parse_yaml, shown
 
 log = logging.getLogger(__name__)
+
+EXPERTS_WATCHED_EVERY = 100
+"""Steps between records of the layers of a mixture, whose forward pass of one microbatch is then 1% of a step or less."""
 
 
 class Config(Section):
@@ -187,6 +191,15 @@ class Config(Section):
     def frozen(self) -> frozenset[str]:
         """Paths of the parameters that are not trained (config/model_spec.py)."""
         return checks.frozen_parameters(self.model, self.train.freeze)
+
+    @property
+    def layer_norms_every(self) -> int | None:
+        """Steps between records of the layers, of which log.layer_norms_every speaks."""
+        every = self.log.layer_norms_every
+        if every is not None or not has_experts(self.model) or self.parallel.offload_state == "all":
+            return every
+        trained = {spec.path for spec in layer_parameters(self.model)} - self.frozen
+        return EXPERTS_WATCHED_EVERY if trained else None
 
     @property
     def devices(self) -> int:

@@ -235,8 +235,8 @@ class ModelConfig(Section):
             return
         if self.experts_per_token is None or self.experts_per_token > self.num_experts:
             raise refuse(
-                f"model.experts_per_token={self.experts_per_token} of model.num_experts={self.num_experts}: set how many experts "
-                f"each token is sent to, 1 to {self.num_experts}."
+                f"model.experts_per_token={self.experts_per_token} of model.num_experts={self.num_experts}: set to how many "
+                f"experts each token is sent, 1 to {self.num_experts}."
             )
         if self.lora is not None and (on := sorted({"gate_proj", "up_proj", "down_proj"} & set(self.lora.targets))):
             raise refuse(

@@ -80,7 +80,8 @@ class LogConfig(Section):
     """Own sinks, each module:Class. Class(config) has write(record) and close() (docs/logging.md)."""
     layer_norms_every: PositiveInt | None = None
     """Steps between records of each layer's gradient norm and of the root mean square of its output in one microbatch, which
-    costs one forward pass of that microbatch; null: never."""
+    costs one forward pass of that microbatch. With model.num_experts also of how evenly each layer spreads its rows over them.
+    null: never; with experts every 100, unless parallel.offload_state=all or train.freeze rules it out."""
     noise_scale_every: PositiveInt | None = None
     """Steps between measurements of the gradient noise scale, which predicts the benefit of a larger batch. It compares parts
     of a step (data ranks, microbatches), so there must be at least two. Above 1, these steps have their own program, compiled

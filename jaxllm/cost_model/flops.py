@@ -8,7 +8,7 @@ D width, F feed-forward width, N query heads, K key-value heads, H head size, L 
 
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.attention import window_shares
-from jaxllm.config.model_spec import ParameterSpec, layer_matmuls, layer_parameters, parameters
+from jaxllm.config.model_spec import ParameterSpec, has_experts, layer_matmuls, layer_parameters, parameters
 from jaxllm.config.types import ITEMSIZE
 
 
@@ -28,6 +28,13 @@ def parameter_count(model: ModelConfig, frozen: frozenset[str] = frozenset()) ->
     once."""
     sizes = {spec.path: spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model)}
     return sum(size for path, size in sizes.items() if path not in frozen)
+
+
+def parameter_words(model: ModelConfig) -> str:
+    """'124.4M parameters', and of a mixture also how many a token is multiplied by or looks up."""
+    used = sum(spec.used * spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model))
+    for_token = f", {used / 1e6:,.1f}M of them for a token" if has_experts(model) else ""
+    return f"{parameter_count(model) / 1e6:,.1f}M parameters{for_token}"
 
 
 def trained_matrices(config: Config) -> list[ParameterSpec]:

@@ -91,7 +91,9 @@ class LayerCompute:
         self.of_experts = {spec.output for spec in layer_matmuls(model) if spec.of_experts}
         self.matmuls = self.block_matmuls()
         """Name -> columns of the output, length of the sum; of one expert."""
-        self.layer_parameters, self.used_parameters = (self.count(self.matmuls, times) for times in (self.experts, self.per_token))
+        self.layer_parameters, self.used_parameters = (
+            self.count(self.matmuls, times) for times in (self.experts, self.per_token)
+        )
         """Parameters of a layer's matmuls: all, and those that a token is multiplied by."""
         frozen = config.frozen
         self.frozen = {spec.output for spec in layer_matmuls(model) if spec.path in frozen}

@@ -164,7 +164,9 @@ class StepModel(LayerCompute):
     def repeated_s(self, again: set[str], attention_again: bool) -> float:
         """Time to compute a layer's matmuls of these names once more, and its attention."""
         if self.rings_tensor:
-            repeated_s = self.t * sum(self.chunk_matmul_s(*shape) for name, shape in self.chunk_matmuls.items() if name in again)
+            repeated_s = self.t * sum(
+                self.chunk_matmul_s(*shape) for name, shape in self.chunk_matmuls.items() if name in again
+            )
         else:
             repeated_s = sum(self.named_matmul_s(name) for name in self.matmuls if name in again)
         return repeated_s + (self.attention_s()[0] if attention_again else 0.0)

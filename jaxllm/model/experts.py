@@ -6,8 +6,8 @@
     rows_RF = grouped_matmul(rows_RD, gate_EDF, order)   each expert's rows times its matrix
     y_TD = combine(rows_RD, order)                       the sum of each token's rows
 
-`dispatch` and `combine` are each other's transposes, and both gather. Adding rows where they belong takes a GPU longer, and adds
-in an order of its own.
+`dispatch` and `combine` are each other's transposes, and both gather. To add rows where they belong takes a GPU longer, in an
+order of its own.
 
 Letters as in layers.py; E experts, K of them for a token, T = B S tokens, R = T K rows.
 """
@@ -25,10 +25,24 @@ from jaxtyping import Array, Float, Int
 from jaxllm.config import ModelConfig
 from jaxllm.config.types import EXPERT_CHOICE
 
+EXPERT_LOAD_MAX, EXPERTS_USED = "expert_load_max", "experts_used"
+
 
 class Routes(NamedTuple):
     ids_BSK: Int[Array, "B S K"]
     weights_BSK: Float[Array, "B S K"]
+
+    def counts(self, experts: int) -> Float[Array, " E"]:
+        """Rows of each expert."""
+        return jax.nn.one_hot(self.ids_BSK, experts, dtype=jnp.float32).sum(axis=(0, 1, 2))
+
+
+def spread(counts_LE: Float[Array, "L E"]) -> dict[str, Float[Array, " L"]]:
+    """How evenly each layer spreads its rows: the largest expert's, of the mean (1 to E); and how many experts with equal rows
+    would have the same entropy (E to 1)."""
+    shares_LE = counts_LE / counts_LE.sum(axis=1, keepdims=True)
+    entropy_L = -jnp.sum(jax.scipy.special.xlogy(shares_LE, shares_LE), axis=1)
+    return {EXPERT_LOAD_MAX: shares_LE.shape[1] * shares_LE.max(axis=1), EXPERTS_USED: jnp.exp(entropy_L)}
 
 
 @jax.named_scope("router")
@@ -44,7 +58,7 @@ def route(
       add_over_ranks: adds the counts of all ranks that share a sequence. The balance of a sequence does not depend on the mesh;
         that of a microbatch would.
     """
-    E, K = model.num_experts, model.experts_per_token
+    E, K = model.num_experts or 1, model.experts_per_token or 1
     logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD.astype(jnp.float32), router_DE)
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     # Kept by every remat policy: computed again, a near tie could come out the other way.
@@ -67,11 +81,11 @@ def route(
 class ExpertOrder(NamedTuple):
     """Rows in the order of their experts, and in that of the tokens: row k of token t is number t K + k there."""
 
-    of_sorted_R: Int[Array, "R"]
+    of_sorted_R: Int[Array, " R"]
     """The tokens' number of each sorted row."""
     sorted_TK: Int[Array, "T K"]
     """Where each row of a token is among the sorted ones."""
-    sizes_E: Int[Array, "E"]
+    sizes_E: Int[Array, " E"]
     """Rows of each expert."""
 
 
@@ -100,11 +114,11 @@ dispatch.defvjp(lambda x_TD, order: (dispatch(x_TD, order), order), lambda order
 combine.defvjp(lambda x_RD, order: (combine(x_RD, order), order), lambda order, dy_TD: (dispatch(dy_TD, order), None))
 
 
-GroupedMatmul = Callable[[Float[Array, "R D"], Float[Array, "E D F"], Int[Array, "E"]], Float[Array, "R F"]]
+GroupedMatmul = Callable[[Float[Array, "R D"], Float[Array, "E D F"], Int[Array, " E"]], Float[Array, "R F"]]
 """(rows, matrices, rows of each expert) -> rows: the first sizes_E[0] rows times the first matrix, and so on."""
 
 
-def grouped_matmul(x_RD: Float[Array, "R D"], w_EDF: Float[Array, "E D F"], sizes_E: Int[Array, "E"]) -> Float[Array, "R F"]:
+def grouped_matmul(x_RD: Float[Array, "R D"], w_EDF: Float[Array, "E D F"], sizes_E: Int[Array, " E"]) -> Float[Array, "R F"]:
     """By XLA: exact on CPUs. On GPUs it would multiply each row by all matrices."""
     return jax.lax.ragged_dot(x_RD, w_EDF, sizes_E)
 

@@ -155,7 +155,9 @@ def split_letters(model: ModelConfig, tensor: int) -> str:
     return "NFK" if model.num_kv_heads % tensor == 0 else "NF"
 
 
-def experts_per_tensor_rank(function: Callable[..., jax.Array], x_BSD: jax.Array, routes: Any, *weights: jax.Array) -> jax.Array:
+def experts_per_tensor_rank(
+    function: Callable[..., jax.Array], x_BSD: jax.Array, routes: Any, *weights: jax.Array
+) -> jax.Array:
     """The experts, with the feed-forward width of each split over `tensor` by hand: each rank sends its part of the sequence to
     its part of every expert. Left to XLA, a grouped matmul would gather the matrices."""
     sequence, wide = P(None, TENSOR), P(None, None, TENSOR)

@@ -20,6 +20,7 @@ from flax import nnx
 from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh.axes import PIPE
+from jaxllm.model.experts import Routes, spread
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy, loss_sums, token_losses
@@ -30,7 +31,17 @@ from jaxllm.parallel.layer_loop import HostSums, LayerLoop, remat
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
 from jaxllm.parallel.parameters import cut_layers, flatten_layers
 from jaxllm.parallel.pipeline_executor import sum_over_stages
-from jaxllm.parallel.types import Accumulators, Batch, GradientRegion, LossRegion, Params, Rows, TokenLossRegion, Tree
+from jaxllm.parallel.types import (
+    LAYER_ACTIVATION_NORM,
+    Accumulators,
+    Batch,
+    GradientRegion,
+    LossRegion,
+    Params,
+    Rows,
+    TokenLossRegion,
+    Tree,
+)
 from jaxllm.parallel.zero import Phase, zeros_of_shard
 
 Sums = Callable[..., tuple[jax.Array, tuple[jax.Array, Params | None]]]
@@ -159,17 +170,24 @@ def token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
     return region
 
 
-def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Array]:
-    """(weights, batch) -> the root mean square of each layer's output, float32 [num_layers]: over all positions of the first
-    microbatch, with or without a target, on all ranks along batch_axes.
+def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], dict[str, jax.Array]]:
+    """(weights, batch) -> float32 [num_layers] by name: the root mean square of each layer's output, and with experts how its
+    rows are spread over them (experts.spread). Over all positions of the first microbatch, with or without a target, on all
+    ranks along batch_axes.
 
     It is a forward pass apart from the train step. The stages of a pipeline take turns without a schedule: all stages compute
     in each turn, and only the result of the turn's stage is used. So it takes pipe times as long as without a pipeline.
     """
-    model, ops, stacking, zero = ctx.config.model, ctx.ops, ctx.stacking, ctx.zero
-    stages, gather = stacking.stages, ctx.access.gather
+    model, stacking, zero = ctx.config.model, ctx.stacking, ctx.zero
+    stages, gather, counts = stacking.stages, ctx.access.gather, []
 
-    def region(weights: Params, batch: Batch) -> jax.Array:
+    def run_experts(function: Any, x_BSD: jax.Array, routes: Routes, *weights: jax.Array) -> jax.Array:
+        counts.append(routes.counts(model.num_experts or 1))
+        return ctx.ops.run_experts(function, x_BSD, routes, *weights)
+
+    ops = dataclasses.replace(ctx.ops, run_experts=run_experts)
+
+    def region(weights: Params, batch: Batch) -> dict[str, jax.Array]:
         rows = jax.tree.map(lambda x: x[0], batch)
         if zero is not None and stages == 1:
             rest = {name: w for name, w in weights.items() if name != "layers"}
@@ -181,23 +199,25 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], jax.Ar
         def layer(h_BSD, number):
             read = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False), weights["layers"])
             h_BSD, _ = block(gather(read) if gather else read, h_BSD, block_context.of_layer(number))
-            return h_BSD, jnp.sum(jnp.square(h_BSD.astype(jnp.float32)))
+            return h_BSD, (jnp.sum(jnp.square(h_BSD.astype(jnp.float32))), [counts.pop()] if counts else [])
 
         def turn(h_BSD, number):
-            h_BSD, squares = jax.lax.scan(layer, h_BSD, number // stages * stacking.chunk + jnp.arange(stacking.chunk))
+            h_BSD, found = jax.lax.scan(layer, h_BSD, number // stages * stacking.chunk + jnp.arange(stacking.chunk))
             if stages > 1:
                 is_mine = jax.lax.axis_index(PIPE) == number % stages
                 h_BSD = sum_over_stages(jnp.where(is_mine, h_BSD, 0))
-                squares = jax.lax.psum(jnp.where(is_mine, squares, 0), PIPE)
-            return h_BSD, squares
+                found = jax.lax.psum(jax.tree.map(lambda x: jnp.where(is_mine, x, 0), found), PIPE)
+            return h_BSD, found
 
         h_BSD = scaled_embeddings(model, ops.look_up(weights["embedding"], rows["tokens"]))
         h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
-        _, squares = jax.lax.scan(turn, h_BSD, jnp.arange(stages * stacking.virtual_stages))
+        _, found = jax.lax.scan(turn, h_BSD, jnp.arange(stages * stacking.virtual_stages))
         # The turns go through the layers in order; identity layers come last.
-        squares = jax.lax.psum(squares.reshape(-1)[: model.num_layers], ctx.batch_axes)
+        of_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: model.num_layers], found)
+        squares, counted = jax.lax.psum(of_layers, ctx.batch_axes)
         positions = jax.lax.psum(jnp.float32(rows["tokens"].size), ctx.batch_axes)
-        return jnp.sqrt(squares / (positions * model.hidden_size))
+        norms = {LAYER_ACTIVATION_NORM: jnp.sqrt(squares / (positions * model.hidden_size))}
+        return norms | (spread(counted[0]) if counted else {})
 
     return region
 

@@ -76,6 +76,9 @@ TokenLossRegion = Callable[[Params, Batch], jax.Array]
 """(weights, batch) -> -log p of each target, float32 [microbatch, sequence, position]"""
 
 
+LAYER_ACTIVATION_NORM = "layer_activation_norm"
+
+
 @dataclass(frozen=True)
 class Parallelized:
     """The functions that training needs of a model on one mesh."""
@@ -91,8 +94,9 @@ class Parallelized:
     """(master params, batch) -> (sum of -log p over valid targets, number of targets), without gradients."""
     token_losses: Callable[[Params, Batch], jax.Array]
     """(master params, batch) -> -log p of each target, float32 [microbatch, sequence, position], without gradients."""
-    layer_norms: Callable[[Params, Batch], jax.Array]
-    """(master params, batch) -> root mean square of each layer's output in the first microbatch, float32 [num_layers]."""
+    layer_norms: Callable[[Params, Batch], dict[str, jax.Array]]
+    """(master params, batch) -> float32 [num_layers] by name: root mean square of each layer's output in the first microbatch,
+    and with experts how evenly it spreads its rows (model/experts.py)."""
     initialize: Callable[[jax.Array], Params]
     """key -> master params. Jit it with master_shardings, so that no device ever holds more than its shard."""
     master: Any

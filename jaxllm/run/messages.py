@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxllm.cluster import distributed
-from jaxllm.config import ATTENTION_RESULTS, Config
+from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.config.rounds import sends_codes
-from jaxllm.cost_model.flops import parameter_count
+from jaxllm.cost_model.flops import parameter_words
 from jaxllm.data.loader import SampleStream
+from jaxllm.model.experts import EXPERTS_USED
 from jaxllm.parallel.parameters import stacking_of
 from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.run import fewer_hosts
@@ -33,7 +34,7 @@ def header(trainer: Any) -> Iterator[str]:
     axes = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
     yield f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}"
     yield (
-        f"{parameter_count(config.model) / 1e6:,.1f}M parameters; {config.step_tokens:,} tokens a step in "
+        f"{parameter_words(config.model)}; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
     )
     yield from batch_notes(config)
@@ -141,8 +142,21 @@ def who_was_left_out(record: Record) -> str:
     )
 
 
+def who_collapsed(record: Record, model: ModelConfig) -> str | None:
+    """Message about the layer that uses the fewest experts, if it sends its tokens to nearly the same ones; else None."""
+    used = {name: used for name, used in record.items() if name.startswith(f"{EXPERTS_USED}/")}
+    layer = min(used, key=used.__getitem__, default=None)
+    if layer is None or used[layer] >= min(2 * (model.experts_per_token or 0), (model.num_experts or 0) / 2):
+        return None
+    return (
+        f"step {record['step']}: layer {layer.partition('/')[2]} sends its tokens to about {used[layer]:.1f} of "
+        f"{model.num_experts} experts: raise model.balance_loss_weight={model.balance_loss_weight:g}, or lower "
+        f"optimizer.learning_rate"
+    )
+
+
 def register(run: Run) -> None:
-    trainer, console = run.trainer, run.console
+    trainer, console, told = run.trainer, run.console, set()
     if distributed.is_main_process():
         for sink in open_sinks(trainer.config, run.first, run.require, lambda: trainer.config.train.steps):
             run.stack.callback(sink.close)
@@ -166,6 +180,9 @@ def register(run: Run) -> None:
             )
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))
+        if not told and (message := who_collapsed(record, config.model)):
+            told.add(message)
+            console.say(message)
         console.step(record, due)
 
     run.on("record", publish)

@@ -126,7 +126,7 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
                 number = (layout_of_number(mesh),) if exchanges else ()
                 crosses = exchanges and exchanges_beside_steps(config)
                 yield RunProgram(name, training.jit_step(step, exchanges), (*of_step, *number), options, crosses)
-            if config.log.layer_norms_every is not None:
+            if config.layer_norms_every is not None:
                 norms = jit_function(training.functions.layer_norms, mesh)
                 yield RunProgram(layer_norms_name(length), norms, (training.layout().params, batch))
     last = trainings[-1][0][1]
@@ -199,7 +199,7 @@ class Programs:
             return state, {}
         return self.rounds.bring_together(state, step, partial(self.saved.take, options={}))
 
-    def layer_norms(self, state: State, batch: Any, step: int) -> jax.Array:
+    def layer_norms(self, state: State, batch: Any, step: int) -> dict[str, jax.Array]:
         """The norm of each layer's output in the step that follows `step` steps."""
         return self._layer_norms[self._config.phase_at(step).parts](state.params, batch)
 

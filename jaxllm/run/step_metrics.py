@@ -18,10 +18,11 @@ from jaxllm.cost_model.hardware import gpu_from_device_kind
 from jaxllm.data.loader import SampleStream
 from jaxllm.json_lines import read_lines
 from jaxllm.machine import program_cache
+from jaxllm.parallel.types import LAYER_ACTIVATION_NORM
 from jaxllm.run.metrics import Record
 from jaxllm.run.noise_scale import NoiseScale
 from jaxllm.train import diloco
-from jaxllm.train.instability import LAYER_ACTIVATION_NORM, LAYER_GRAD_NORM, WINDOW, Recent
+from jaxllm.train.instability import LAYER_GRAD_NORM, WINDOW, Recent
 
 
 class Pending(NamedTuple):

@@ -43,7 +43,6 @@ from jaxllm.run.step_metrics import Pending, StepMetrics, data_keys
 from jaxllm.train import diloco
 from jaxllm.train.build import State
 from jaxllm.train.given import Batches, Given, GivenBatches, adopted, require_same_optimizer
-from jaxllm.train.instability import LAYER_ACTIVATION_NORM
 from jaxllm.train.step import on_device
 from jaxllm.weights.stored_models import with_commits
 from jaxllm.weights.weights import MUST_AGREE, WeightsSource, initial_adapter, initial_weights, read_initial
@@ -226,12 +225,12 @@ class Trainer:
             return self.metrics.replace_pending(Pending(self.step, metrics | outer | norms))
 
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
-        """Layer norms by log.layer_norms_every, computed before the step that they belong to, because it donates the state."""
-        every = self.config.log.layer_norms_every
+        """Layer norms by Config.layer_norms_every, computed before the step that they belong to, because it donates the state."""
+        every = self.config.layer_norms_every
         if every is None or (self.step + 1) % every:
             return {}
         with jax.set_mesh(self.mesh), progress.phase("evaluate"):
-            return {LAYER_ACTIVATION_NORM: self.programs.layer_norms(self.state, batch, self.step)}
+            return self.programs.layer_norms(self.state, batch, self.step)
 
     def finish(self) -> Record | None:
         """Waits for the running step and returns its metrics. The timer of tokens_per_s_per_device stops until the next."""

@@ -171,7 +171,7 @@ def _update_of_trained(update: Update, trained: Callable[[Any], Any]) -> Update:
 
 
 def _observer(config: Config, table: Any) -> Observe:
-    if config.log.layer_norms_every is None:
+    if config.layer_norms_every is None:
         return lambda gradients: {}
     norms = layer_grad_norms(table, config.model.num_layers)
     return lambda gradients: {LAYER_GRAD_NORM: norms(gradients)}

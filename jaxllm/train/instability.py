@@ -21,7 +21,7 @@ WINDOW = 128
 """Number of past steps that define the usual level."""
 FEWEST = WINDOW // 2
 """Number of steps before which no step counts as a spike."""
-LAYER_GRAD_NORM, LAYER_ACTIVATION_NORM = "layer_grad_norm", "layer_activation_norm"
+LAYER_GRAD_NORM = "layer_grad_norm"
 
 
 class Recent(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxllm.config import ConfigError
-from jaxllm.model.experts import combine, dispatch, route, sort_by_expert
+from jaxllm.model.experts import combine, dispatch, route, sort_by_expert, spread
 from jaxllm.model.layers import Experts, Ops
 
 B, S, D, E, K = 2, 8, 16, 5, 2
@@ -65,7 +65,7 @@ def test_all_tokens_on_the_same_experts(make_layer, favoured):
 
 def test_gradients_equal_those_of_all_experts_weighted(make_layer):
     """With weights of 0 for those that are not chosen: autodiff of einsums, without sorting."""
-    model, layer = make_layer("model.normalize_expert_weights=true")
+    _, layer = make_layer("model.normalize_expert_weights=true")
     x_BSD = inputs()
 
     def dense(layer, x_BSD):
@@ -109,10 +109,16 @@ def test_losses_are_those_of_their_papers(make_layer):
     np.testing.assert_allclose(losses["balance"], 8 * E / K, rtol=1e-5)
 
 
+def test_spread_is_that_of_equal_experts():
+    found = spread(jnp.array([[3.0, 3, 3, 3], [8, 8, 0, 0], [0, 5, 0, 0]]))
+    np.testing.assert_allclose(found["expert_load_max"], [1, 2, 4], rtol=1e-6)
+    np.testing.assert_allclose(found["experts_used"], [4, 2, 1], rtol=1e-6)
+
+
 REFUSED = {
     "model.experts_per_token=2": "model.experts_per_token=2 has no effect without model.num_experts: leave it out.",
-    "model.num_experts=4": "model.experts_per_token=None of model.num_experts=4: set how many experts each token is sent to",
-    "model.num_experts=4 model.experts_per_token=5": "each token is sent to, 1 to 4.",
+    "model.num_experts=4": "model.experts_per_token=None of model.num_experts=4: set to how many experts each token",
+    "model.num_experts=4 model.experts_per_token=5": "experts each token is sent, 1 to 4.",
     "model.num_experts=4 model.experts_per_token=2 model.lora.rank=2": "adapters of experts are not supported: set model.lora",
     "model.num_experts=4 model.experts_per_token=2 model.matmul_dtype=fp8": "fp8 is not supported with model.num_experts",
     "model.num_experts=4 model.experts_per_token=2 optimizer.name=muon": "muon does not know the matrices of model.num_experts",

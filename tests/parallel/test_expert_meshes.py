@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import Run, assert_close, unequal_batch
@@ -31,14 +32,14 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def decided_routers(monkeypatch):
-    """Routers whose choices are wide apart: no sum in another order makes another choice. One expert is nearly never chosen."""
+    """Routers whose choices are wide apart: no sum in another order makes another choice. The last experts have few rows."""
     plain = layers.parameter
 
     def parameter(rngs, model, spec, zero_rows=0):
         made = plain(rngs, model, spec, zero_rows)
         if spec.name != "router":
             return made
-        return type(made)(40 * made[...], **made.get_metadata())
+        return type(made)(jnp.array([[100.0, 80, 60, 40, 20, 0]]) * made[...], **made.get_metadata())
 
     monkeypatch.setattr(layers, "parameter", parameter)
 
@@ -79,3 +80,15 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, m
     expected = one_device(*(key for key in more.split() if "num_layers" in key))
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     assert_close(run.plain(gradients), expected[1], 1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "zero", "microbatches"), [((2, 2, 1, 1), 3, 1), ((1, 1, 2, 2), 1, 1)], ids=str)
+def test_what_is_said_of_the_layers_equals_one_device(make_run, mesh, zero, microbatches):
+    """Loads of experts too, with the batch as one microbatch."""
+    found = []
+    for run in (make_run((1, 1, 1, 1)), make_run(mesh, zero=zero, microbatches=microbatches)):
+        with jax.set_mesh(run.mesh):
+            found.append(jax.jit(run.functions.layer_norms)(run.state.params, run.place(run.batch(0))))
+    assert set(found[0]) == {"layer_activation_norm", "experts_used", "expert_load_max"}
+    jax.tree.map(lambda one, many: np.testing.assert_allclose(many, one, rtol=1e-4), *found)
+    assert (found[0]["expert_load_max"] > 1.3).all() and (found[0]["experts_used"] < 5.8).all()
