@@ -179,6 +179,11 @@ class ModelConfig(Section):
         return self.matmul_dtype != "compute_dtype"
 
     @property
+    def mlps_per_token(self) -> int:
+        """Feed-forwards of a layer that each token goes through."""
+        return self.experts_per_token or 1
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None: it attends to all positions before."""
         every, first = self.full_attention_every, self.full_attention_first

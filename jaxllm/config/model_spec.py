@@ -139,10 +139,9 @@ _TABLE = (
     _Row("layers.mlp.up", "D|F", _MLP + "up_proj.weight", "mlp_up", when=_has("num_experts", None)),
     _Row("layers.mlp.down", "F|D", _MLP + "down_proj.weight", "mlp_down", "residual", _has("num_experts", None)),
     _Row("layers.mlp.router", "D|R", _MLP + "gate.weight", "", when=has_experts),
-    *(
-        _Row(f"layers.mlp.{name}", dims, f"{_MLP}experts.{{}}.{name}_proj.weight", f"mlp_{name}", initial, has_experts)
-        for name, dims, initial in (("gate", "ED|F", "normal"), ("up", "ED|F", "normal"), ("down", "EF|D", "residual"))
-    ),
+    _Row("layers.mlp.gate", "ED|F", _MLP + "experts.{}.gate_proj.weight", "mlp_gate", when=has_experts),
+    _Row("layers.mlp.up", "ED|F", _MLP + "experts.{}.up_proj.weight", "mlp_up", when=has_experts),
+    _Row("layers.mlp.down", "EF|D", _MLP + "experts.{}.down_proj.weight", "mlp_down", "residual", has_experts),
     _norm("mlp_post_norm", "D", _LAYER + "post_feedforward_layernorm", norms_after),
     _Row("final_norm.scale", "D", "model.norm.weight", initial="norm"),
     _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),

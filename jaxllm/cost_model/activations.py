@@ -82,12 +82,12 @@ def bytes_per_token_and_layer(policy: Policy, config: Config, *, blockwise: bool
         replicas = tensor if "kv_heads" in spec.dims and model.num_kv_heads % tensor else 1
         sizes[spec.output] = math.prod(spec.shape[spec.inputs + spec.of_experts :]) * itemsize * replicas
         if spec.of_experts and spec.output != LAST_OUTPUT:
-            sizes[spec.output] *= model.experts_per_token
+            sizes[spec.output] *= model.mlps_per_token
     sizes["attention_output"] = sizes["query"]
 
     def of(names: tuple[str, ...]) -> Bytes:
         there = [name for name in names if blockwise or name not in ATTENTION_RESULTS]
         return {name: sizes[name] / (context * tensor) for name in there}
 
-    choice = {EXPERT_CHOICE: 12 * model.experts_per_token / context} if has_experts(model) else {}
+    choice = {EXPERT_CHOICE: 12 * model.mlps_per_token / context} if has_experts(model) else {}
     return ActivationBytes({**of(policy.keep), **choice}, of(policy.offload))

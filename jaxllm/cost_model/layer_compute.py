@@ -86,7 +86,7 @@ class LayerCompute:
         N, K, H = model.num_heads, model.num_kv_heads, model.head_dim
         # Key-value heads that do not divide are replicated over tensor ranks.
         self.query_width, self.key_width = N * H // self.t, K * H // (self.t if K % self.t == 0 else 1)
-        self.experts, self.per_token = model.num_experts or 1, model.experts_per_token or 1
+        self.experts, self.per_token = model.num_experts or 1, model.mlps_per_token
         self.mlp_width = self.per_token * model.intermediate_size // self.t
         self.of_experts = {spec.output for spec in layer_matmuls(model) if spec.of_experts}
         self.matmuls = self.block_matmuls()
@@ -110,7 +110,7 @@ class LayerCompute:
 
     def count(self, names: Iterable[str], times: int) -> int:
         """Parameters of these matmuls, with those of an expert so many times."""
-        return sum(math.prod(self.matmuls[name]) * (times if name in self.of_experts else 1) for name in names)
+        return int(sum(math.prod(self.matmuls[name]) * (times if name in self.of_experts else 1) for name in names))
 
     @property
     def stage_layers(self) -> float:

@@ -13,7 +13,7 @@ from jaxllm.config import Config, ModelConfig, ParallelConfig, model_spec
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
-from jaxllm.config.model_spec import LAYERS, layer_matmuls
+from jaxllm.config.model_spec import LAYERS, has_experts, layer_matmuls
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.rounds import exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST, zero_shard
@@ -202,8 +202,8 @@ class StepSizes:
         each = self.tokens * self.itemsize
         keys = m.num_kv_heads // t if m.num_kv_heads % t == 0 else m.num_kv_heads
         return {
-            "mlp": each * m.intermediate_size / t * (m.experts_per_token or 1),
-            "rows": each * m.hidden_size * (m.experts_per_token or 0),
+            "mlp": each * m.intermediate_size / t * m.mlps_per_token,
+            "rows": each * m.hidden_size * m.mlps_per_token * has_experts(m),
             "whole": each * m.hidden_size,
             "split": each * m.hidden_size / t,
             "query": each * m.num_heads * m.head_dim / t,

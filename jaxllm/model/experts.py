@@ -58,7 +58,7 @@ def route(
       add_over_ranks: adds the counts of all ranks that share a sequence. The balance of a sequence does not depend on the mesh;
         that of a microbatch would.
     """
-    E, K = model.num_experts or 1, model.experts_per_token or 1
+    E, K = model.num_experts or 1, model.mlps_per_token
     logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD.astype(jnp.float32), router_DE)
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     # Kept by every remat policy: computed again, a near tie could come out the other way.

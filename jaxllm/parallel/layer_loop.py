@@ -144,8 +144,8 @@ def remat(policy: Policy, block: Callable, in_loop: bool) -> Callable:
         return block
     # The block's input is saved without a policy.
     names = [name for name in policy.keep + policy.offload if name != BLOCK_INPUT]
-    policy = jax.checkpoint_policies.save_only_these_names(*names, EXPERT_CHOICE)
-    return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)
+    saves = jax.checkpoint_policies.save_only_these_names(*names, EXPERT_CHOICE)
+    return jax.checkpoint(block, policy=saves, prevent_cse=not in_loop)
 
 
 # ------------------------------------------------------------------------------------------------------------- layer loop

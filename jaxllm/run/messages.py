@@ -146,7 +146,7 @@ def who_collapsed(record: Record, model: ModelConfig) -> str | None:
     """Message about the layer that uses the fewest experts, if it sends its tokens to nearly the same ones; else None."""
     used = {name: used for name, used in record.items() if name.startswith(f"{EXPERTS_USED}/")}
     layer = min(used, key=used.__getitem__, default=None)
-    if layer is None or used[layer] >= min(2 * (model.experts_per_token or 0), (model.num_experts or 0) / 2):
+    if layer is None or used[layer] >= min(2 * model.mlps_per_token, (model.num_experts or 0) / 2):
         return None
     return (
         f"step {record['step']}: layer {layer.partition('/')[2]} sends its tokens to about {used[layer]:.1f} of "

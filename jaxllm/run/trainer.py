@@ -225,7 +225,7 @@ class Trainer:
             return self.metrics.replace_pending(Pending(self.step, metrics | outer | norms))
 
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
-        """Layer norms by Config.layer_norms_every, computed before the step that they belong to, because it donates the state."""
+        """Layer norms by Config.layer_norms_every, computed before their step, because it donates the state."""
         every = self.config.layer_norms_every
         if every is None or (self.step + 1) % every:
             return {}
