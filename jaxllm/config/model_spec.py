@@ -97,7 +97,7 @@ _DIMS = {
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 
-def _has(key: str, *values: str) -> Callable[[Shape], bool]:
+def _has(key: str, *values: str | None) -> Callable[[Shape], bool]:
     return lambda model: getattr(model, key) in values
 
 

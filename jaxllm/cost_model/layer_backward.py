@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jaxllm.config.layer_stack import rings_tensor
+from jaxllm.config.types import EXPERT_CHOICE
 from jaxllm.cost_model.activations import context_method
 from jaxllm.cost_model.step_sizes import SMALLEST_HALF, StepSizes, halvings
 
@@ -38,6 +39,7 @@ HELD = {
     "mlp_gate": "products",
     "mlp_up": "products",
     "mlp_down": "last_output",
+    EXPERT_CHOICE: "hidden",
 }
 """Named tensor of a block -> its group, whose tensors are copied and freed together. Rows count kept and offloaded tensors by
 group."""
