@@ -63,6 +63,20 @@ SMOLLM3: dict[str, Any] = {
     **{**HUB, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layer_interval": 2},
     **{"tie_word_embeddings": True, "pad_token_id": None},
 }
+QWEN3_MOE: dict[str, Any] = {
+    **{**HUB, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 10, "num_experts": 6},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    **{"mlp_only_layers": [], "use_sliding_window": False, "sliding_window": None, "max_window_layers": 3},
+}
+OLMOE: dict[str, Any] = {
+    **{**HUB, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+    **{"norm_topk_prob": False, "clip_qkv": None, "pad_token_id": None},
+}
+MIXTRAL: dict[str, Any] = {
+    **{**HUB, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "sliding_window": 9, "router_aux_loss_coef": 0.02, "router_jitter_noise": 0.0},
+}
+MIXTRALS_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +90,8 @@ def in_new_dialect(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "olmo3":
         local = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    if config["model_type"] == "qwen3_moe":
+        config["num_local_experts"] = config.pop("num_experts")
     config["dtype"] = config.pop("torch_dtype", "float32")
     return config
 
@@ -85,16 +101,28 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=config.get("moe_intermediate_size", config["intermediate_size"]),
         num_heads=config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
         vocab_size=config["vocab_size"],
         tie_embeddings=config["tie_word_embeddings"],
         qkv_bias=config["model_type"] == "qwen2",
-        qk_norm={"qwen3": "head", "olmo2": "width", "olmo3": "width", "gemma3_text": "head"}.get(config["model_type"]),
+        qk_norm={
+            **{"qwen3": "head", "gemma3_text": "head", "qwen3_moe": "head"},
+            **{"olmo2": "width", "olmo3": "width", "olmoe": "width"},
+        }.get(config["model_type"]),
         block_norms={"olmo2": "after", "olmo3": "after", "gemma3_text": "both"}.get(config["model_type"], "before"),
+        num_experts=config.get("num_experts", config.get("num_local_experts")),
+        experts_per_token=config.get("num_experts_per_tok"),
     )
+
+
+def name_of(config: Mapping[str, Any], name: str) -> str:
+    """A tensor's name in the folder of this network, by its name in most folders."""
+    if config["model_type"] != "mixtral":
+        return name
+    return ".".join(MIXTRALS_NAMES.get(part, part) for part in name.split("."))
 
 
 def random_weights(config: Mapping[str, Any], code: str = "F32", seed: int = 0) -> dict[str, np.ndarray]:
@@ -103,7 +131,9 @@ def random_weights(config: Mapping[str, Any], code: str = "F32", seed: int = 0) 
     weights = {}
     for name, shape in shapes_of_theirs(model_of(config)).items():
         values = rng.standard_normal(shape) / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * rng.standard_normal(shape)
-        weights[name] = values.astype(DTYPES[code])
+        # Far from ties: rounding sends no token to another expert.
+        values = 3 * values if name.endswith("mlp.gate.weight") else values
+        weights[name_of(config, name)] = values.astype(DTYPES[code])
     return weights
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxllm.config import hf_kinds
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_kinds import KINDS, MUST_BE, ROPE_SCALINGS, SHAPE_KEYS, SIZES, VARIANTS, WINDOWS, Windows
+from jaxllm.config.hf_kinds import KINDS, MUST_BE, ROPE_SCALINGS, SHAPE_KEYS, VARIANTS, WINDOWS, Windows
 from jaxllm.config.model_config import MOST_LAYERS, ModelConfig, rotating
 from jaxllm.config.types import divisors
 from jaxllm.untrusted import INT32, RefusedInput, checked, read_json, shown
@@ -35,7 +35,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if not isinstance(found, Mapping):
         raise ConfigError(f"{where} does not hold a JSON object: give the config.json of a model.")
-    kind = _kind(found, where)
+    kind = kind_of(found, where)
     defaults = KINDS[kind].defaults
     for key, allowed in MUST_BE.items():
         if (value := found.get(key)) not in allowed and key not in KINDS[kind].ignores:
@@ -50,7 +50,8 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     if found.get("max_position_embeddings") is not None:
         _integer(found, "max_position_embeddings", where)
     tops = {"num_layers": MOST_LAYERS}
-    section: dict[str, Any] = {ours: _integer(found, theirs, where, tops.get(ours, INT32)) for ours, theirs in SIZES.items()}
+    said, sizes = {**defaults, **_with_expert_count(found, kind, where)}, KINDS[kind].all_sizes
+    section: dict[str, Any] = {ours: _integer(said, theirs, where, tops.get(ours, INT32)) for ours, theirs in sizes.items()}
     kv_heads = found.get("num_key_value_heads", defaults["num_key_value_heads"])
     kv_heads = section["num_heads"] if kv_heads is None else kv_heads
     section["num_kv_heads"] = _integer({"num_key_value_heads": kv_heads}, "num_key_value_heads", where)
@@ -60,10 +61,10 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     head_dim = section["hidden_size"] // section["num_heads"] if head_dim is None else head_dim
     section["head_dim"] = _integer({"head_dim": head_dim}, "head_dim", where)
     section["norm_eps"] = _number(found, "rms_norm_eps", where, defaults.get("rms_norm_eps", 1e-6))
-    if (tied := found.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))) not in (True, False, None):
-        raise ConfigError(f"{where} says tie_word_embeddings={shown(tied)}: it should be true or false.")
-    section["tie_embeddings"] = bool(tied)
-    section |= VARIANTS | KINDS[kind].variants
+    section["tie_embeddings"] = _switch(said, "tie_word_embeddings", where)
+    section = VARIANTS | KINDS[kind].variants | section
+    if "normalize_expert_weights" in KINDS[kind].says:
+        section["normalize_expert_weights"] = _switch(said, "norm_topk_prob", where)
     if "no_rope_every" in KINDS[kind].says:
         section["no_rope_every"] = _no_rope_every({**defaults, **found}, section["num_layers"], where)
         # Its class reads sliding_window only with use_sliding_window.
@@ -98,7 +99,7 @@ def hugging_face_config(
       original: the config.json that the model came with. Its keys beyond the shape are kept.
     """
     original = dict(original or {})
-    kind = _kind(original, "The original config.json") if original else _kind_of(model)
+    kind = kind_of(original, "The original config.json") if original else _kind_of(model)
     if not can_say(model, KINDS[kind].windows):
         raise ConfigError(
             f"{KINDS[kind].architecture} cannot have windows of {model.get('sliding_window')} positions on these layers: only "
@@ -106,17 +107,20 @@ def hugging_face_config(
         )
     if model.get("no_rope_every") and "no_rope_every" not in KINDS[kind].says:
         raise ConfigError(f"{KINDS[kind].architecture} rotates in all layers: only jaxllm can load this model.")
+    if kind == "olmoe" and model["num_heads"] * model["head_dim"] != model["hidden_size"]:
+        raise ConfigError(f"OlmoeForCausalLM has no head_dim={model['head_dim']} of its own: only jaxllm can load this model.")
     is_gemma = "hidden_act" in KINDS[kind].ignores
     config: dict[str, Any] = {
         "architectures": original.get("architectures") or [KINDS[kind].architecture],
         "model_type": kind,
         **{key: allowed[0] for key, allowed in MUST_BE.items() if key == ("hidden_activation" if is_gemma else "hidden_act")},
-        **({"use_sliding_window": False} if KINDS[kind].windows == "switched" else {}),
+        **({"use_sliding_window": False} if "switched" in KINDS[kind].windows else {}),
         **({"attention_bias": False} if kind != "qwen2" else {}),
         **({"mlp_bias": False} if kind in ("llama", "mistral") else {}),
         **({} if original else {"attention_dropout": 0.0, "use_cache": True, **dict.fromkeys(hf_kinds.TOKEN_IDS)}),
         **original,
-        **{theirs: model[ours] for ours, theirs in SIZES.items()},
+        **{theirs: model[ours] for ours, theirs in KINDS[kind].all_sizes.items()},
+        **{key: model["num_experts"] for key in hf_kinds.EXPERT_COUNTS if key in original and KINDS[kind].sizes},
         "num_key_value_heads": model["num_kv_heads"],
         "head_dim": model["head_dim"],
         "rms_norm_eps": model["norm_eps"],
@@ -124,6 +128,8 @@ def hugging_face_config(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+    if "normalize_expert_weights" in KINDS[kind].says:
+        config["norm_topk_prob"] = model["normalize_expert_weights"]
     if "initializer_std" in model:
         config["initializer_range"] = model["initializer_std"]
     if max_position is not None:
@@ -201,8 +207,8 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _kind(found: Mapping[str, Any], where: str) -> str:
-    """Returns a key of KINDS."""
+def kind_of(found: Mapping[str, Any], where: str) -> str:
+    """The key of KINDS that a config.json names. ConfigError if there is none."""
     classes, kind = found.get("architectures"), found.get("model_type")
     if classes:
         name = shown(classes[0] if isinstance(classes, list) and len(classes) == 1 else classes)
@@ -225,14 +231,22 @@ def _listed(names: Iterable[str]) -> str:
 def _kind_of(model: Mapping[str, Any]) -> str:
     """The kind of a network that came without a config.json."""
     variants = {key: model.get(key, value) for key, value in VARIANTS.items()}
-    said = {key: variants[key] for key in hf_kinds.SAID}
-    special = {key for key, value in said.items() if key not in WINDOWS and value is not None}
-    able = [name for name, kind in KINDS.items() if can_say(model, kind.windows) and special <= set(kind.says)]
-    kind = next((name for name in able if {**VARIANTS, **KINDS[name].variants, **said} == variants), None)
-    if kind is None:
-        said = " and ".join(f"model.{key}={value}" for key, value in variants.items() if value != VARIANTS[key])
-        raise ConfigError(f"transformers has no network with {said}: only jaxllm can load this model.")
-    return kind
+    has_experts = variants["num_experts"] is not None
+    for name, kind in KINDS.items():
+        said = {key: variants[key] for key in (*WINDOWS, *kind.says, *kind.sizes) if key in variants}
+        is_its = {**VARIANTS, **kind.variants, **said} == variants and bool(kind.sizes) == has_experts
+        if is_its and can_say(model, kind.windows):
+            return name
+    said = " and ".join(f"model.{key}={value}" for key, value in variants.items() if value != VARIANTS[key])
+    raise ConfigError(f"transformers has no network with {said}: only jaxllm can load this model.")
+
+
+def _with_expert_count(found: Mapping[str, Any], kind: str, where: str) -> Mapping[str, Any]:
+    """The config.json with the number of experts under the name of its kind."""
+    if not (given := {key: found[key] for key in hf_kinds.EXPERT_COUNTS if KINDS[kind].sizes and key in found}):
+        return found
+    _refuse_disagreement(given, where)
+    return {**found, KINDS[kind].sizes["num_experts"]: next(iter(given.values()))}
 
 
 def _no_rope_every(said: Mapping[str, Any], layers: int, where: str) -> int | None:
@@ -333,6 +347,12 @@ def _integer(found: Mapping[str, Any], key: str, where: str, at_most: int = INT3
     return value
 
 
+def _switch(found: Mapping[str, Any], key: str, where: str) -> bool:
+    if (value := found.get(key)) not in (True, False, None):
+        raise ConfigError(f"{where} says {key}={shown(value)}: it should be true or false.")
+    return bool(value)
+
+
 def _number(found: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = found.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e15:
@@ -355,7 +375,7 @@ def read_window(found: Mapping[str, Any], defaults: Mapping[str, Any], windows: 
     said = {**defaults, **found}
     window, longest, layers = said.get("sliding_window"), said["max_position_embeddings"], said.get("num_hidden_layers")
     types = _layer_types(found, windows, where)
-    if windows == "switched" and not said.get("use_sliding_window"):
+    if "switched" in windows and not said.get("use_sliding_window"):
         window = None
     if window is None or not isinstance(layers, int):
         if SLIDING in types:
@@ -387,18 +407,20 @@ def window_keys(model: Mapping[str, Any], windows: Windows, config: Mapping[str,
         # The class reads sliding_window even where no layer has one.
         return {"layer_types": [FULL] * layers}
     if window is None:
-        is_on = windows == "all" or (windows == "switched" and config.get("use_sliding_window"))
+        is_on = windows == "all" or ("switched" in windows and config.get("use_sliding_window"))
         longest, theirs = config.get("max_position_embeddings"), config.get("sliding_window")
         if not is_on or theirs is None or (isinstance(longest, int) and theirs >= longest):
             return {}
-        off = {"sliding_window": None, **({"use_sliding_window": False} if windows == "switched" else {})}
+        off = {"sliding_window": None, **({"use_sliding_window": False} if "switched" in windows else {})}
         return {**off, **({"layer_types": [FULL] * layers} if config.get("layer_types") else {})}
     found: dict[str, Any] = {"sliding_window": window}
     types = [FULL if n < first or (every and (n + 1) % every == 0) else SLIDING for n in range(layers)]
     if windows in ("switched", "pattern"):
         found["layer_types"] = types
+    if "switched" in windows:
+        found["use_sliding_window"] = True
     if windows == "switched":
-        found |= {"use_sliding_window": True, "max_window_layers": first}
+        found["max_window_layers"] = first
     return found
 
 
@@ -407,7 +429,7 @@ def can_say(model: Mapping[str, Any], windows: Windows) -> bool:
     if model.get("sliding_window") is None:
         return True
     has_full = bool(model.get("full_attention_every") or model.get("full_attention_first"))
-    return windows in ("switched", "pattern") or (windows == "all" and not has_full)
+    return windows in ("switched", "pattern") or ("all" in windows and not has_full)
 
 
 def _layer_types(found: Mapping[str, Any], windows: Windows, where: str) -> list[str]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Windows = Literal["none", "all", "switched", "pattern"]
-"""What a class of transformers can say: nothing; one window for all layers; with use_sliding_window, one for the layers that
-layer_types names or from max_window_layers on; or one for layer_types, by default with a full layer every
-sliding_window_pattern."""
+Windows = Literal["none", "all", "all switched", "switched", "pattern"]
+"""What a class of transformers can say: nothing; one window for all layers; the same, if use_sliding_window is true; if it is,
+one for the layers that layer_types names or from max_window_layers on; or one for layer_types, by default with a full layer
+every sliding_window_pattern."""
 
 WINDOWS = {"sliding_window": None, "full_attention_every": None, "full_attention_first": 0}
 """Keys of the `model` section, with the values of a network without windows."""
-SAID: dict[str, Any] = {**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None, "no_rope_every": None}
-"""VARIANTS that a config.json says. The others are those of its class."""
 VARIANTS: dict[str, Any] = {
     **{"qkv_bias": False, "qk_norm": None, "block_norms": "before", "norm_plus_one": False, "activation": "silu"},
     **{"scale_embeddings": False, "num_experts": None, "experts_per_token": None, "normalize_expert_weights": False},
-    **SAID,
+    **{**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None, "no_rope_every": None},
 }
 """Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
 SHAPE_KEYS = (
@@ -34,6 +32,8 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """jaxllm's and Hugging Face's names of the sizes that each config.json has."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""Names of the number of experts: classes of transformers take both, and which one they write changed."""
 _ORIGINAL = {"original_max_position": "original_max_position_embeddings"}
 ROPE_SCALINGS: dict[str, dict[str, str]] = {
     "llama3": {**{key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}, **_ORIGINAL},
@@ -57,11 +57,20 @@ class Kind:
     windows: Windows = "none"
     """How it says which layers have a sliding window."""
     ignores: tuple[str, ...] = ()
-    """Keys of MUST_BE that its class does not read."""
+    """Keys of MUST_BE that its class does not read, or that jaxllm does."""
     says: tuple[str, ...] = ()
-    """Keys of SAID, beside WINDOWS, that its config.json says."""
+    """VARIANTS, beside WINDOWS and sizes, that its config.json says. The others are those of its class."""
+    sizes: dict[str, str] = field(default_factory=dict)
+    """Names of the sizes that SIZES lacks, or that differ there. Only networks with experts have any."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Parts of tensors' names in the table of parameters, and what its class writes instead."""
+
+    @property
+    def all_sizes(self) -> dict[str, str]:
+        return SIZES | self.sizes
 
 
+_EXPERTS = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 KINDS = {
     "llama": Kind("LlamaForCausalLM", {"num_key_value_heads": None, "max_position_embeddings": 2048}),
@@ -107,6 +116,41 @@ KINDS = {
         ignores=("hidden_act",),
         says=("local_rope_theta", "query_pre_attn_scalar"),
     ),
+    "qwen3_moe": Kind(
+        "Qwen3MoeForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        },
+        {"qk_norm": "head"},
+        windows="all switched",
+        ignores=EXPERT_COUNTS,
+        says=("normalize_expert_weights",),
+        sizes={**_EXPERTS, "intermediate_size": "moe_intermediate_size"},
+    ),
+    "olmoe": Kind(
+        "OlmoeForCausalLM",
+        {
+            **{"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+            **{"num_experts": 64, "num_experts_per_tok": 8},
+        },
+        {"qk_norm": "width"},
+        ignores=EXPERT_COUNTS,
+        says=("normalize_expert_weights",),
+        sizes=_EXPERTS,
+    ),
+    "mixtral": Kind(
+        "MixtralForCausalLM",
+        {
+            **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+            **{"num_local_experts": 8, "num_experts_per_tok": 2},
+        },
+        {"normalize_expert_weights": True},
+        windows="all",
+        ignores=EXPERT_COUNTS,
+        sizes={**_EXPERTS, "num_experts": "num_local_experts"},
+        names={".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
+    ),
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """OLMo 2's class has defaults for them, and gives the padding id's embedding no gradient."""
@@ -119,8 +163,12 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
+    **dict.fromkeys(EXPERT_COUNTS, (None, 0)),
+    # Layers without experts among those with; what OLMoE does to queries, keys and values; what Mixtral does to activations.
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "clip_qkv": (None,),
+    "router_jitter_noise": (None, 0),
     "partial_rotary_factor": (None, 1),
     "is_encoder_decoder": (None, False),
 }

@@ -101,6 +101,8 @@ def open_adapter(key: str, text: str, model: Mapping[str, Any]) -> AdapterFolder
     tensors = tensors_in(path, [WEIGHTS], "get the file again")
     # The names of the tensors, because target_modules may be a pattern.
     targets = [target for target in LORA_TARGETS if any(f".{target}.lora_A." in name for name in tensors)]
+    if model.get("num_experts") and (on := {"gate_proj", "up_proj", "down_proj"} & {*targets}):
+        raise ConfigError(f"{path} adapts {min(on)}, and adapters of experts are not supported: use one of attention alone.")
     if not targets:
         raise ConfigError(f"{path / WEIGHTS} holds no adapter of {', '.join(LORA_TARGETS)}: use another adapter.")
     alpha = said.lora_alpha * math.sqrt(said.r) if said.use_rslora else said.lora_alpha
@@ -127,8 +129,8 @@ def write_adapter(folder: Folder, aside: Path, dtype: np.dtype | None, base: str
     for entry in folder.entries.values():
         if entry.is_lora:
             stored = dtype or folder.dtype(entry.path)
-            for layer, name in enumerate(entry.tensors):
-                moves.append(Move(name, folder.layer(entry, layer), entry.matrix, stored, name))
+            for number, name in enumerate(entry.tensors):
+                moves.append(Move(name, folder.array(entry, number), entry.matrix, stored, name))
                 tensors[name] = (stored, entry.their_shape)
     layout = {WEIGHTS: tensors}
     stream(moves, layout, aside, "to PEFT", partial(new_file, metadata=FOR_TORCH))
@@ -185,5 +187,5 @@ class MergedFolder(Folder):
             self._factors = path, [(a.astype(np.float32), b.astype(np.float32), scale) for a, b, scale in found]
         return self._factors[1]
 
-    def slab(self, entry: Entry, layer: int) -> Elements:
-        return self.layer(entry, layer) if entry.columns else self.base.slab(entry, layer)
+    def slab(self, entry: Entry, number: int) -> Elements:
+        return self.array(entry, number) if entry.columns else self.base.slab(entry, number)

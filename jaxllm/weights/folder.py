@@ -10,9 +10,9 @@ jaxllm's own format 2:
     weights*.safetensors   parameters by dotted path, with a leading layers dim and exactly vocab_size rows
     tokenizer/             tokenizer files, generation_config.json and the original config.json
 
-Hugging Face stores one tensor per layer, each projection as [out, in], with heads and head size merged. jaxllm stacks layers in
-a leading dim. Each Hugging Face matrix is the transpose of a jaxllm parameter that is viewed as a matrix: the first `columns`
-dims of the parameter are the matrix's columns in Hugging Face, and the other dims are its rows.
+Hugging Face stores one tensor per layer, or per layer and expert, each projection as [out, in], with heads and head size
+merged. jaxllm stacks them in one or two leading dims. Each Hugging Face matrix is the transpose of what is stacked, viewed as a
+matrix: the first `columns` dims of that are the matrix's columns in Hugging Face, and the other dims are its rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, model_section, read_object, stored_section
+from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, kind_of, model_section, read_object, stored_section
+from jaxllm.config.hf_kinds import KINDS
 from jaxllm.config.hub import folder_of
 from jaxllm.config.model_config import LoraConfig, ModelConfig
 from jaxllm.config.model_spec import LORA_A, LORA_B, parameters
@@ -45,6 +47,8 @@ Index = Sequence[slice]
 """One slice with step 1 for each dim of a parameter."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FUSED = (".experts.gate_up_proj", ".experts.down_proj")
+"""Name suffixes of tensors with all experts of a layer, as transformers 5 has them in memory."""
 BUFFERS = (".rotary_emb.inv_freq",)
 """Name suffixes of tensors that are not weights: old folders store the rotary frequencies, which follow from the config."""
 
@@ -55,10 +59,11 @@ class Entry:
 
     path: tuple[str, ...]
     template: str
-    layers: int | None
-    """L for a stack, whose tensors are template.format(layer). None for a parameter that is one tensor."""
+    stack: tuple[int, ...]
+    """Leading dims that count tensors: () for a parameter that is one, [L] for a layer's, [L, E] for an expert's. The tensors
+    are template.format(layer, expert)."""
     dims: tuple[int, ...]
-    """Sizes of one layer's array, or of the complete array if there are no layers."""
+    """Sizes of the array that is one tensor."""
     columns: int
     """Number of leading dims that are the columns of Hugging Face's matrix. 0: both sides have the same order."""
 
@@ -74,16 +79,16 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of jaxllm's parameter."""
-        return self.dims if self.layers is None else (self.layers, *self.dims)
+        return (*self.stack, *self.dims)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """Hugging Face's names, in the order of the layers."""
-        return (self.template,) if self.layers is None else tuple(self.template.format(i) for i in range(self.layers))
+        """Hugging Face's names, in the order of the layers, then of the experts."""
+        return tuple(self.template.format(*where) for where in np.ndindex(*self.stack))
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of one layer's array as a matrix, if `columns` is above 0."""
+        """Rows and columns of one tensor's array as a matrix, if `columns` is above 0."""
         return math.prod(self.dims[: self.columns]), math.prod(self.dims[self.columns :])
 
     @property
@@ -94,23 +99,26 @@ class Entry:
         return self.dims if self.template in (EMBEDDING, HEAD) else (math.prod(self.dims),)
 
 
-def entries(model: Mapping[str, Any]) -> list[Entry]:
-    """All parameters of the network that a `model` section describes."""
+def entries(model: Mapping[str, Any], kind: str | None = None) -> list[Entry]:
+    """All parameters of the network that a `model` section describes.
+
+    Args:
+      kind: the key of KINDS whose names the tensors have; None: the names of most kinds.
+    """
     # Not validated: the file may be damaged, and its reader says so. Scaled frequencies are of the same shape.
     shape = {key: model[key] for key in SHAPE_KEYS if key in model and key != "rope_scaling"}
     if model.get("lora") is not None:
         shape["lora"] = LoraConfig.model_validate(model["lora"])
     network = ModelConfig.model_construct(**shape)
-    return [
-        Entry(
-            path=tuple(spec.path.split(".")),
-            template=spec.hugging_face,
-            layers=network.num_layers if spec.in_layer else None,
-            dims=spec.shape,
-            columns=spec.inputs,
-        )
-        for spec in parameters(network)
-    ]
+    found = []
+    for spec in parameters(network):
+        name = spec.hugging_face
+        for part, theirs in KINDS[kind].names.items() if kind else ():
+            name = name.replace(part, theirs)
+        counted = int(spec.of_experts)
+        stack = (network.num_layers, *spec.shape[:counted]) if spec.in_layer else ()
+        found.append(Entry(tuple(spec.path.split(".")), name, stack, spec.shape[counted:], spec.inputs))
+    return found
 
 
 @dataclass
@@ -130,9 +138,11 @@ class Folder:
     """Sequence length of jaxllm's training run, if there was one."""
     trained_on_bytes: bool = False
     """Whether it is of a run whose text was bytes."""
+    kind = None
+    """The key of KINDS whose names the entries have, as in `entries`."""
 
     def __post_init__(self):
-        self.entries: dict[tuple[str, ...], Entry] = {entry.path: entry for entry in entries(self.model)}
+        self.entries: dict[tuple[str, ...], Entry] = {entry.path: entry for entry in entries(self.model, self.kind)}
         self._last: tuple[tuple[tuple[str, ...], int], np.ndarray] | None = None
 
     @property
@@ -175,19 +185,19 @@ class Folder:
         """
         raise NotImplementedError
 
-    def slab(self, entry: Entry, layer: int) -> Elements:
-        """The array of one layer in the file's order. Without layers, `layer` is 0."""
-        return self.layer(entry, layer)
+    def slab(self, entry: Entry, number: int) -> Elements:
+        """The array of one of entry.tensors in the file's order."""
+        return self.array(entry, number)
 
-    def layer(self, entry: Entry, layer: int) -> Elements:
-        """The same in jaxllm's order of dims. The last one read is kept: files are written in blocks of a layer."""
+    def array(self, entry: Entry, number: int) -> Elements:
+        """The same in jaxllm's order of dims. The last one read is kept: files are written in blocks of it."""
 
         def read(begin: int, end: int) -> np.ndarray:
-            key = entry.path, layer
+            key = entry.path, number
             if self._last is None or self._last[0] != key:
                 self._last = None
-                index = [slice(None)] * len(entry.dims)
-                index = index if entry.layers is None else [slice(layer, layer + 1), *index]
+                index = [slice(int(i), int(i) + 1) for i in np.unravel_index(number, entry.stack)] if entry.stack else []
+                index += [slice(None)] * len(entry.dims)
                 self._last = key, self.read(entry.path, index).reshape(-1)
             return self._last[1][begin:end]
 
@@ -209,36 +219,46 @@ class HuggingFaceFolder(Folder):
     tensors: dict[str, Tensor] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     """Names of buffers that are not weights."""
+    kind: str | None = None
 
-    def stored(self, entry: Entry) -> list[Tensor]:
-        names = entry.tensors
-        if entry.template == EMBEDDING and EMBEDDING not in self.tensors:
-            names = (HEAD,)
-        return [self.tensors[name] for name in names]
+    def __post_init__(self):
+        super().__post_init__()
+        self._stored: dict[tuple[str, ...], tuple[Any, np.dtype]] = {}
+
+    def stored(self, path: tuple[str, ...]) -> Sequence[Tensor]:
+        """The tensors of a parameter, in the order of Entry.tensors."""
+        return self._of(path)[0].reshape(-1)
 
     def dtype(self, path: tuple[str, ...]) -> np.dtype:
-        found = {tensor.dtype for tensor in self.stored(self.entries[path])}
-        # Layers may differ. float32 represents all values of the other dtypes.
-        return found.pop() if len(found) == 1 else DTYPES["F32"]
+        return self._of(path)[1]
+
+    def _of(self, path: tuple[str, ...]) -> tuple[Any, np.dtype]:
+        """(Array of tensors with the shape of Entry.stack, dtype) of a parameter."""
+        if path not in self._stored:
+            entry = self.entries[path]
+            names = (HEAD,) if entry.template == EMBEDDING and EMBEDDING not in self.tensors else entry.tensors
+            tensors: Any = np.array([self.tensors[name] for name in names], object).reshape(entry.stack)
+            # They may differ. float32 represents all values of the other dtypes.
+            dtypes = {tensor.dtype for tensor in tensors.flat}
+            self._stored[path] = tensors, dtypes.pop() if len(dtypes) == 1 else DTYPES["F32"]
+        return self._stored[path]
 
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
         entry, box = self.entries[path], self.box(path, index)
-        tensors = self.stored(entry)
-        if entry.layers is None:
-            return self._layer(entry, tensors[0], box)
-        (first, last), box = box[0], box[1:]
-        out = np.empty((last - first, *(end - begin for begin, end in box)), self.dtype(path))
-        for layer, tensor in enumerate(tensors[first:last]):
-            out[layer] = self._layer(entry, tensor, box)
+        tensors, dtype = self._of(path)
+        counted, out = len(entry.stack), np.empty([end - begin for begin, end in box], dtype)
+        for where in np.ndindex(*out.shape[:counted]):
+            tensor = tensors[tuple(begin + i for i, (begin, _) in zip(where, box, strict=False))]
+            out[where] = self._array(entry, tensor, box[counted:])
         return out
 
-    def _layer(self, entry: Entry, tensor: Tensor, box: Box) -> np.ndarray:
+    def _array(self, entry: Entry, tensor: Tensor, box: Box) -> np.ndarray:
         c, n = entry.columns, len(entry.dims)
         theirs = tensor.read(box[c:] + box[:c], entry.dims[c:] + entry.dims[:c])
         return theirs.transpose(*range(n - c, n), *range(n - c))
 
-    def slab(self, entry: Entry, layer: int) -> Elements:
-        return self.stored(entry)[layer].elements()
+    def slab(self, entry: Entry, number: int) -> Elements:
+        return self.stored(entry.path)[number].elements()
 
 
 @dataclass
@@ -251,9 +271,9 @@ class JaxllmFolder(Folder):
     def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
         return self.tensors[".".join(path)].read(self.box(path, index))
 
-    def slab(self, entry: Entry, layer: int) -> Elements:
+    def slab(self, entry: Entry, number: int) -> Elements:
         size = math.prod(entry.dims)
-        return self.tensors[entry.name].elements(layer * size, size)
+        return self.tensors[entry.name].elements(number * size, size)
 
 
 def open_folder(key: str, text: str) -> Folder:
@@ -326,7 +346,9 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
 
 
 def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
-    section = model_section(read_object(path / CONFIG), str(path / CONFIG))
+    config = read_object(path / CONFIG)
+    section = model_section(config, str(path / CONFIG))
+    kind = kind_of(config, str(path / CONFIG))
     files, promises = _files_and_promises(key, path)
     tensors = tensors_in(path, files, "get the file again")
     for tensor, name in promises.items():
@@ -335,7 +357,12 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
     for name in dropped:
         del tensors[name]
-    expected = {name: entry for entry in entries(section) for name in entry.tensors}
+    if fused := [name for name in tensors if name.endswith(FUSED)]:
+        raise ConfigError(
+            f"{path} holds {fused[0]}, all experts of a layer in one tensor, which jaxllm does not read: load the model with "
+            f"transformers and call save_pretrained, which writes one for each expert."
+        )
+    expected = {name: entry for entry in entries(section, kind) for name in entry.tensors}
     if section["tie_embeddings"]:
         # Usually the embedding is stored, but both or the head only also occur.
         stored = [name for name in (EMBEDDING, HEAD) if name in tensors] or [EMBEDDING]
@@ -353,7 +380,7 @@ def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
         )
     if section["tie_embeddings"] and {EMBEDDING, HEAD} <= tensors.keys():
         _require_equal(path, tensors[EMBEDDING], tensors[HEAD])
-    return HuggingFaceFolder(path, str(path), section, path, tensors=tensors, dropped=dropped)
+    return HuggingFaceFolder(path, str(path), section, path, tensors=tensors, dropped=dropped, kind=kind)
 
 
 def require_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -393,8 +393,8 @@ def _moves(folder: Folder, arch: MODEL_ARCH, model: ModelConfig, wanted: np.dtyp
     is_theirs = isinstance(folder, HuggingFaceFolder)
     for entry in folder.entries.values():
         dtype = wanted or folder.dtype(entry.path)
-        for layer, name in enumerate(entry.tensors):
-            source, passed = folder.slab(entry, layer), dtype
+        for number, name in enumerate(entry.tensors):
+            source, passed = folder.slab(entry, number), dtype
             if model.norm_plus_one and name.endswith("norm.weight"):
                 source, passed = _plus_one(source, dtype), FLOAT32
             if arch == MODEL_ARCH.LLAMA and name.endswith(ROTATED):

@@ -23,7 +23,7 @@ from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
-from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Folder, HuggingFaceFolder, open_folder
+from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Entry, Folder, HuggingFaceFolder, entries, open_folder
 from jaxllm.weights.safetensors import DTYPES, FOR_TORCH, Described, new_file
 from jaxllm.weights.staging import GENERATION, companion_files, copy_companions, new_folder, require_new
 from jaxllm.weights.streaming import LARGEST_FILE, Agreement, Conversion, Move, describe_model, in_files, stream, total_bytes
@@ -68,7 +68,7 @@ def from_hf(source: str | Path, destination: str | Path, *, force: bool = False,
     with new_folder(destination, total_bytes(layout), force) as aside:
         stream(moves, layout, aside, "from Hugging Face")
         # What jaxllm's parameters do not contain, for the conversion back.
-        ours = {tensor.name: folder.dtype(entry.path) for entry in folder.entries.values() for tensor in folder.stored(entry)}
+        ours = {tensor.name: folder.dtype(path) for path in folder.entries for tensor in folder.stored(path)}
         differ = {name: folder.tensors[name].code for name, dtype in ours.items() if folder.tensors[name].dtype != dtype}
         vocabulary = [name for name in (EMBEDDING, HEAD) if name in folder.tensors]
         more = {"hugging_face": {"vocabulary": vocabulary, "dtypes": differ}}
@@ -126,8 +126,9 @@ def to_hf(
     folder = found.as_folder()
     companion_files(folder.companions)
     config = config_json(folder, wanted, max_position)
-    moves, tensors = _moves_out(folder, wanted)
-    layout = in_files(_in_their_order(folder, tensors), "model", largest_file)
+    theirs = entries(folder.model, config["model_type"])
+    moves, tensors = _moves_out(folder, theirs, wanted)
+    layout = in_files(_in_their_order(theirs, tensors), "model", largest_file)
     with new_folder(destination, total_bytes(layout), force) as aside:
         stream(moves, layout, aside, "to Hugging Face", partial(new_file, metadata=FOR_TORCH))
         if len(layout) > 1:
@@ -189,35 +190,39 @@ def _moves_in(folder: HuggingFaceFolder) -> list[Move]:
     moves = []
     for entry in folder.entries.values():
         matrix = (entry.matrix[1], entry.matrix[0]) if entry.columns else None
-        for layer, tensor in enumerate(folder.stored(entry)):
-            elements = folder.slab(entry, layer)
-            moves.append(Move(tensor.name, elements, matrix, tensor.dtype, entry.name, layer * elements.size))
+        for number, tensor in enumerate(folder.stored(entry.path)):
+            elements = folder.slab(entry, number)
+            moves.append(Move(tensor.name, elements, matrix, tensor.dtype, entry.name, number * elements.size))
     return moves
 
 
-def _moves_out(folder: Folder, wanted: np.dtype | None) -> tuple[list[Move], Described]:
+def _moves_out(folder: Folder, theirs: Sequence[Entry], wanted: np.dtype | None) -> tuple[list[Move], Described]:
     differ = folder.hugging_face.get("dtypes") or {}
     moves, tensors = [], {}
-    for entry in folder.entries.values():
+    for entry in theirs:
         stored = [(name,) for name in entry.tensors]
         if entry.template == EMBEDDING and folder.model["tie_embeddings"]:
             # It may have both names, or only the head's.
             stored = [tuple(folder.hugging_face.get("vocabulary") or (EMBEDDING,))]
-        for layer, names in enumerate(stored):
+        for number, names in enumerate(stored):
             for name in names:
                 dtype = wanted or (DTYPES[differ[name]] if name in differ else folder.dtype(entry.path))
-                moves.append(Move(name, folder.slab(entry, layer), entry.matrix if entry.columns else None, dtype, name))
+                moves.append(Move(name, folder.slab(entry, number), entry.matrix if entry.columns else None, dtype, name))
                 tensors[name] = (dtype, entry.their_shape)
     return moves, tensors
 
 
-def _in_their_order(folder: Folder, tensors: Described) -> Described:
+def _in_their_order(theirs: Sequence[Entry], tensors: Described) -> Described:
     """Orders tensors as embedding, layer after layer, norm and head, so that a file holds complete layers."""
-    stacks = [entry for entry in folder.entries.values() if entry.layers is not None]
-    layered = [entry.template.format(layer) for layer in range(folder.model["num_layers"]) for entry in stacks]
+    layers = {
+        name: n * entry.stack[0] // len(entry.tensors)
+        for entry in theirs
+        if entry.stack
+        for n, name in enumerate(entry.tensors)
+    }
     first = [name for name in (EMBEDDING,) if name in tensors]
-    last = [name for name in tensors if name not in {*layered, *first}]
-    return {name: tensors[name] for name in (*first, *layered, *last)}
+    layered = sorted(layers, key=layers.__getitem__)
+    return {name: tensors[name] for name in (*first, *layered, *tensors)}
 
 
 def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | None) -> dict[str, Any]:

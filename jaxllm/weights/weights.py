@@ -7,6 +7,7 @@ Weights are stored in a run directory, in one of its checkpoints, in a Hugging F
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -91,10 +92,9 @@ class OrbaxFolder(Folder):
             restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
             found: Any = self._handler.restore(self.path, args=restore)  # pyright: ignore[reportArgumentType]  # as above
         (array,) = map(np.asarray, jax.tree.leaves(found))
-        if entry.layers is not None:
+        if entry.stack:
             # Chunks of virtual pipeline stages, in execution order (parallel/parameters.py).
-            leading = array.ndim - len(entry.dims)
-            array = array.reshape(-1, *array.shape[leading:])
+            array = array.reshape(-1, *array.shape[array.ndim - len(entry.shape) + 1 :])
         if any(have < want for have, want in zip(array.shape, entry.shape, strict=True)):
             raise ConfigError(
                 f"{entry.name} has shape {array.shape} in {self.path}, not {entry.shape}: it was saved by another model."
@@ -370,10 +370,10 @@ def export(
     moves, tensors = [], {}
     for entry in folder.entries.values():
         tensors[entry.name] = (numpy_dtype, entry.shape)
-        for layer in range(entry.layers or 1):
+        for number in range(math.prod(entry.stack)):
             # A folder of Hugging Face has matrices transposed; here they are as jaxllm has them.
-            elements = folder.layer(entry, layer)
-            moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, layer * elements.size))
+            elements = folder.array(entry, number)
+            moves.append(Move(entry.name, elements, None, numpy_dtype, entry.name, number * elements.size))
     layout = in_files(tensors, "weights")
     with new_folder(destination, total_bytes(layout), force) as aside:
         stream(moves, layout, aside, "to jaxllm")

@@ -8,7 +8,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, OLMO3, SMOLLM3, in_new_dialect, random_weights, read_folder, write_folder
+from hf_folders import (
+    GEMMA3,
+    HUB,
+    LLAMA3_ROPE,
+    MIXTRAL,
+    OLMO3,
+    OLMOE,
+    QWEN3_MOE,
+    SMOLLM3,
+    in_new_dialect,
+    random_weights,
+    read_folder,
+    write_folder,
+)
 
 import jaxllm
 from jaxllm.config import ConfigError, ModelConfig
@@ -41,6 +54,10 @@ CASES = {
     "olmo3": OLMO3,
     "smollm3": SMOLLM3,
     "smollm3 yarn": {**SMOLLM3, "rope_scaling": YARN, "no_rope_layers": [0, 0, 0]},
+    "qwen3 moe": QWEN3_MOE,
+    "qwen3 moe window": {**QWEN3_MOE, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 9},
+    "olmoe": OLMOE,
+    "mixtral": MIXTRAL,
 }
 
 

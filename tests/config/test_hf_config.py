@@ -5,7 +5,19 @@ import subprocess
 import sys
 
 import pytest
-from hf_folders import GEMMA3, HUB, LLAMA3_ROPE, OLMO3, SMOLLM3, in_new_dialect, random_weights, write_folder
+from hf_folders import (
+    GEMMA3,
+    HUB,
+    LLAMA3_ROPE,
+    MIXTRAL,
+    OLMO3,
+    OLMOE,
+    QWEN3_MOE,
+    SMOLLM3,
+    in_new_dialect,
+    random_weights,
+    write_folder,
+)
 from tiny import TINY
 
 from jaxllm.config import ConfigError, ModelConfig, load_config
@@ -48,6 +60,9 @@ def test_both_dialects_say_the_same_network(dialect):
         "norm_plus_one": False,
         "activation": "silu",
         "scale_embeddings": False,
+        "num_experts": None,
+        "experts_per_token": None,
+        "normalize_expert_weights": False,
         "sliding_window": None,
         "full_attention_every": None,
         "full_attention_first": 0,
@@ -101,7 +116,7 @@ def test_mistral_has_defaults_of_its_own():
     [
         (
             {"architectures": ["Qwen2MoeForCausalLM"]},
-            r'architectures=\["Qwen2MoeForCausalLM"\]: jaxllm supports LlamaForCausalLM, .*and Gemma3ForCausalLM\.$',
+            r'architectures=\["Qwen2MoeForCausalLM"\]: jaxllm supports LlamaForCausalLM, .*and MixtralForCausalLM\.$',
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gemma"}, "model_type=gemma"),
@@ -111,6 +126,7 @@ def test_mistral_has_defaults_of_its_own():
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"num_local_experts": 8}, "num_local_experts=8"),
+        *(({"architectures": [name]}, name) for name in ("GptOssForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM")),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Llama"}}, "auto_map"),
         ({"sliding_window": 64}, "sliding_window=64, which its class does not read: remove it"),
@@ -323,7 +339,101 @@ def test_what_a_smollm3_may_not_be(change, sentence):
         model_section({**SMOLLM3, **change}, "config.json")
 
 
-@pytest.mark.parametrize("config", [HUB, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA3, {**MISTRAL, "sliding_window": 16}])
+@pytest.mark.parametrize("dialect", [dict, in_new_dialect])
+def test_mixtures_say_their_experts(dialect):
+    qwen, olmoe, mixtral = (model_section(dialect(config), "") for config in (QWEN3_MOE, OLMOE, MIXTRAL))
+    experts = {"num_experts": 6, "experts_per_token": 2, "normalize_expert_weights": True, "intermediate_size": 16}
+    assert qwen == model_section({**QWEN3, "attention_bias": None}, "") | experts
+    experts = {"num_experts": 6, "experts_per_token": 3, "normalize_expert_weights": False}
+    assert olmoe == model_section(HUB, "") | experts | {"qk_norm": "width"}
+    experts = {"num_experts": 4, "experts_per_token": 2, "normalize_expert_weights": True}
+    assert mixtral == model_section(HUB, "") | experts | {"sliding_window": 9}
+
+
+def test_what_mixtures_are_without_their_keys():
+    """As the classes of transformers fill them in."""
+
+    def of(config, *keys):
+        section = model_section(without(config, *keys), "")
+        return [section[key] for key in ("num_experts", "experts_per_token", "normalize_expert_weights", "intermediate_size")]
+
+    counts = ("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size")
+    assert of(QWEN3_MOE, *counts) == [128, 8, False, 768]
+    assert of(OLMOE, *counts) == [64, 8, False, 40]
+    assert of(MIXTRAL, *counts) == [8, 2, True, 40]
+    assert model_section(without(QWEN3_MOE, "head_dim"), "")["head_dim"] == 6
+    assert model_section(without(MIXTRAL, "rope_theta"), "")["rope_theta"] == 1e6
+    # Mixtral's class does not read it.
+    assert of({**MIXTRAL, "norm_topk_prob": False}) == [4, 2, True, 40]
+
+
+def test_a_qwen3_moe_has_its_window_on_all_layers_if_it_is_switched_on():
+    on = {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+    section = model_section(on, "")
+    assert ModelConfig.model_validate(section).windows == (16, 16, 16)
+    assert model_section({**on, "use_sliding_window": False}, "") == section | {"sliding_window": None}
+    for original in (on, QWEN3_MOE, None):
+        written = hugging_face_config(section, dtype="float32", max_position=128, original=original)
+        assert (written["use_sliding_window"], written["sliding_window"]) == (True, 16)
+        assert model_section(written, "") == section
+    with pytest.raises(ConfigError, match="cannot have windows of 16 positions on these layers"):
+        hugging_face_config(section | {"full_attention_first": 1}, dtype="float32", max_position=128, original=on)
+
+
+@pytest.mark.parametrize("config", [QWEN3_MOE, OLMOE, MIXTRAL])
+def test_what_a_mixture_says_of_its_training_is_kept(config):
+    said = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    original = {**config, **said, "num_experts": 7, "num_local_experts": 7}
+    section = model_section(original, "") | {"num_experts": 9}
+    written = hugging_face_config(section, dtype="float32", max_position=None, original=original)
+    assert {key: written[key] for key in (*said, "num_experts", "num_local_experts")} == {
+        **said,
+        "num_experts": 9,
+        "num_local_experts": 9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "sentence"),
+    [
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2, which jaxllm does not support"),
+        (QWEN3_MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\], which jaxllm does not support"),
+        (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob=yes: it should be true or false"),
+        (QWEN3_MOE, {"num_local_experts": 5}, r"num_experts and num_local_experts disagree \(6 and 5\)"),
+        (QWEN3_MOE, {"moe_intermediate_size": 0}, "moe_intermediate_size=0: it should be a whole number of at least 1"),
+        (QWEN3_MOE, {"attention_bias": True}, "attention_bias=true"),
+        (QWEN3_MOE, {"layer_types": [S] * 3}, "layer_types with sliding_attention, which jaxllm does not support"),
+        (OLMOE, {"clip_qkv": 8.0}, r"clip_qkv=8\.0, which jaxllm does not support"),
+        (OLMOE, {"num_experts": None}, "num_experts=null: it should be a whole number"),
+        (OLMOE, {"sliding_window": 9}, "sliding_window=9, which its class does not read"),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1, which jaxllm does not support"),
+        (MIXTRAL, {"num_experts_per_tok": "2"}, "num_experts_per_tok=2: it should be a whole number"),
+        (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0: it should be a whole number of at least 1"),
+    ],
+)
+def test_what_a_mixture_may_not_be(config, change, sentence):
+    with pytest.raises(ConfigError, match=f"^config.json.*{sentence}"):
+        model_section({**config, **change}, "config.json")
+
+
+def test_mixtures_that_transformers_lacks_are_named():
+    qwen, olmoe, mixtral = (model_section(config, "") for config in (QWEN3_MOE, OLMOE, MIXTRAL))
+    lacking = [qwen | {"block_norms": "after"}, mixtral | {"normalize_expert_weights": False}, olmoe | {"no_rope_every": 2}]
+    lacking += [olmoe | {"num_experts": None, "experts_per_token": None}]
+    for section in lacking:
+        with pytest.raises(ConfigError, match=r"^transformers has no network with model.*: only jaxllm can load this model"):
+            hugging_face_config(section, dtype="float32", max_position=128)
+    with pytest.raises(ConfigError, match="OlmoeForCausalLM has no head_dim=10 of its own: only jaxllm can load this model"):
+        hugging_face_config(olmoe | {"head_dim": 10}, dtype="float32", max_position=128)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(HUB, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA3, {**MISTRAL, "sliding_window": 16}),
+        *(QWEN3_MOE, {**QWEN3_MOE, "norm_topk_prob": False}, OLMOE, {**OLMOE, "norm_topk_prob": True}, MIXTRAL),
+    ],
+)
 def test_a_network_without_its_config_gets_the_class_that_computes_it(config):
     section = model_section(config, "")
     written = hugging_face_config(section, dtype="float32", max_position=128)
@@ -356,6 +466,7 @@ def test_a_network_that_transformers_lacks_is_named():
         in_new_dialect(OLMO3),
         SMOLLM3,
         {**QWEN2, "rope_scaling": YARN},
+        *(dialect(config) for config in (QWEN3_MOE, OLMOE, MIXTRAL) for dialect in (dict, in_new_dialect)),
     ],
 )
 def test_what_is_written_is_read_back_in_either_dialect(config):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 
 # jaxllm's path, Hugging Face's name, the letters of jaxllm's dims; and what a network must have to have it, where not all do. L
-# becomes one name per layer; dims on a side of D merge.
+# becomes one name per layer, LX one per layer and expert; dims on a side of D merge.
 TABLE = (
     ("embedding", "model.embed_tokens.weight", "VD"),
     ("layers.attention_norm.scale", "model.layers.{}.input_layernorm.weight", "LD", "norms before"),
@@ -36,16 +36,20 @@ TABLE = (
     ("layers.attention_post_norm.scale", "model.layers.{}.post_attention_layernorm.weight", "LD", "norms both"),
     ("layers.mlp_norm.scale", "model.layers.{}.pre_feedforward_layernorm.weight", "LD", "norms both"),
     ("layers.mlp_post_norm.scale", "model.layers.{}.post_feedforward_layernorm.weight", "LD", "norms both"),
-    ("layers.mlp.gate", "model.layers.{}.mlp.gate_proj.weight", "LDF"),
-    ("layers.mlp.up", "model.layers.{}.mlp.up_proj.weight", "LDF"),
-    ("layers.mlp.down", "model.layers.{}.mlp.down_proj.weight", "LFD"),
+    ("layers.mlp.gate", "model.layers.{}.mlp.gate_proj.weight", "LDF", "one mlp"),
+    ("layers.mlp.up", "model.layers.{}.mlp.up_proj.weight", "LDF", "one mlp"),
+    ("layers.mlp.down", "model.layers.{}.mlp.down_proj.weight", "LFD", "one mlp"),
+    ("layers.mlp.router", "model.layers.{}.mlp.gate.weight", "LDX", "experts"),
+    ("layers.mlp.gate", "model.layers.{}.mlp.experts.{}.gate_proj.weight", "LXDF", "experts"),
+    ("layers.mlp.up", "model.layers.{}.mlp.experts.{}.up_proj.weight", "LXDF", "experts"),
+    ("layers.mlp.down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "LXFD", "experts"),
     ("final_norm.scale", "model.norm.weight", "D"),
     ("head", "lm_head.weight", "VD", "head"),
 )
 
 
 def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
-    """(jaxllm's path, Hugging Face's names, one per layer or a single one, jaxllm's dims without L) of every parameter."""
+    """(jaxllm's path, Hugging Face's names, jaxllm's dims without those that become names) of every parameter."""
     has = {
         "head": not model.tie_embeddings,
         "bias": model.qkv_bias,
@@ -54,12 +58,14 @@ def rows(model: ModelConfig) -> Iterator[tuple[str, list[str], str]]:
         "norms before": model.block_norms == "before",
         "norms after": model.block_norms == "after",
         "norms both": model.block_norms == "both",
+        "one mlp": model.num_experts is None,
+        "experts": model.num_experts is not None,
     }
     for ours, theirs, dims, *needs in TABLE:
         if not all(has[need] for need in needs):
             continue
-        names = [theirs.format(layer) for layer in range(model.num_layers)] if dims[0] == "L" else [theirs]
-        yield ours, names, dims.removeprefix("L")
+        stack = [model.num_layers] * dims.startswith("L") + [model.num_experts] * dims.startswith("LX")
+        yield ours, [theirs.format(*where) for where in np.ndindex(*stack)], dims.removeprefix("LX").removeprefix("L")
 
 
 def shapes_of_theirs(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -83,7 +89,11 @@ def to_ours(theirs: Mapping[str, np.ndarray], model: ModelConfig) -> dict[str, A
         place = params
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[leaf] = np.stack(arrays) if path.startswith("layers.") else arrays[0]
+        stacked = np.stack(arrays)
+        experts = len(arrays) // model.num_layers
+        place[leaf] = (
+            stacked.reshape(-1, experts, *shape) if experts > 1 else stacked if path.startswith("layers.") else stacked[0]
+        )
     return params
 
 
@@ -95,10 +105,9 @@ def to_theirs(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.nda
         array: Any = params
         for key in path.split("."):
             array = array[key]
-        layers = np.asarray(array) if path.startswith("layers.") else np.asarray(array)[None]
-        for name, layer in zip(names, layers, strict=True):
+        for name, one in zip(names, np.asarray(array).reshape(len(names), -1), strict=True):
             shape = shapes[name]
-            theirs[name] = layer.reshape(shape) if dims == "VD" else layer.reshape(shape[::-1]).T
+            theirs[name] = one.reshape(shape) if dims == "VD" else one.reshape(shape[::-1]).T
     return theirs
 
 
@@ -110,6 +119,7 @@ def letter_sizes(model: ModelConfig) -> dict[str, int]:
         "N": model.num_heads,
         "K": model.num_kv_heads,
         "H": model.head_dim,
+        "X": model.num_experts or 0,
     }
 
 
