@@ -308,11 +308,11 @@ def test_every_cell_of_what_composes_names_its_test():
     """The table of letters, and the list of their tests."""
     section = parts(CHECKOUT / "docs" / "composition.md")[0].split("\n## The table\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
-    legend = {row[0]: row[1] for row in rows if re.fullmatch(r"[A-Z]", row[0])}
+    legend = {row[0]: row[1] for row in rows if re.fullmatch(r"[A-Za-z]", row[0])}
     assert all(re.fullmatch(r"`tests/\S+::test_\w+`", test) for test in legend.values())
     cells = [cell for row in rows if len(row) == 7 and row[0] for cell in row[1:]]
-    assert [cell for cell in cells if not re.fullmatch(r"–?|(refused: )?[A-Z]( [A-Z])*", cell)] == []
-    assert set(re.findall(r"[A-Z]", " ".join(cells))) == legend.keys()
+    assert [cell for cell in cells if not re.fullmatch(r"–?|(refused: )?[A-Za-z]( [A-Za-z])*", cell)] == []
+    assert set(re.findall(r"\b[A-Za-z]\b", " ".join(cells))) == legend.keys()
 
 
 # ----------------------------------------------------------------------------------------------------------------- recipes

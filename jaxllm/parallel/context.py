@@ -34,6 +34,7 @@ from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
 from jaxllm.parallel.kernels import (
     attend_per_tensor_rank,
     choose_attention,
+    choose_grouped_matmul,
     choose_matmul,
     experts_per_tensor_rank,
     look_up_over_ranks,
@@ -99,6 +100,7 @@ class ParallelContext:
             matmul=choose_matmul(model, sizes[TENSOR]),
             look_up=look_up_over_ranks(sizes[PIPE], sizes[TENSOR]),
             constrain=constrainer(sizes),
+            grouped_matmul=choose_grouped_matmul(config, device),
             run_experts=experts_per_tensor_rank,
             add_over_sequence=partial(jax.lax.psum, axis_name=CONTEXT),
             ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config import Config, ModelConfig
+from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.attention import effective_windows, packed_documents
+from jaxllm.config.model_spec import has_experts
 from jaxllm.cost_model.activations import context_method
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh.axes import CONTEXT, PIPE, TENSOR
@@ -19,7 +20,9 @@ from jaxllm.mesh.sharding import split_spec, tensor_shard_map
 from jaxllm.model.attention import Attend, choose_kernel, xla_attention
 from jaxllm.model.blockwise_attention import within_window, xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
+from jaxllm.model.experts import GroupedMatmul, grouped_matmul
 from jaxllm.model.fp8 import fp8_matmul, gradients, letters, product
+from jaxllm.model.grouped_matmul import hopper_grouped_matmul, why_not
 from jaxllm.model.layers import Matmul, look_up
 from jaxllm.parallel.ring_attention import BlockwiseAttention, all_gather_attention, by_kind, ring_attention
 from jaxllm.parallel.window_attention import window_attention
@@ -153,6 +156,18 @@ def choose_matmul(model: ModelConfig, tensor: int) -> Matmul:
 def split_letters(model: ModelConfig, tensor: int) -> str:
     """The letters (layers.py) of dims that are split over tensor: heads, feed-forward width, key-value heads if they divide."""
     return "NFK" if model.num_kv_heads % tensor == 0 else "NF"
+
+
+def choose_grouped_matmul(config: Config, device: jax.Device) -> GroupedMatmul:
+    """The grouped matmul of experts on this kind of device. Raises ConfigError if there is none."""
+    model, parallel = config.model, config.parallel
+    if not has_experts(model) or compute_capability(device) is None:
+        return grouped_matmul
+    rows = config.microbatch_sequences * config.train.sequence_length // parallel.context * model.mlps_per_token
+    width = model.intermediate_size // parallel.tensor
+    if reason := why_not(device, jnp.dtype(model.compute_dtype), rows, model.hidden_size, width):
+        raise ConfigError(f"model.num_experts={model.num_experts} needs kernels for grouped matmuls, and {reason}.")
+    return hopper_grouped_matmul
 
 
 def experts_per_tensor_rank(
