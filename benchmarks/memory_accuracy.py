@@ -5,6 +5,7 @@ python benchmarks/memory_accuracy.py --rescore              computes the estimat
 python benchmarks/memory_accuracy.py --summary [--json]     only prints the agreement
 python benchmarks/memory_accuracy.py --into OTHER.csv       compiles the table's rows that OTHER lacks, by the JAX of today
 python benchmarks/memory_accuracy.py --networks [...]        the same for networks beside Llama: memory_networks.csv
+python benchmarks/memory_accuracy.py --mixtures [...]        the same for mixtures of experts: memory_mixtures.csv
 python benchmarks/memory_accuracy.py --picture scatter.png
 
 It needs the extra aot, and no GPU. There are as many configurations as the published study of Megatron-LM's memory has runs
@@ -39,6 +40,7 @@ import numpy as np
 from megatron_stages import megatron_memory_by_stage
 
 from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.config.attention import require_runs
 from jaxllm.config.types import BLOCK_TENSORS
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
@@ -61,6 +63,8 @@ NETWORKS = (
 """The network beside Llama of each index, so that later ones do not change the draws of earlier ones."""
 NETWORKS_SEED, NETWORKS_COUNT = 457, len(NETWORKS)
 NETWORKS_TABLE = TABLE.with_name("memory_networks.csv")
+MIXTURES = 10 * ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b")
+MIXTURES_SEED, MIXTURES_COUNT, MIXTURES_TABLE = 461, len(MIXTURES), TABLE.with_name("memory_mixtures.csv")
 GPU_NAMES = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
 GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
 SEQUENCE_LENGTHS = tuple(2**k for k in range(11, 18))
@@ -179,7 +183,9 @@ def draw_case(seed: int, index: int, estimate: Estimate = ESTIMATES["jaxllm"], m
 def share_of_capacity(case: Case, estimate: Estimate) -> float | None:
     """Estimate / capacity. None if the search refuses the case: ZeRO finds no divisible dim, or host memory is too small."""
     try:
-        result = estimate(case.config, find_gpu(case.gpu))
+        gpu = find_gpu(case.gpu)
+        require_runs(case.config.model, gpu.chip.compute_capability, gpu.name)
+        result = estimate(case.config, gpu)
     except ConfigError:
         return None
     return None if result.host_bytes > HOST_BYTES_PER_GPU else result.peak_bytes / case.capacity_bytes
@@ -710,7 +716,9 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     errors.axhspan(-10, 10, color="0.9", lw=0)
     errors.axhline(0, color="0.5", lw=0.8)
     errors.axvspan(1 - NEAR, 1 + NEAR, color=(1, 0.75, 0.3), alpha=0.3, lw=0, zorder=1.5)
-    models = [model for model in dict.fromkeys((*MODELS, *NETWORKS)) if any(row["model"] == model for row in compiled)]
+    models = [
+        model for model in dict.fromkeys((*MODELS, *NETWORKS, *MIXTURES)) if any(row["model"] == model for row in compiled)
+    ]
     colors = ("#1f5fa6", "#d46a0e", "#2a8048", "#8a4fa3", "#b03a48", "#5f5f5f", "#0d8a8a", "#c2a300", "#7a4a1e", "#d06ba8")
     for model, marker, color in zip(models, "o^svD<>PX*", colors, strict=False):
         mine = [row for row in compiled if row["model"] == model]
@@ -730,6 +738,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", action="store_true", help="networks beside Llama, with their own table, seed and count")
+    parser.add_argument("--mixtures", action="store_true", help="mixtures of experts, likewise")
     parser.add_argument("--table", type=Path, help="the CSV")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--count", type=int, help="total number of configurations")
@@ -745,7 +754,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object, alone on standard output")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    own = (NETWORKS_TABLE, NETWORKS_SEED, NETWORKS_COUNT) if options.networks else (TABLE, SEED, COUNT)
+    own = (TABLE, SEED, COUNT)
+    if options.networks or options.mixtures:
+        own = (
+            (NETWORKS_TABLE, NETWORKS_SEED, NETWORKS_COUNT)
+            if options.networks
+            else (MIXTURES_TABLE, MIXTURES_SEED, MIXTURES_COUNT)
+        )
     for name, value in zip(("table", "seed", "count"), own, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -798,7 +813,9 @@ def compile_into(rows: Sequence[Row], options: argparse.Namespace, say: Callable
 
 def compile_more(rows: Sequence[Row], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
     """Compiles cases without a row, up to --limit."""
-    estimate, models = ESTIMATES[options.estimate], NETWORKS if options.networks else MODELS
+    estimate, models = ESTIMATES[options.estimate], MODELS
+    if options.networks or options.mixtures:
+        models = NETWORKS if options.networks else MIXTURES
     if options.redo == "errors":
         rows = [row for row in rows if not row["error"]]
     elif options.redo == "changed":

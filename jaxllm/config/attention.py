@@ -10,7 +10,7 @@ from jaxllm.config.checks import causal_block_length, effective_windows
 from jaxllm.config.config import Config
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.model_spec import cached
+from jaxllm.config.model_spec import cached, has_experts
 
 # ------------------------------------------------------------------------------------------------------------- capability
 
@@ -48,6 +48,11 @@ def require_runs(model: ModelConfig, capability: Capability, name: str) -> None:
                 f"model.{key}={dtype} needs an NVIDIA GPU of {GENERATION[dtype]} or later (compute capability "
                 f"{_text(needed)}), and {name} has {_text(capability)}: set model.{key}={fix}."
             )
+    if has_experts(model) and capability is not None and capability != HOPPER:
+        raise ConfigError(
+            f"model.num_experts={model.num_experts} needs an NVIDIA Hopper GPU, whose kernels multiply each token by its experts "
+            f"alone, and {name} has compute capability {_text(capability)}: use another GPU."
+        )
     if model.attention.startswith("cudnn") and (reason := why_not_cudnn(model, capability, name)):
         raise no_cudnn(model, reason)
 
