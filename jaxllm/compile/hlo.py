@@ -56,13 +56,17 @@ def trip_count(instruction: Instruction) -> int:
     return int(match[1]) if match else 1
 
 
-MATMULS = re.compile(r"gemm|cublas|blockScaledDot")
+MATMULS = re.compile(r"gemm|cublas|blockScaledDot|mosaic_gpu")
 """In the names of library calls that multiply matrices."""
 
 
 def matmul_flops(instruction: Instruction, types: Mapping[str, str]) -> int:
     """2 x elements of the result x elements that each sums over. The first result of a library call is the product; the others
-    are workspace."""
+    are workspace. Grouped matmuls (model/grouped_matmul.py) have rows [R, K] behind the bounds of the groups, and a result with
+    N columns: 2 R K N."""
+    if "mosaic_gpu" in instruction.text:
+        of_rows, result = (BUFFER.search(x) for x in (types.get(operands(instruction)[1], ""), instruction.result))
+        return 2 * math.prod(shape_of(of_rows[2])) * shape_of(result[2])[-1] if of_rows and result else 0
     left = BUFFER.search(types.get(_first_operand(instruction), ""))
     result, match = BUFFER.search(instruction.result), _CONTRACTED.search(instruction.text)
     if left and result and "blockScaledDot" in instruction.text:

@@ -24,11 +24,13 @@ from jaxllm.config.attention import SHORTER_DOCUMENTS
 from jaxllm.cost_model.flops import causal_pairs
 
 Axes = frozenset[str]
+GROUPED = ("rows_times_matrices", "rows_times_rows")
+"""Names of the functions with a kernel for the matmuls of experts (model/grouped_matmul.py)."""
 
 
 def matmul_flops(jaxpr: Any, branch_shares: Sequence[float] = (), manual: Axes = frozenset()) -> int:
-    """FLOPs of all matmuls (dot_general, scaled_matmul; a multiply and an add are two) in one run, over all ranks. Kernels of
-    other libraries, such as cuDNN's attention, are not counted.
+    """FLOPs of all matmuls (dot_general, scaled_matmul, those of experts' rows; a multiply and an add are two) in one run, over
+    all ranks. Kernels of other libraries, such as cuDNN's attention, are not counted.
 
     Args:
       branch_shares: share of its runs in which a `cond` of so many branches takes each. Another counts as its most expensive
@@ -45,6 +47,10 @@ def matmul_flops(jaxpr: Any, branch_shares: Sequence[float] = (), manual: Axes =
         elif equation.primitive.name.startswith("scaled_matmul"):
             # [B, M, K] with [B, N, K].
             total += 2 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
+        elif equation.primitive.name == "ragged_dot_general" or equation.params.get("name") in GROUPED:
+            # Rows [R, K], and a result with N columns.
+            total += 2 * math.prod(equation.invars[0].aval.shape) * equation.outvars[0].aval.shape[-1]
+            continue
         split = _newly_manual(equation, manual)
         inner = [matmul_flops(program, branch_shares, manual | split.keys()) for program in _programs(equation)]
         once = sum(inner)

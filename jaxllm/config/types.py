@@ -35,6 +35,8 @@ LAST_OUTPUT = MATMUL_OUTPUTS[-1]
 ends the block does."""
 EXPERT_CHOICE = "expert_choice"
 """The experts of each token and the order of rows, which every policy keeps: integers, 12 bytes for a token and expert."""
+EXPERT_UNIT = 64
+"""On GPUs both sides of an expert's matrices, as split over tensor, are multiples of this."""
 ZERO_DIMS = (EXPERTS, "embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
 """The dims that ZeRO may shard. None counts layers, because ZeRO 3 gathers layer by layer."""
 FEW_ZEROS = 1 / 16

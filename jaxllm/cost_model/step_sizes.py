@@ -234,7 +234,7 @@ class StepSizes:
                 # Of each halving a half of the queries, and of the keys and values.
                 levels = halvings(self.causal_block_length)
                 of_attention["attention_halves"] = levels * (u["query"] / 2 + u["key"])
-            return {**of_halves, **of_attention, "mlp_products": products[1] * u["mlp"]}
+            return {**of_halves, **of_attention, "expert_rows": u["rows"], "mlp_products": products[1] * u["mlp"]}
         # A frozen norm's backward pass does not read its copy before the scale.
         copies = 2 if self.config.frozen & {"layers.attention_norm.scale", "layers.attention_post_norm.scale"} else 3
         input_bytes = u["split" if rings_tensor(self.config, self.capability) else "whole"]
@@ -248,6 +248,7 @@ class StepSizes:
             "attention_output": u["query"],
             "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
             "mlp_input": input_bytes,
+            "expert_rows": u["rows"],
             "mlp_products": products[0] * u["mlp"],
         }
 

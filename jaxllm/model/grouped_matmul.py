@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ConfigError
 from jaxllm.config.attention import HOPPER
+from jaxllm.config.types import EXPERT_UNIT
 from jaxllm.cost_model.hardware import compute_capability
 
 KNOWN = ((0, 10), (0, 13))
@@ -37,7 +38,7 @@ ROWS = 128
 ALIGNED = 8
 """A tile begins at a multiple of this, as swizzled copies do. It may begin with rows of the expert before."""
 
-DEPTH = 64
+DEPTH = EXPERT_UNIT
 """What a step multiplies of the dimension that is summed: 128 bytes, the widest swizzle of shared memory."""
 
 STEPS = 3
@@ -78,13 +79,13 @@ def hopper_grouped_matmul(
     """
     if reason := _why_not_shape(x_RD.dtype, len(x_RD), *w_EDF.shape[1:]):
         raise ConfigError(f"The kernels for grouped matmuls on Hopper GPUs cannot run: {reason}.")
-    return _rows_times_matrices(x_RD, w_EDF, sizes_E, transposed=False)
+    return rows_times_matrices(x_RD, w_EDF, sizes_E, transposed=False)
 
 
 def _backward(inputs, dy_RF):
     x_RD, w_EDF, sizes_E = inputs
-    dx_RD = _rows_times_matrices(dy_RF, w_EDF, sizes_E, transposed=True)
-    return dx_RD, _rows_times_rows(x_RD, dy_RF, sizes_E), None
+    dx_RD = rows_times_matrices(dy_RF, w_EDF, sizes_E, transposed=True)
+    return dx_RD, rows_times_rows(x_RD, dy_RF, sizes_E), None
 
 
 hopper_grouped_matmul.defvjp(lambda *inputs: (hopper_grouped_matmul(*inputs), inputs), _backward)
@@ -109,7 +110,8 @@ def row_tiles(sizes_E: Int[Array, " E"], R: int) -> Int[Array, "4 T"]:
     return jnp.stack([expert_T, first_T, before_T, jnp.maximum(rows_T, 0)]).astype(jnp.int32)
 
 
-def _rows_times_matrices(x_RK, w, sizes_E, transposed: bool):
+@partial(jax.jit, static_argnames="transposed")
+def rows_times_matrices(x_RK, w, sizes_E, transposed: bool):
     """Each expert's rows times its matrix [K, N], or, transposed, [N, K]."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -117,7 +119,7 @@ def _rows_times_matrices(x_RK, w, sizes_E, transposed: bool):
     (R, K), N = x_RK.shape, w.shape[1 if transposed else 2]
     columns, tiles_4T = _tile(N), row_tiles(sizes_E, R)
 
-    def rows_times_matrices(tiles_4T, x_RK, w, y_RN):
+    def one_tile(tiles_4T, x_RK, w, y_RN):
         t, n = _place(BAND, N // columns)
         expert, first, before, rows = (tiles_4T[i, t] for i in range(4))
         first = pl.multiple_of(first, ALIGNED)
@@ -154,10 +156,11 @@ def _rows_times_matrices(x_RK, w, sizes_E, transposed: bool):
             pl.run_scoped(partial(store, sums=sums), plgpu.SMEM((ROWS, columns), y_RN.dtype))
 
     out = jax.ShapeDtypeStruct((R, N), x_RK.dtype)
-    return _kernel(rows_times_matrices, out, tiles_4T.shape[1] * (N // columns))(tiles_4T, x_RK, w)
+    return _kernel(one_tile, out, tiles_4T.shape[1] * (N // columns))(tiles_4T, x_RK, w)
 
 
-def _rows_times_rows(x_RD, dy_RF, sizes_E):
+@jax.jit
+def rows_times_rows(x_RD, dy_RF, sizes_E):
     """The gradient of the matrices [E, D, F]: the transpose of each expert's rows times their gradients."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -168,7 +171,7 @@ def _rows_times_rows(x_RD, dy_RF, sizes_E):
     ends_E = jnp.cumsum(sizes_E)
     bounds_2E = jnp.stack([ends_E - sizes_E, ends_E]).astype(jnp.int32)
 
-    def rows_times_rows(bounds_2E, x_RD, dy_RF, dw_EDF):
+    def one_tile(bounds_2E, x_RD, dy_RF, dw_EDF):
         t, f = _place(math.gcd(BAND, shape[0]), shape[1])
         expert, d = jax.lax.div(t, shape[0]), jax.lax.rem(t, shape[0])
         begin, end = bounds_2E[0, expert], bounds_2E[1, expert]
@@ -207,7 +210,7 @@ def _rows_times_rows(x_RD, dy_RF, sizes_E):
         pl.run_scoped(partial(store, sums=sums), plgpu.SMEM(tile, dw_EDF.dtype))
 
     out = jax.ShapeDtypeStruct((E, D, F), x_RD.dtype)
-    return _kernel(rows_times_rows, out, E * shape[0] * shape[1])(bounds_2E, x_RD, dy_RF)
+    return _kernel(one_tile, out, E * shape[0] * shape[1])(bounds_2E, x_RD, dy_RF)
 
 
 def _place(band: int, columns: int):

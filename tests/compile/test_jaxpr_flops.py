@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpr_walk import walk
 
 from jaxllm.compile.jaxpr_flops import dot_flops, matmul_flops
+from jaxllm.model.grouped_matmul import hopper_grouped_matmul
 
 N = 8
 ONE = 2 * N**3  # FLOPs of a product of two N x N matrices
@@ -124,3 +125,11 @@ def test_branches_count_by_their_share_of_the_runs():
         ((0, 2),),
         ((1, 2),),
     ]
+
+
+def test_experts_rows_count_once_whatever_their_experts():
+    """A GPU's kernels and XLA's grouped matmul: the product and both gradients."""
+    x, w, sizes = jnp.zeros((256, 128), jnp.bfloat16), jnp.zeros((4, 128, 64), jnp.bfloat16), jnp.full(4, 64, jnp.int32)
+    for matmul in (hopper_grouped_matmul, jax.lax.ragged_dot):
+        gradients = jax.grad(lambda x, w, of=matmul: of(x, w, sizes).astype(jnp.float32).sum(), argnums=(0, 1))
+        assert matmul_flops(jax.make_jaxpr(gradients)(x, w)) == 3 * 2 * 256 * 128 * 64

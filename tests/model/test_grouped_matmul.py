@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm.compile.aot import can_compile_for_gpus, gpu_devices
+from jaxllm.compile.hlo import Module
 from jaxllm.config import ConfigError
 from jaxllm.model.grouped_matmul import ALIGNED, BAND, ROWS, hopper_grouped_matmul, row_tiles, why_not
 
@@ -152,3 +153,5 @@ def test_compiled_for_an_h100_three_kernels_compute_all():
     assert text.count(" custom-call(") == text.count('custom_call_target="mosaic_gpu') == 3
     assert " dot(" not in text
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+    module = Module(text, {})
+    assert module.flops(module.entry) == 3 * 2 * rows * d * f
