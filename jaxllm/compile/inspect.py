@@ -121,7 +121,8 @@ def matmul_warnings(
     Args:
       parts: of matmul_parts.
     """
-    sizes, specs = axis_sizes(config.parallel), {spec.path: spec for spec in model_parameters(config.model) if spec.is_matrix}
+    sizes = axis_sizes(config.parallel)
+    specs = {spec.path: spec for spec in model_parameters(config.model) if spec.is_matrix and not spec.of_experts}
     for row in rows:
         # An embedding that is not also the head is looked up, not multiplied.
         if row.path not in specs or (row.path == "embedding" and not config.model.tie_embeddings):

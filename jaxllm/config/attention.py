@@ -50,8 +50,8 @@ def require_runs(model: ModelConfig, capability: Capability, name: str) -> None:
             )
     if has_experts(model) and capability is not None and capability != HOPPER:
         raise ConfigError(
-            f"model.num_experts={model.num_experts} needs an NVIDIA Hopper GPU, whose kernels multiply each token by its experts "
-            f"alone, and {name} has compute capability {_text(capability)}: use another GPU."
+            f"model.num_experts={model.num_experts} needs kernels for NVIDIA Hopper GPUs (compute capability {_text(HOPPER)}), and "
+            f"{name} has {_text(capability)}: use another GPU."
         )
     if model.attention.startswith("cudnn") and (reason := why_not_cudnn(model, capability, name)):
         raise no_cudnn(model, reason)

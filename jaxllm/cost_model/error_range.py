@@ -22,6 +22,7 @@ from typing import Any
 from jaxllm.config import Config
 from jaxllm.config.attention import AMPERE, HOPPER, takes_cudnn, window_shares
 from jaxllm.config.layer_stack import has_own_layers
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.cost_model.flops import attention_flops_per_token, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu
@@ -48,6 +49,8 @@ ATTENTION_ERROR = 0.8
 GPUs, and kernels and rings of other programs differ by a factor of two."""
 NARROW_ERROR, NARROW = 0.4, 2048
 """The same for layers below this width, whose short kernels the programs differ in."""
+EXPERTS_ERROR = 0.4
+"""The same both ways for mixtures: their grouped matmuls, whose rate is a guess, take about half of a step."""
 ONE_GPU_ERROR = 0.065
 """On one Hopper GPU, where `was_measured`: the largest absolute log(measured / predicted) of five steps of jaxllm on an
 H100 (benchmarks/RESULTS.md, "On one H100"), three of which gave the constants. It is that of packed documents, whose shorter
@@ -85,6 +88,7 @@ def error_range(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = 
         model, length = config.model, config.train.sequence_length
         attention = 3 * attention_flops_per_token(model, length, causal=True) / train_flops_per_token(model, length)
         below += ATTENTION_ERROR * attention + NARROW_ERROR * (model.hidden_size < NARROW)
+        below, above = (error + EXPERTS_ERROR * has_experts(model) for error in (below, above))
     low, high = math.exp(-math.hypot(layout, below)), math.exp(math.hypot(layout, above))
     return ErrorRange(low, high, tuple(extrapolations(config, gpu, gpus_per_host, convention)), layout)
 
@@ -140,6 +144,8 @@ def extrapolations(config: Config, gpu: Gpu, gpus_per_host: int, convention: str
         yield f"hosts of {per_host} GPUs, beyond the {most_per_host} of the data"
     if length > longest:
         yield f"sequences of {length:,} tokens, beyond the {longest:,} of the data"
+    if has_experts(config.model):
+        yield "experts, whose kernels no GPU has timed"
     if config.model.multiplies_fp8:
         yield f"model.matmul_dtype={config.model.matmul_dtype}, which the data do not have"
     if policy_of(p.remat, config.model).offload or p.offload_state != "none":

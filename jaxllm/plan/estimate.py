@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import AMPERE, HOPPER, require_runs
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.named import title_of
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.cost_model import flops
@@ -264,6 +265,8 @@ def estimate(
     devices = require_devices(config, gpus)
     capability = kind.chip.compute_capability if kind else HOPPER
     require_runs(config.model, capability, kind.name if kind else "a GPU")
+    if convention == "megatron" and has_experts(config.model):
+        raise ConfigError("--convention=megatron is of models without experts: leave it out.")
     if kind and convention == "megatron" and capability < AMPERE:
         raise ConfigError(
             f"--convention=megatron is of bfloat16 with fused attention, and {kind.name} has neither: leave it out."
