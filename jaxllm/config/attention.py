@@ -50,7 +50,7 @@ def require_runs(model: ModelConfig, capability: Capability, name: str) -> None:
             )
     if has_experts(model) and capability is not None and capability != HOPPER:
         raise ConfigError(
-            f"model.num_experts={model.num_experts} needs kernels for NVIDIA Hopper GPUs (compute capability {_text(HOPPER)}), and "
+            f"model.num_experts={model.num_experts} needs an NVIDIA Hopper GPU (compute capability {_text(HOPPER)}), and "
             f"{name} has {_text(capability)}: use another GPU."
         )
     if model.attention.startswith("cudnn") and (reason := why_not_cudnn(model, capability, name)):

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.config import ModelConfig
+from jaxllm.config.model_spec import has_experts
 from jaxllm.model.attention import Attend, plain_attention
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockContext, Llama
@@ -34,6 +35,8 @@ class TunixModel(nnx.Module):
     """
 
     def __init__(self, model: Llama):
+        if has_experts(model.config):
+            raise ValueError("TunixModel has no place for a router's losses: train a model with experts by jaxllm train.")
         self.model = nnx.merge(*nnx.split(model))
         graph, stack = nnx.split(model.layers)
         of_layer = lambda number: jax.tree.map(lambda x: x[number], stack)  # noqa: E731

@@ -1,6 +1,8 @@
 """The network as Tunix calls it, and as plain NNX takes it: the numbers are the Llama's. With google-tunix and qwix installed
 their trainers run too."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,11 @@ def test_logits_are_the_llamas(model):
 def test_a_cache_is_refused():
     with pytest.raises(ValueError, match="keeps no cache: train with it"):
         TunixModel(network())(IDS, None, {})
+
+
+def test_experts_are_refused():
+    with pytest.raises(ValueError, match="no place for a router's losses"):
+        TunixModel(SimpleNamespace(config=SimpleNamespace(num_experts=4)))
 
 
 def loss(model, ids):
