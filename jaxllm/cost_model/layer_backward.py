@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jaxllm.config.layer_stack import rings_tensor
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.types import EXPERT_CHOICE
 from jaxllm.cost_model.activations import context_method
 from jaxllm.cost_model.step_sizes import SMALLEST_HALF, StepSizes, halvings
@@ -92,7 +93,11 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("gathered sequences and their gradients", "whole", (2, 4, 2), "keeps_products"),
         Row("gathered sequences and their gradients", "whole", (3, 5, 2), "-keeps_products"),
         Row("hidden states and their gradients", "split", (3, 3, 2)),
+        # Experts, by thirty steps compiled for Hopper GPUs (JAX 0.12).
         Row("each expert's rows and their gradients", "rows", (3, 3, 0)),
+        Row("a product of experts, overwritten", "mlp", (-1, -1, -1), "experts one_microbatch"),
+        Row("a layer of experts that arrives", "weights", (1, 1, 1), "experts pipelined zero_3"),
+        Row("another, or its gradients", "weights", (1, 1, 1), "experts pipelined zero_3 -one_microbatch"),
         # Recomputed products that do not wait. Fewer of them wait in a pipeline, whose layer loop is explicit, and where XLA
         # starts no transfers early. In a ring a product is an array for each chunk, which its gradient, one array, cannot
         # overwrite.
@@ -212,6 +217,9 @@ def facts(step: StepSizes) -> dict[str, bool]:
         "chunked": chunked,
         "interleaved": p.virtual_stages > 1,
         "one_pass": one_pass,
+        "one_microbatch": step.microbatches == 1,
+        "experts": has_experts(step.model),
+        "zero_3": step.zero == 3,
         "reads_in_place": single or (step.pipelined and one_pass),
         "own_layers": step.has_own_layers,
         "runs_ahead": step.runs_ahead,

@@ -36,7 +36,7 @@ from typing import Any
 
 from jaxllm.config import Config
 from jaxllm.config.attention import Capability
-from jaxllm.config.model_spec import layer_matmuls
+from jaxllm.config.model_spec import has_experts, layer_matmuls
 from jaxllm.cost_model.hardware import Gpu, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
@@ -233,7 +233,7 @@ class Step(StepSizes):
                 return {**held, "microbatch_gradients": 0, "relayout": both}
             stack = {"relayout": 0 if self.has_own_layers else self.itemsize * self.largest_stack}
             return {"weights": self.weights(), **self.gradients(), "microbatch_gradients": 0, **stack}
-        if self.zero == 2 and not (self.accumulates or self.policy.offload):
+        if self.zero == 2 and not self.accumulates and (has_experts(self.model) or not self.policy.offload):
             # Layers only: a single microbatch gathers the vocabulary when it is needed.
             weights = {"weights": self.itemsize * self.trained_layers.compute, "relayout": self.itemsize * self.largest_stack}
             return {**self.activations(), **weights}

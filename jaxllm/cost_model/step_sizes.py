@@ -13,7 +13,7 @@ from jaxllm.config import Config, ModelConfig, ParallelConfig, model_spec
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
-from jaxllm.config.model_spec import LAYERS, has_experts, layer_matmuls
+from jaxllm.config.model_spec import LAYERS, has_experts, layer_matmuls, layer_parameters
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.rounds import exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST, zero_shard
@@ -123,7 +123,10 @@ class StepSizes:
         here = config.chunk_layers * p.virtual_stages
         self.layer = sum(of_layer.values(), Elements(0, 0))
         self.layers = self.layer.times(here)
-        self.largest_stack = here * max(trained[path].compute for path in of_layer)
+        # Stacks that may be in two layouts: not those of experts that ZeRO shards, as a gather along the first dim needs one.
+        whole = self.model.num_experts is not None and self.model.num_experts % self.ranks == 0
+        stacks = {spec.path for spec in layer_parameters(self.model) if not (whole and spec.of_experts)}
+        self.largest_stack = here * max(trained[path].compute for path in stacks)
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
         self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
         self.all = self.layers + self.vocabulary + table["final_norm.scale"]
@@ -248,6 +251,7 @@ class StepSizes:
             "attention_output": u["query"],
             "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
             "mlp_input": input_bytes,
+            "router_input": FLOAT32 / self.itemsize * u["split"] * has_experts(self.model),
             "expert_rows": u["rows"],
             "mlp_products": products[0] * u["mlp"],
         }

@@ -179,6 +179,17 @@ def test_the_estimate_of_networks_beside_llama(accuracy):
     assert summary["verdict_agreement"] >= 0.95
 
 
+def test_the_estimate_of_mixtures(accuracy):
+    rows = accuracy.read_table(BENCHMARKS / "memory_mixtures.csv")
+    test_the_stored_estimates_are_todays(accuracy, rows)
+    test_a_row_says_all_of_its_case(accuracy, rows)
+    summary = accuracy.summary(rows)
+    assert [row["model"] for row in sorted(rows, key=lambda row: row["index"])] == list(accuracy.MIXTURES)
+    assert (summary["configurations"], summary["failed"], summary["called_safe_and_above_capacity"]) == (30, 0, 0)
+    assert max(summary["worst_underestimate_percent"], summary["worst_overestimate_percent"]) <= 5
+    assert summary["verdict_agreement"] >= 0.95
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)
 def test_the_estimate_against_twenty_steps_compiled_now(accuracy, tmp_path):
