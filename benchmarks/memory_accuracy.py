@@ -40,7 +40,7 @@ import numpy as np
 from megatron_stages import megatron_memory_by_stage
 
 from jaxllm.config import Config, ConfigError, load_config
-from jaxllm.config.attention import require_runs
+from jaxllm.config.attention import require_trains
 from jaxllm.config.types import BLOCK_TENSORS
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
@@ -184,7 +184,7 @@ def share_of_capacity(case: Case, estimate: Estimate) -> float | None:
     """Estimate / capacity. None if the search refuses the case: ZeRO finds no divisible dim, or host memory is too small."""
     try:
         gpu = find_gpu(case.gpu)
-        require_runs(case.config.model, gpu.chip.compute_capability, gpu.name)
+        require_trains(case.config, gpu.chip.compute_capability, gpu.name)
         result = estimate(case.config, gpu)
     except ConfigError:
         return None
@@ -737,8 +737,9 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", action="store_true", help="networks beside Llama, with their own table, seed and count")
-    parser.add_argument("--mixtures", action="store_true", help="mixtures of experts, likewise")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--networks", action="store_true", help="networks beside Llama, with their own table, seed and count")
+    kinds.add_argument("--mixtures", action="store_true", help="mixtures of experts, likewise")
     parser.add_argument("--table", type=Path, help="the CSV")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--count", type=int, help="total number of configurations")

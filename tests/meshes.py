@@ -45,7 +45,9 @@ class Run:
     def plain(self, tree):
         """Parameters or gradients in the layout of one device: one stack of layers, without identity layers, padding rows and
         ZeRO's zeros, all of which must be 0."""
-        return in_one_stack(self.config, trimmed(unpadded(self.functions.table, tree), self.config.model.vocab_size))
+        return in_one_stack(
+            self.config, trimmed(unpadded(self.functions.trained(self.functions.table), tree), self.config.model.vocab_size)
+        )
 
     def losses(self, steps):
         step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []

@@ -33,7 +33,7 @@ from jaxllm.compile.jaxpr_flops import kernel_flops, matmul_flops
 from jaxllm.compile.kernels import KernelAccount, kernel_account
 from jaxllm.compile.overlap import CollectiveRow, Overlap, by_kind, grouped, simulate_overlap, total
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.attention import branch_shares, require_runs
+from jaxllm.config.attention import branch_shares, require_trains
 from jaxllm.config.rounds import steps_apart
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import RESERVE_BYTES, XLA_MEMORY_FRACTION, Gpu, gpu_from_device_kind
@@ -228,7 +228,7 @@ def compile_report(
         return _for_attached_devices(config, gpus, gpus_per_host, real_memory)
     distributed.start_without_devices()
     gpus = require_devices(config, gpus)
-    require_runs(config.model, gpu.chip.compute_capability, gpu.name)
+    require_trains(config, gpu.chip.compute_capability, gpu.name)
     config = config.resolve(gpus).at_largest_batch
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     # This reports missing packages even if the report is cached.

@@ -11,6 +11,7 @@ from jaxllm.config.config import Config
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.model_spec import cached, has_experts
+from jaxllm.config.types import EXPERT_UNIT
 
 # ------------------------------------------------------------------------------------------------------------- capability
 
@@ -48,13 +49,35 @@ def require_runs(model: ModelConfig, capability: Capability, name: str) -> None:
                 f"model.{key}={dtype} needs an NVIDIA GPU of {GENERATION[dtype]} or later (compute capability "
                 f"{_text(needed)}), and {name} has {_text(capability)}: set model.{key}={fix}."
             )
-    if has_experts(model) and capability is not None and capability != HOPPER:
-        raise ConfigError(
-            f"model.num_experts={model.num_experts} needs an NVIDIA Hopper GPU (compute capability {_text(HOPPER)}), and "
-            f"{name} has {_text(capability)}: use another GPU."
-        )
     if model.attention.startswith("cudnn") and (reason := why_not_cudnn(model, capability, name)):
         raise no_cudnn(model, reason)
+
+
+def require_trains(config: Config, capability: Capability, name: str, tensor: int | None = None) -> None:
+    """Raises ConfigError as require_runs, or if a GPU of this name has no kernels for the step of a model with experts.
+    tensor: ranks; default: the config's."""
+    require_runs(config.model, capability, name)
+    if reason := why_no_experts(config.model, tensor or config.parallel.tensor, capability, name):
+        raise ConfigError(f"model.num_experts={config.model.num_experts} cannot be trained there: {reason}.")
+
+
+def why_no_experts(model: ModelConfig, tensor: int, capability: Capability, name: str) -> str | None:
+    """Why a GPU cannot train a model's experts (model/grouped_matmul.py), and what to change; None if it can, or for a CPU."""
+    if not has_experts(model) or capability is None:
+        return None
+    D, F = model.hidden_size, model.intermediate_size
+    if capability != HOPPER:
+        return f"their kernels are for NVIDIA Hopper GPUs, of compute capability 9.0, and {name} has {_text(capability)}"
+    if model.compute_dtype != "bfloat16":
+        return f"their kernels do not multiply {model.compute_dtype}; set model.compute_dtype=bfloat16"
+    if D % EXPERT_UNIT:
+        return f"their kernels need a multiple of {EXPERT_UNIT}; change model.hidden_size={D}"
+    if F // tensor % EXPERT_UNIT:
+        return (
+            f"their kernels need a multiple of {EXPERT_UNIT} on each tensor rank; change model.intermediate_size={F} or "
+            f"parallel.tensor={tensor}"
+        )
+    return None
 
 
 def no_cudnn(model: ModelConfig, reason: str) -> ConfigError:

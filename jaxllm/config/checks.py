@@ -133,7 +133,7 @@ def check_optimizer(model: ModelConfig, optimizer: OptimizerConfig, parallel: Pa
         )
 
 
-def check_loss(train: TrainConfig, parallel: ParallelConfig, log: LogConfig) -> None:
+def check_loss(model: ModelConfig, train: TrainConfig, parallel: ParallelConfig, log: LogConfig) -> None:
     """Raises if the config has what only cross-entropy supports, whose count is known before the step."""
     unlike = {
         f"train.z_loss_weight={train.z_loss_weight:g}": train.z_loss_weight > 0,
@@ -143,6 +143,11 @@ def check_loss(train: TrainConfig, parallel: ParallelConfig, log: LogConfig) -> 
     if train.loss != "cross_entropy" and (found := next((key for key, is_set in unlike.items() if is_set), None)):
         raise refuse(
             f"train.loss={train.loss} and {found} do not go together, as that belongs to cross-entropy: leave one of them out."
+        )
+    if train.loss != "cross_entropy" and has_experts(model) and (model.balance_loss_weight or model.router_z_loss_weight):
+        raise refuse(
+            f"train.loss={train.loss} may count something else than tokens, for which a router's losses are: set "
+            f"model.balance_loss_weight=0 and router_z_loss_weight=0."
         )
 
 

@@ -75,7 +75,7 @@ class Config(Section):
             )
         checks.check_diloco(train, parallel, self.chunk_layers)
         checks.check_optimizer(model, self.optimizer, parallel)
-        checks.check_loss(train, parallel, self.log)
+        checks.check_loss(model, train, parallel, self.log)
         checks.check_tokens(train)
         checks.check_store(self.run, self.checkpoint)
         checks.check_all_on_host(model, parallel, self.log)

@@ -240,8 +240,8 @@ class ModelConfig(Section):
             return
         if self.experts_per_token is None or self.experts_per_token > self.num_experts:
             raise refuse(
-                f"model.experts_per_token={self.experts_per_token} of model.num_experts={self.num_experts}: set to how many "
-                f"experts each token is sent, 1 to {self.num_experts}."
+                f"model.experts_per_token={self.experts_per_token} of model.num_experts={self.num_experts}: set it to the "
+                f"number of experts of each token, 1 to {self.num_experts}."
             )
         if self.lora is not None and (on := sorted({"gate_proj", "up_proj", "down_proj"} & set(self.lora.targets))):
             raise refuse(

@@ -8,7 +8,7 @@ D width, F feed-forward width, N query heads, K key-value heads, H head size, L 
 
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.attention import window_shares
-from jaxllm.config.model_spec import ParameterSpec, has_experts, layer_matmuls, layer_parameters, parameters
+from jaxllm.config.model_spec import ParameterSpec, has_experts, layer_parameters, parameters
 from jaxllm.config.types import ITEMSIZE
 
 
@@ -95,7 +95,7 @@ def train_flops_per_token(
     have no gradient, and take a third less; LoRA's matrices are added.
     """
     head = "embedding" if model.tie_embeddings else "head"
-    sizes = {spec.path: model.num_layers * round(spec.used * spec.size) for spec in layer_matmuls(model)}
+    sizes = {spec.path: model.num_layers * round(spec.used * spec.size) for spec in layer_parameters(model) if spec.inputs}
     sizes[head] = model.vocab_size * model.hidden_size
     adapters = model.num_layers * sum(spec.size for spec in layer_parameters(model) if spec.is_lora)
     fewer = 2 * sum(size for path, size in sizes.items() if path in frozen)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import fsum as sum  # As in step_parts.py.
 
 from jaxllm.config import ATTENTION_RESULTS, Config
-from jaxllm.config.attention import HOPPER, chunks_in_reach, first_seen, require_runs, takes_cudnn, window_shares
+from jaxllm.config.attention import HOPPER, chunks_in_reach, first_seen, require_trains, takes_cudnn, window_shares
 from jaxllm.config.model_spec import EXPERTS, layer_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
@@ -46,7 +46,7 @@ class LayerCompute:
 
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted):
         model, parallel = config.model, config.parallel
-        require_runs(model, gpu.chip.compute_capability, gpu.name)
+        require_trains(config, gpu.chip.compute_capability, gpu.name)
         self.config, self.model, self.parallel, self.gpu = config, model, parallel, gpu
         self.fitted = fitted
         self.policy = policy_of(parallel.remat, model)
@@ -182,23 +182,20 @@ class LayerCompute:
     def layer_matmuls_s(self) -> tuple[float, float]:
         """(forward, backward). The backward has two matmuls per forward matmul: for the input's and, unless it is frozen, for
         the weight's gradient."""
-        experts = [(name in self.of_experts, name in self.frozen, *shape) for name, shape in self.matmuls.items()]
-        forward_s = backward_s = 0.0
-        weights_s = []
-        for is_grouped, is_frozen, columns, length in (*experts, *((False, False, *shape) for shape in self.adapters)):
-            if is_grouped:
-                passes_s = self.grouped_matmul_s(columns, length), self.grouped_matmul_s(length, columns)
-                weights_s.append(0.0 if is_frozen else passes_s[0])
-            else:
-                passes_s = self.block_matmul_s(self.rows, columns, length), self.block_matmul_s(self.rows, length, columns)
-                weights_s.append(0.0 if is_frozen else self.block_matmul_s(length, columns, self.rows))
-            forward_s += passes_s[0]
-            backward_s += passes_s[1]
-        return forward_s, backward_s + sum(weights_s)
+        shapes = [*((name, *shape) for name, shape in self.matmuls.items()), *(("", *shape) for shape in self.adapters)]
+        forward_s = sum(self.rows_matmul_s(name, columns, length) for name, columns, length in shapes)
+        inputs_s = sum(self.rows_matmul_s(name, length, columns) for name, columns, length in shapes)
+        weights_s = (
+            self.grouped_matmul_s(columns, length)
+            if name in self.of_experts
+            else self.block_matmul_s(length, columns, self.rows)
+            for name, columns, length in shapes
+            if name not in self.frozen
+        )
+        return forward_s, inputs_s + sum(weights_s)
 
-    def named_matmul_s(self, name: str) -> float:
-        """Time of a layer's matmul, forward."""
-        columns, length = self.matmuls[name]
+    def rows_matmul_s(self, name: str, columns: int, length: int) -> float:
+        """Time of a matmul of a microbatch's rows with the matrix of this name, or with its transpose; '': of an adapter."""
         is_grouped = name in self.of_experts
         return self.grouped_matmul_s(columns, length) if is_grouped else self.block_matmul_s(self.rows, columns, length)
 

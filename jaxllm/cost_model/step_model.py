@@ -168,7 +168,7 @@ class StepModel(LayerCompute):
                 self.chunk_matmul_s(*shape) for name, shape in self.chunk_matmuls.items() if name in again
             )
         else:
-            repeated_s = sum(self.named_matmul_s(name) for name in self.matmuls if name in again)
+            repeated_s = sum(self.rows_matmul_s(name, *shape) for name, shape in self.matmuls.items() if name in again)
         return repeated_s + (self.attention_s()[0] if attention_again else 0.0)
 
     def add_layer_transfers(

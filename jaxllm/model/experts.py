@@ -138,9 +138,10 @@ def expert_mlp(
     rows_RD = dispatch(x_BSD.reshape(-1, x_BSD.shape[-1]), order)
     gate_RF = checkpoint_name(matmul(rows_RD, gate_EDF, order.sizes_E), "mlp_gate")
     up_RF = checkpoint_name(matmul(rows_RD, up_EDF, order.sizes_E), "mlp_up")
-    # Before the last matmul, whose result the backward pass then does not read.
-    weights_R1 = dispatch_weights(routes.weights_BSK, order)
-    product_RF = activation(gate_RF) * up_RF * weights_R1.astype(up_RF.dtype)
+    # Before the last matmul, whose result the backward pass then does not read. The broadcast is in float32, so that the
+    # gradient of a weight is summed in float32.
+    weights_RF = jnp.broadcast_to(dispatch_weights(routes.weights_BSK, order), up_RF.shape).astype(up_RF.dtype)
+    product_RF = activation(gate_RF) * up_RF * weights_RF
     return combine(matmul(product_RF, down_EFD, order.sizes_E), order).reshape(x_BSD.shape)
 
 

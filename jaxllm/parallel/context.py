@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -43,7 +44,7 @@ from jaxllm.parallel.kernels import (
 from jaxllm.parallel.layer_loop import from_host
 from jaxllm.parallel.parameters import Stacking, cut_layers, freezes, parameter_table, stacking_of, trained
 from jaxllm.parallel.tensor_ring import TensorRing
-from jaxllm.parallel.types import Batch, Loss, Params, WeightAccess
+from jaxllm.parallel.types import Batch, Loss, LossScale, Params, WeightAccess
 from jaxllm.parallel.zero import Zero
 
 SpecTransform = Callable[[PartitionSpec], PartitionSpec]
@@ -193,9 +194,12 @@ class ParallelContext:
         spec = batch_sharding(self.mesh).spec
         return {name: PartitionSpec(None, *spec[1 : x.ndim]) for name, x in batch.items()}
 
-    def loss_scale(self, batch: Batch) -> jax.Array:
-        """The share of each token's loss in the mean. 1 with a loss of the caller's, whose count divides later (model/loss.py).
-        Call it in a region."""
+    def loss_scale(self, batch: Batch) -> LossScale:
+        """With a loss of the caller's 1 for targets, as its count divides later (model/loss.py). Call it in a region."""
+        positions = batch["tokens"].size * math.prod(self.mesh.shape[axis] for axis in self.loss_axes)
+        return LossScale(self._of_targets(batch), jnp.float32(1 / positions))
+
+    def _of_targets(self, batch: Batch) -> jax.Array:
         if self.loss is not None:
             return jnp.ones((), jnp.float32)
         return 1.0 / jnp.maximum(jax.lax.psum(batch["mask"].sum(), self.loss_axes), 1).astype(jnp.float32)

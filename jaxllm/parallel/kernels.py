@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config import Config, ConfigError, ModelConfig
-from jaxllm.config.attention import effective_windows, packed_documents
+from jaxllm.config import Config, ModelConfig
+from jaxllm.config.attention import effective_windows, packed_documents, why_no_experts
 from jaxllm.config.model_spec import has_experts
 from jaxllm.cost_model.activations import context_method
 from jaxllm.cost_model.hardware import compute_capability
@@ -22,7 +22,7 @@ from jaxllm.model.blockwise_attention import within_window, xla_kernel
 from jaxllm.model.cudnn_attention import cudnn_kernel
 from jaxllm.model.experts import GroupedMatmul, grouped_matmul
 from jaxllm.model.fp8 import fp8_matmul, gradients, letters, product
-from jaxllm.model.grouped_matmul import hopper_grouped_matmul, why_not
+from jaxllm.model.grouped_matmul import hopper_grouped_matmul
 from jaxllm.model.layers import Matmul, look_up
 from jaxllm.parallel.ring_attention import BlockwiseAttention, all_gather_attention, by_kind, ring_attention
 from jaxllm.parallel.window_attention import window_attention
@@ -159,15 +159,10 @@ def split_letters(model: ModelConfig, tensor: int) -> str:
 
 
 def choose_grouped_matmul(config: Config, device: jax.Device) -> GroupedMatmul:
-    """The grouped matmul of experts on this kind of device. Raises ConfigError if there is none."""
-    model, parallel = config.model, config.parallel
-    if not has_experts(model) or compute_capability(device) is None:
-        return grouped_matmul
-    rows = config.microbatch_sequences * config.train.sequence_length // parallel.context * model.mlps_per_token
-    width = model.intermediate_size // parallel.tensor
-    if reason := why_not(device, jnp.dtype(model.compute_dtype), rows, model.hidden_size, width):
-        raise ConfigError(f"model.num_experts={model.num_experts} needs kernels for grouped matmuls, and {reason}.")
-    return hopper_grouped_matmul
+    """The grouped matmul of experts: the kernels that a step needs on a GPU (attention.require_trains), else XLA's."""
+    has_none = why_no_experts(config.model, config.parallel.tensor, compute_capability(device), "")
+    is_gpu = compute_capability(device) is not None
+    return hopper_grouped_matmul if is_gpu and has_experts(config.model) and has_none is None else grouped_matmul
 
 
 def experts_per_tensor_rank(

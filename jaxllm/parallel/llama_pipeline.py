@@ -27,7 +27,19 @@ from jaxllm.parallel.kernels import add_over_ranks
 from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring
 from jaxllm.parallel.parameters import flatten_layers
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
-from jaxllm.parallel.types import Batch, GradientRegion, Loss, LossRegion, Params, Rows, TokenLossRegion, Tree, WeightAccess
+from jaxllm.parallel.types import (
+    UNSCALED,
+    Batch,
+    GradientRegion,
+    Loss,
+    LossRegion,
+    LossScale,
+    Params,
+    Rows,
+    TokenLossRegion,
+    Tree,
+    WeightAccess,
+)
 from jaxllm.pipeline_schedule import Schedule, forward_only, make_schedule
 
 
@@ -87,7 +99,7 @@ def _forward_only(ctx: ParallelContext, stage_of: type[LlamaStage], weights: Par
     """The sum, of this shape, of what `head_loss` returns for each microbatch."""
     parallel = ctx.config.parallel
     schedule = forward_only(parallel.pipe, batch["tokens"].shape[0], parallel.virtual_stages)
-    stage = stage_of(ctx, flatten_layers(weights, ctx.stack_dims), jnp.ones((), jnp.float32))
+    stage = stage_of(ctx, flatten_layers(weights, ctx.stack_dims), UNSCALED)
     stage.sums_shape = shape
     return _run(ctx, schedule, stage, batch, None)[0]
 
@@ -104,7 +116,7 @@ class LlamaStage:
 
     Args:
       weights: the rank's; layers [chunks x layers of a chunk, ...].
-      scale: factor of each token's loss in the sum.
+      scale: factors of losses in the sum.
       tap, stage_tap: take the squares of gradients; None: nothing is measured.
     """
 
@@ -112,16 +124,16 @@ class LlamaStage:
         self,
         ctx: ParallelContext,
         weights: Params,
-        scale: jax.Array,
+        scale: LossScale,
         tap: GradSquareNorms | None = None,
         stage_tap: StageTap | None = None,
     ):
         model, parallel, train = ctx.config.model, ctx.config.parallel, ctx.config.train
         self._model, self._pipe, self._tensor, self._ops = model, parallel.pipe, parallel.tensor, ctx.ops
-        self._weights, self._scale, self._tap = weights, scale, stage_tap
+        self._weights, self._scale, self._tap = weights, scale.targets, stage_tap
         self._kinds = ctx.kinds_here()
         # An identity layer has no losses of its own.
-        scales = scale * ctx.rows_here(jnp.ones(model.num_layers, jnp.float32))
+        scales = scale.positions * ctx.rows_here(jnp.ones(model.num_layers, jnp.float32))
         self._losses_scale = defaultdict(lambda: scales)
         self._head = "embedding" if model.tie_embeddings else "head"
         self._z_loss_weight = train.z_loss_weight

@@ -33,10 +33,12 @@ from jaxllm.parallel.parameters import cut_layers, flatten_layers
 from jaxllm.parallel.pipeline_executor import sum_over_stages
 from jaxllm.parallel.types import (
     LAYER_ACTIVATION_NORM,
+    UNSCALED,
     Accumulators,
     Batch,
     GradientRegion,
     LossRegion,
+    LossScale,
     Params,
     Rows,
     TokenLossRegion,
@@ -46,7 +48,7 @@ from jaxllm.parallel.zero import Phase, zeros_of_shard
 
 Sums = Callable[..., tuple[jax.Array, tuple[jax.Array, Params | None]]]
 """(accumulators, weights, rows of one microbatch, scale, earlier) -> (objective, (loss, full weights that are kept)): sums of
-token losses times `scale`. The objective is differentiated with respect to the accumulators. Without them there is no backward
+losses times their `scale`. The objective is differentiated with respect to the accumulators. Without them there is no backward
 pass. `earlier`: sums of gradients of the microbatches before, which are reduced with this one's; None: there are none."""
 
 
@@ -96,7 +98,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
 
     def region(shards: Params, batch: Batch):
         scale = ctx.loss_scale(batch)
-        batch = zero.in_turn(batch, lambda: scalar_token(scale))
+        batch = zero.in_turn(batch, lambda: scalar_token(scale.targets))
         rows = jax.tree.map(lambda x: x[-1], batch)
         if len(batch["tokens"]) == 1:
             phase = Phase(gathers=zero.level == 1, reduces=True)
@@ -121,7 +123,7 @@ def once_gradient_region(ctx: ParallelContext) -> GradientRegion:
     def first_elements(gradient: jax.Array, shard: jax.Array) -> jax.Array:
         return jax.lax.slice(gradient, [0] * shard.ndim, shard.shape)
 
-    def all_but_last(shards: Params, batch: Batch, scale: jax.Array) -> tuple[Params, Params, jax.Array]:
+    def all_but_last(shards: Params, batch: Batch, scale: LossScale) -> tuple[Params, Params, jax.Array]:
         """(full weights, sums of gradients, loss)"""
 
         def microbatch(carry, rows: Rows):
@@ -147,7 +149,7 @@ def loss_region(ctx: ParallelContext) -> LossRegion:
 
     def region(weights: Params, batch: Batch):
         def microbatch(total, rows: Rows):
-            return total + sums(None, weights, rows, jnp.ones((), jnp.float32))[1][0], None
+            return total + sums(None, weights, rows, UNSCALED)[1][0], None
 
         total, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), batch)
         return jax.lax.psum((total, batch["mask"].sum()), ctx.batch_axes)
@@ -165,7 +167,7 @@ def token_loss_region(ctx: ParallelContext) -> TokenLossRegion:
     sums = microbatch_sums(ctx, losses_of=losses_of)
 
     def region(weights: Params, batch: Batch):
-        return jax.lax.map(lambda rows: sums(None, weights, rows, jnp.ones((), jnp.float32))[1][0], batch)
+        return jax.lax.map(lambda rows: sums(None, weights, rows, UNSCALED)[1][0], batch)
 
     return region
 
@@ -274,7 +276,7 @@ def microbatch_sums(
     run_layers: Callable[..., tuple[jax.Array, Losses, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
 
     def sums(
-        accumulators: Accumulators | None, weights: Params, rows: Rows, scale: jax.Array, earlier: Params | None = None
+        accumulators: Accumulators | None, weights: Params, rows: Rows, scale: LossScale, earlier: Params | None = None
     ) -> Any:
         rest = {name: w for name, w in weights.items() if name != "layers"}
         own: Any = accumulators and accumulators.sums
@@ -308,8 +310,8 @@ def microbatch_sums(
         is_frozen = accumulators is not None and head not in accumulators.sums
         if own is not None and head_sum is None and not is_frozen:
             h_BSD, head_sum = own_sum("head", h_BSD)
-        objective, loss = losses_of(h_BSD, weights[head], head_sum, rows, scale, is_frozen)
-        objective = sum((scale * x for x in own_losses.values()), start=objective)
+        objective, loss = losses_of(h_BSD, weights[head], head_sum, rows, scale.targets, is_frozen)
+        objective = sum((scale.positions * x for x in own_losses.values()), start=objective)
         return objective, (loss, {**rest, "layers": kept} if kept is not None else None)
 
     return sums

@@ -21,6 +21,19 @@ Loss = Callable[[jax.Array, jax.Array, Rows], tuple[jax.Array, jax.Array]]
 microbatch. The loss of a step is the sum of all sums, divided by the sum of all counts (docs/extending.md)."""
 
 
+class LossScale(NamedTuple):
+    """Factors of losses in the mean of a step, float32."""
+
+    targets: Any
+    """That of a target's loss."""
+    positions: Any
+    """That of the losses of layers, which every position has, with a target or not."""
+
+
+UNSCALED = LossScale(1.0, 0.0)
+"""For the forward pass alone, whose losses are summed."""
+
+
 @dataclass(frozen=True)
 class WeightAccess:
     """How a layer's weights are read and its gradients reduced. By default weights and gradients stay on the rank."""

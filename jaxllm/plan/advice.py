@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError, divisors
+from jaxllm.config.attention import why_no_experts
 from jaxllm.config.types import MASTER_ON_HOST, OFFLOAD_STATES
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
 from jaxllm.cost_model.hosts import host_bytes_per_gpu
@@ -272,7 +273,7 @@ class _Trial:
         host_bytes = host_bytes_per_gpu(self.gpu, self.gpus_per_host)
         for keys in ladder:
             config = changed(self.config, keys)
-            if config is None or self._leaves_host(config):
+            if config is None or self._leaves_host(config) or self._has_no_kernels(config):
                 continue
             memory = self.estimate(config)
             if memory.peak_bytes <= self.capacity_bytes and memory.host_bytes <= host_bytes:
@@ -290,6 +291,11 @@ class _Trial:
             raise KeyboardInterrupt
         if plan.candidates:
             yield from self.that_fit([differences(self.config, plan.best)])
+
+    def _has_no_kernels(self, config: Config) -> bool:
+        """Whether the GPU cannot multiply the experts on so many tensor ranks."""
+        capability = self.gpu and self.gpu.chip.compute_capability
+        return why_no_experts(config.model, config.parallel.tensor, capability, "") is not None
 
     def _leaves_host(self, config: Config) -> bool:
         """Whether tensor ranks would cross hosts although they do not now."""

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.attention import AMPERE, HOPPER, require_runs
+from jaxllm.config.attention import AMPERE, HOPPER, require_trains
 from jaxllm.config.model_spec import has_experts
 from jaxllm.config.named import title_of
 from jaxllm.config.remat_policy import remat_words
@@ -264,7 +264,7 @@ def estimate(
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     devices = require_devices(config, gpus)
     capability = kind.chip.compute_capability if kind else HOPPER
-    require_runs(config.model, capability, kind.name if kind else "a GPU")
+    require_trains(config, capability, kind.name if kind else "a GPU")
     if convention == "megatron" and has_experts(config.model):
         raise ConfigError("--convention=megatron is of models without experts: leave it out.")
     if kind and convention == "megatron" and capability < AMPERE:

@@ -23,6 +23,7 @@ from jaxllm.config.attention import require_runs
 from jaxllm.config.checks import check_texts
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.load import find_recipe, read_recipe
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.named import title_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model import inference_memory
@@ -76,6 +77,8 @@ class Use:
             return inference_memory.load_moments(config, self.stored_dtype)
         if self.purpose == "eval":
             return inference_memory.evaluation_moments(config, gpu, self.stored_dtype)
+        if has_experts(config.model):
+            raise ConfigError("--for=generate does not know the memory of experts: use load, eval or train.")
         return generation_moments(config, self.prompts, self.prompt_tokens, self.max_new_tokens, self.stored_dtype, gpu)
 
     def peak_bytes(self, config: Config, gpu: Gpu | None) -> int:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from jaxllm.config import Config
-from jaxllm.config.attention import FIRST_WITH, require_runs
+from jaxllm.config.attention import FIRST_WITH, require_trains
 from jaxllm.config.checks import keeps_whole_layers, unlike_all_on_host
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.types import OFFLOAD_STATES
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
@@ -54,7 +55,7 @@ def search(
     Raises:
       ConfigError: gpus_per_host does not divide gpus, `keep` has a name that is not KEEPABLE, or the GPU cannot run the model.
     """
-    require_runs(config.model, gpu.chip.compute_capability, gpu.name)
+    require_trains(config, gpu.chip.compute_capability, gpu.name, tensor=1)
     every = list(meshes(config, gpus, options.keep))
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, gpu.gpus_per_host, config.parallel)
     for across in options.reaches():
@@ -190,7 +191,7 @@ def best_with_fp8(plan: Plan, options: SearchOptions = SearchOptions()) -> Candi
       KeyboardInterrupt: the search was interrupted.
     """
     model = plan.config.model
-    if model.multiplies_fp8 or plan.gpu.chip.compute_capability < FIRST_WITH["fp8"]:
+    if model.multiplies_fp8 or has_experts(model) or plan.gpu.chip.compute_capability < FIRST_WITH["fp8"]:
         return None
     config = plan.config.model_copy(update={"model": model.model_copy(update={"matmul_dtype": "fp8"})})
     found = search(config, plan.gpu, plan.gpus, plan.gpus_per_host, replace(options, best=1, progress=silent))

@@ -144,9 +144,9 @@ def who_was_left_out(record: Record) -> str:
 
 def who_collapsed(record: Record, model: ModelConfig) -> str | None:
     """Message about the layer that uses the fewest experts, if it sends its tokens to nearly the same ones; else None."""
-    used = {name: used for name, used in record.items() if name.startswith(f"{EXPERTS_USED}/")}
+    K, used = model.mlps_per_token, {name: used for name, used in record.items() if name.startswith(f"{EXPERTS_USED}/")}
     layer = min(used, key=used.__getitem__, default=None)
-    if layer is None or used[layer] >= min(2 * model.mlps_per_token, (model.num_experts or 0) / 2):
+    if layer is None or used[layer] >= min(2 * K, (K + (model.num_experts or 0)) / 2):
         return None
     return (
         f"step {record['step']}: layer {layer.partition('/')[2]} sends its tokens to about {used[layer]:.1f} of "
@@ -156,7 +156,7 @@ def who_collapsed(record: Record, model: ModelConfig) -> str | None:
 
 
 def register(run: Run) -> None:
-    trainer, console, told = run.trainer, run.console, set()
+    trainer, console, told = run.trainer, run.console, []
     if distributed.is_main_process():
         for sink in open_sinks(trainer.config, run.first, run.require, lambda: trainer.config.train.steps):
             run.stack.callback(sink.close)
@@ -181,7 +181,7 @@ def register(run: Run) -> None:
         if record.get("islands_left_out"):
             console.say(who_was_left_out(record))
         if not told and (message := who_collapsed(record, config.model)):
-            told.add(message)
+            told.append(message)
             console.say(message)
         console.step(record, due)
 

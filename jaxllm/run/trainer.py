@@ -24,8 +24,9 @@ from jaxllm.checkpoint.files import Meta
 from jaxllm.checkpoint.manager import Checkpoints
 from jaxllm.cluster import distributed, progress
 from jaxllm.config import Config, ConfigError
+from jaxllm.config.attention import require_trains
 from jaxllm.config.hf_config import VARIANTS
-from jaxllm.cost_model.hardware import require_device_runs
+from jaxllm.cost_model.hardware import compute_capability, require_device_runs
 from jaxllm.data.loader import ahead
 from jaxllm.data.sources import load_data
 from jaxllm.mesh.placement import mesh_on_hosts
@@ -114,8 +115,10 @@ class Trainer:
             jax.devices()
         absent_hosts = fewer_hosts.absent_hosts(config)
         self.config = config = fewer_hosts.adapted(config).resolve(jax.device_count())
-        require_device_runs(config.model, jax.local_devices()[0])
-        self.start = Start(weights, absent_hosts, check_memory(config.at_largest_batch, jax.local_devices()[0]))
+        device = jax.local_devices()[0]
+        require_device_runs(config.model, device)
+        require_trains(config, compute_capability(device), device.device_kind)
+        self.start = Start(weights, absent_hosts, check_memory(config.at_largest_batch, device))
         with progress.phase("dataset"):
             self.data = load_data(config, distributed.cache_folder)
             distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")

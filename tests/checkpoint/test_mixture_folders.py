@@ -129,7 +129,7 @@ def test_every_mesh_gets_the_same_values(parallel, folders):
 
 
 def test_a_run_goes_out_to_transformers(folders, transformers, text_file, tmp_path):
-    """Its network says the class and the names: a run that began from nothing has no config.json. Arrays are padded."""
+    """Its network says the class and the names: a run that began from nothing has no config.json."""
     values = {
         "model": {"name": str(folders["mixtral"]), "vocab_size": 256, "compute_dtype": "float32"},
         "train": {"steps": 1, "sequence_length": 16, "global_batch_sequences": 8, "init_from": None},

@@ -2,7 +2,7 @@
 
 from memory_config import A100, MODEL, config, layers_of_weights, working_set
 
-from jaxllm.config.types import BLOCK_TENSORS, LAST_OUTPUT
+from jaxllm.config.types import BLOCK_TENSORS, EXPERT_CHOICE, LAST_OUTPUT
 from jaxllm.cost_model.layer_backward import HELD, MOMENTS, ROWS, facts, layer_backward, sizes_of
 from jaxllm.cost_model.memory import Step
 
@@ -21,7 +21,7 @@ def attention(step, moment):
 
 def test_every_named_tensor_is_in_a_group():
     """A new one needs a line in HELD: it says with which others it is copied and freed."""
-    assert set(HELD) == {*BLOCK_TENSORS, LAST_OUTPUT}
+    assert set(HELD) == {*BLOCK_TENSORS, LAST_OUTPUT, EXPERT_CHOICE}
 
 
 def test_rows_name_facts_and_sizes_that_exist():

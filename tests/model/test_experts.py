@@ -117,11 +117,12 @@ def test_spread_is_that_of_equal_experts():
 
 REFUSED = {
     "model.experts_per_token=2": "model.experts_per_token=2 has no effect without model.num_experts: leave it out.",
-    "model.num_experts=4": "model.experts_per_token=None of model.num_experts=4: set to how many experts each token",
-    "model.num_experts=4 model.experts_per_token=5": "experts each token is sent, 1 to 4.",
+    "model.num_experts=4": "model.experts_per_token=None of model.num_experts=4: set it to the number of experts of each token",
+    "model.num_experts=4 model.experts_per_token=5": "number of experts of each token, 1 to 4.",
     "model.num_experts=4 model.experts_per_token=2 model.lora.rank=2": "adapters of experts are not supported: set model.lora",
     "model.num_experts=4 model.experts_per_token=2 model.matmul_dtype=fp8": "fp8 is not supported with model.num_experts",
     "model.num_experts=4 model.experts_per_token=2 optimizer.name=muon": "muon does not know the matrices of model.num_experts",
+    "model.num_experts=4 model.experts_per_token=2 train.loss=given": "train.loss=given may count something else than tokens",
     "model.num_experts=4 model.experts_per_token=2 parallel.tensor=2 parallel.tensor_ring=true": "set tensor_ring=false.",
 }
 

@@ -27,6 +27,10 @@ CASES = [
     ((1, 1, 2, 2), 1, 4, "parallel.remat=full"),
     ((2, 1, 1, 2), 3, 2, "model.num_layers=4 parallel.schedule=interleaved parallel.virtual_stages=2"),
     ((1, 2, 1, 2), 2, 2, "parallel.schedule=gpipe"),
+    ((2, 1, 1, 1), 3, 1, "parallel.replica=2 train.microbatch_sequences=6"),
+    pytest.param((2, 1, 1, 1), 3, 2, "parallel.offload_state=all", marks=pytest.mark.slow),
+    # Experts and routers without gradients, as LoRA on attention leaves them.
+    ((2, 1, 2, 1), 3, 2, "train.freeze=[layers.mlp.*]"),
 ]
 
 
@@ -77,7 +81,7 @@ def one_device(make_run):
 def test_loss_and_gradients_equal_one_device(make_run, one_device, mesh, zero, microbatches, more):
     run = make_run(mesh, *more.split(), zero=zero, microbatches=microbatches)
     loss, gradients = run.gradients()
-    expected = one_device(*(key for key in more.split() if "num_layers" in key))
+    expected = one_device(*(key for key in more.split() if "num_layers" in key or "freeze" in key))
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     assert_close(run.plain(gradients), expected[1], 1e-5)
 

@@ -136,7 +136,8 @@ def test_losses_of_blocks_have_gradients(make_run, own_losses, case):
         h_BSD = model.hidden(*(rows.get(name) for name in ("tokens", "positions", "segments")), run_layers=run_layers)
         log_p = jax.nn.log_softmax(jnp.einsum("BSD,VD->BSV", h_BSD, model.head_matrix())[..., : one.config.model.vocab_size])
         loss_BS = -jnp.take_along_axis(log_p, rows["targets"][..., None], axis=-1)[..., 0]
-        return (jnp.sum(jnp.where(rows["mask"], loss_BS, 0.0)) + sum(own)) / rows["mask"].sum().astype(jnp.float32)
+        of_targets = jnp.sum(jnp.where(rows["mask"], loss_BS, 0.0)) / rows["mask"].sum().astype(jnp.float32)
+        return of_targets + sum(own) / rows["tokens"].size
 
     expected = one.plain(jax.jit(jax.grad(objective))(one.state.params))
     assert_close(one.plain(one.gradients()[1]), expected, 1e-5)
