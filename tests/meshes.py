@@ -45,9 +45,10 @@ class Run:
     def plain(self, tree):
         """Parameters or gradients in the layout of one device: one stack of layers, without identity layers, padding rows and
         ZeRO's zeros, all of which must be 0."""
-        return in_one_stack(
-            self.config, trimmed(unpadded(self.functions.trained(self.functions.table), tree), self.config.model.vocab_size)
-        )
+        table = self.functions.table
+        if jax.tree.structure(tree) != jax.tree.structure(table):
+            table = self.functions.trained(table)
+        return in_one_stack(self.config, trimmed(unpadded(table, tree), self.config.model.vocab_size))
 
     def losses(self, steps):
         step, state, losses = jax.jit(self.step, donate_argnums=0), self.state, []
