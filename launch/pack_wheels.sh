@@ -38,5 +38,5 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
 python="$(find_python)"
 download pydantic
 download "$(core_of "$folder"/pydantic-*.whl)" annotated-types typing-inspection typing_extensions \
-  grain array-record backports.zstd portpicker nvidia-ml-py
+  grain array-record backports.zstd portpicker nvidia-ml-py cryptography cffi pycparser
 du -ch "$folder"/*.whl
