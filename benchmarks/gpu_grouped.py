@@ -56,8 +56,8 @@ HANGS_S = 60
 
 def configs_of(product: str, D: int, F: int) -> list[list[int]]:
     """Parameters of the kernels, by CONFIG: none for jaxllm's own, which have no others, then JAX's, the default first. All
-    compile for an H100. grid_block_n covers the complete width, so that the blocks of the same rows run together and the rows are
-    read from memory once."""
+    compile for an H100. grid_block_n covers the complete width: blocks of the same rows run together, and read them from memory
+    once."""
     N = D if product == "dgrad" else F
     wide = 192 if N == 768 else 256
     last = [128, 128, 128, 3, N // 128] if product == "wgrad" else [192, 128, 64, 5, N // 128]
@@ -82,7 +82,7 @@ def cases(dry: bool) -> list[dict[str, Any]]:
 
 
 def _case(model: str, shape: Sequence[int], product: str, **options: Any) -> dict[str, Any]:
-    name = f"grouped, {model}, {product}{', tuning' if len(options['configs']) > 1 else ''}"
+    name = f"grouped, {model}, {product}{', tuning' if not options['beside'] else ''}"
     return {"name": name, "kind": "grouped", "options": {"model": model, "shape": list(shape), "product": product, **options}}
 
 

@@ -50,7 +50,8 @@ GPUs, and kernels and rings of other programs differ by a factor of two."""
 NARROW_ERROR, NARROW = 0.4, 2048
 """The same for layers below this width, whose short kernels the programs differ in."""
 EXPERTS_ERROR = 0.4
-"""The same both ways for mixtures, whose grouped matmuls have a guessed rate. A guess too: no mixture is among the data."""
+"""The same both ways for mixtures. A guess: the two steps of a mixture that a GPU ran are 10 to 15% slower than predicted, and
+no mixture is among the data."""
 ONE_GPU_ERROR = 0.065
 """On one Hopper GPU, where `was_measured`: the largest absolute log(measured / predicted) of five steps of jaxllm on an
 H100 (benchmarks/RESULTS.md, "On one H100"), three of which gave the constants. It is that of packed documents, whose shorter
@@ -145,7 +146,7 @@ def extrapolations(config: Config, gpu: Gpu, gpus_per_host: int, convention: str
     if length > longest:
         yield f"sequences of {length:,} tokens, beyond the {longest:,} of the data"
     if has_experts(config.model):
-        yield "experts, whose kernels no GPU has timed"
+        yield "experts, which only one GPU has trained"
     if config.model.multiplies_fp8:
         yield f"model.matmul_dtype={config.model.matmul_dtype}, which the data do not have"
     if policy_of(p.remat, config.model).offload or p.offload_state != "none":
