@@ -738,8 +738,10 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--networks", action="store_true", help="networks beside Llama, with their own table, seed and count")
-    kinds.add_argument("--mixtures", action="store_true", help="mixtures of experts, likewise")
+    of_kind = partial(kinds.add_argument, dest="own", action="store_const", default=(TABLE, SEED, COUNT, MODELS))
+    beside = (NETWORKS_TABLE, NETWORKS_SEED, NETWORKS_COUNT, NETWORKS)
+    of_kind("--networks", const=beside, help="networks beside Llama, with their own table, seed and count")
+    of_kind("--mixtures", const=(MIXTURES_TABLE, MIXTURES_SEED, MIXTURES_COUNT, MIXTURES), help="mixtures of experts, likewise")
     parser.add_argument("--table", type=Path, help="the CSV")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--count", type=int, help="total number of configurations")
@@ -755,14 +757,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the summary as one JSON object, alone on standard output")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    own = (TABLE, SEED, COUNT)
-    if options.networks or options.mixtures:
-        own = (
-            (NETWORKS_TABLE, NETWORKS_SEED, NETWORKS_COUNT)
-            if options.networks
-            else (MIXTURES_TABLE, MIXTURES_SEED, MIXTURES_COUNT)
-        )
-    for name, value in zip(("table", "seed", "count"), own, strict=True):
+    for name, value in zip(("table", "seed", "count"), options.own[:3], strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.serve:
@@ -814,9 +809,7 @@ def compile_into(rows: Sequence[Row], options: argparse.Namespace, say: Callable
 
 def compile_more(rows: Sequence[Row], options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
     """Compiles cases without a row, up to --limit."""
-    estimate, models = ESTIMATES[options.estimate], MODELS
-    if options.networks or options.mixtures:
-        models = NETWORKS if options.networks else MIXTURES
+    estimate, models = ESTIMATES[options.estimate], options.own[3]
     if options.redo == "errors":
         rows = [row for row in rows if not row["error"]]
     elif options.redo == "changed":

@@ -81,6 +81,25 @@ def unequal_batch(seed, shape, least=0.0, ends=0):
     return arrays
 
 
+def run_of_one_batch(config_of, shape, mesh, *more, zero, microbatches):
+    """A run on (data, context, tensor, pipe) whose microbatches, however many, share one batch of sequences.
+
+    Args:
+      config_of: makes a config of overrides.
+      shape: sequences, positions.
+    """
+    rows, length = shape
+    axes = [f"parallel.{axis}={size}" for axis, size in zip(("data", "context", "tensor", "pipe"), mesh, strict=True)]
+    sizes = (
+        f"train.global_batch_sequences={rows}",
+        f"train.microbatch_sequences={rows // mesh[0] // microbatches}",
+        f"train.sequence_length={length}",
+    )
+    arrays = unequal_batch(0, (1, rows, length), ends=1)
+    config = config_of(*axes, *sizes, f"parallel.zero={zero}", *more)
+    return Run(config, lambda seed: {name: x.reshape(microbatches, -1, length) for name, x in arrays.items()})
+
+
 def unpadded(table, tree):
     """Master arrays in the shapes of the train step. What ZeRO adds so that a dim divides must be 0."""
 

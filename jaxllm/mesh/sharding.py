@@ -50,7 +50,7 @@ class Parameter:
         return LORA_RANK in self.dims
 
     @property
-    def of_experts(self) -> bool:
+    def of_mixture(self) -> bool:
         """Whether it is a router or has a matrix for each expert: no matmul of a block multiplies by it."""
         return bool({ROUTES, EXPERTS} & set(self.dims))
 

@@ -1,9 +1,9 @@
 """Experts: a router sends each token to K of E feed-forwards (Shazeer et al., 2017). No token is dropped.
 
-    routes = route(model, x_BSD, router_DE, add)         each token's experts and their weights, and the router's losses
-    order = sort_by_expert(routes, E)
+    routes, losses = route(model, x_BSD, router_DE, add) each token's experts and their weights
+    order = sort_by_expert(ids_TK, E)
     rows_RD = dispatch(x_TD, order)                      K copies of each token, sorted by expert
-    rows_RF = grouped_matmul(rows_RD, gate_EDF, order)   each expert's rows times its matrix
+    rows_RF = grouped_matmul(rows_RD, gate_EDF, sizes_E) each expert's rows times its matrix
     y_TD = combine(rows_RD, order)                       the sum of each token's rows
 
 `dispatch` and `combine` are each other's transposes, and both gather. To add rows where they belong takes a GPU longer, in an

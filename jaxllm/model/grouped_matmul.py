@@ -1,6 +1,5 @@
 """Grouped matmuls of experts on NVIDIA Hopper, by Pallas kernels.
 
-    reason = why_not(device, dtype, R, D, F)       None: hopper_grouped_matmul runs there
     y_RF = hopper_grouped_matmul(x_RD, w_EDF, sizes_E)
 
 A thread block computes one tile of a result: 128 rows of one expert, or 128 x 128 numbers of the gradient of its matrix. Which
@@ -25,12 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ConfigError
-from jaxllm.config.attention import HOPPER
 from jaxllm.config.types import EXPERT_UNIT
-from jaxllm.cost_model.hardware import compute_capability
-
-KNOWN = ((0, 10), (0, 13))
-"""(first, first not supported): versions of JAX whose Pallas compiles these kernels."""
 
 ROWS = 128
 """Rows of a tile."""
@@ -46,16 +40,6 @@ STEPS = 3
 
 BAND = 8
 """Tiles of rows that run side by side. They share each column of a matrix in the L2 cache."""
-
-
-def why_not(device: jax.Device, dtype: Any, R: int, D: int, F: int) -> str | None:
-    """The reason these kernels cannot multiply [R, D] by [E, D, F] on this kind of device, or None."""
-    lowest, above = KNOWN
-    if compute_capability(device) != HOPPER:
-        return f"they need an NVIDIA Hopper GPU and this is {device.device_kind}"
-    if not lowest <= jax.__version_info__[:2] < above:
-        return f"jaxllm knows JAX's Pallas up to 0.12 and this is JAX {jax.__version__}"
-    return _why_not_shape(dtype, R, D, F)
 
 
 def _why_not_shape(dtype: Any, R: int, D: int, F: int) -> str | None:
@@ -75,7 +59,7 @@ def hopper_grouped_matmul(
     """A GroupedMatmul (experts.py) with sums in float32, for where every mesh axis is manual. sizes_E add up to R.
 
     Raises:
-      ConfigError: the dtype or the shape does not suit the kernels (why_not).
+      ConfigError: the dtype or the shape does not suit the kernels.
     """
     if reason := _why_not_shape(x_RD.dtype, len(x_RD), *w_EDF.shape[1:]):
         raise ConfigError(f"The kernels for grouped matmuls on Hopper GPUs cannot run: {reason}.")

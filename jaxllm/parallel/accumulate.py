@@ -139,7 +139,7 @@ def with_sums(weights: Tree, sums: Tree, table: Tree, in_matmuls: bool) -> Tree:
     """
 
     def one(w: jax.Array, total: jax.Array, parameter: Parameter) -> Any:
-        is_multiplied = parameter.is_matrix and not parameter.of_experts
+        is_multiplied = parameter.is_matrix and not parameter.of_mixture
         return Accumulating(w, total) if in_matmuls and is_multiplied else accumulated(w, total)
 
     return jax.tree.map(one, weights, sums, table)

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.attention import effective_windows, packed_documents, why_no_experts
-from jaxllm.config.model_spec import has_experts
 from jaxllm.cost_model.activations import context_method
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.mesh.axes import CONTEXT, PIPE, TENSOR
@@ -160,9 +159,9 @@ def split_letters(model: ModelConfig, tensor: int) -> str:
 
 def choose_grouped_matmul(config: Config, device: jax.Device) -> GroupedMatmul:
     """The grouped matmul of experts: the kernels that a step needs on a GPU (attention.require_trains), else XLA's."""
-    has_none = why_no_experts(config.model, config.parallel.tensor, compute_capability(device), "")
-    is_gpu = compute_capability(device) is not None
-    return hopper_grouped_matmul if is_gpu and has_experts(config.model) and has_none is None else grouped_matmul
+    capability = compute_capability(device)
+    lacks_kernels = capability is None or why_no_experts(config.model, config.parallel.tensor, capability, "")
+    return grouped_matmul if lacks_kernels else hopper_grouped_matmul
 
 
 def experts_per_tensor_rank(

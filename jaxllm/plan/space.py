@@ -20,9 +20,9 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from jaxllm.config import AUTO, Config, ConfigError, Remat, all_have_layers, divisors, sequence_unit
+from jaxllm.config.attention import HOPPER, why_no_experts
 from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
 from jaxllm.config.errors import nearest
-from jaxllm.config.model_spec import has_experts
 from jaxllm.config.remat_policy import offloads, remat_text
 from jaxllm.config.types import EXPERT_UNIT, GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B
 
@@ -162,7 +162,7 @@ def why_not(config: Config, mesh: Mesh, gpus_per_host: int, across_hosts: bool =
         return f"{model.num_kv_heads} key-value heads can be neither split nor repeated over tensor"
     if model.intermediate_size % t:
         return f"intermediate_size={model.intermediate_size} does not divide over tensor"
-    if has_experts(model) and model.intermediate_size // t % EXPERT_UNIT:
+    if why_no_experts(model, t, HOPPER, ""):
         return f"an expert of {model.intermediate_size} over tensor is no multiple of {EXPERT_UNIT}"
     if S % sequence_unit(c, t):
         return f"sequence_length={S} does not divide over context x tensor (over context in two chunks)"

@@ -1,12 +1,13 @@
 """Mixtures of experts on every kind of mesh: loss and gradients equal one device's, with uneven and empty experts."""
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import Run, assert_close, unequal_batch
+from meshes import assert_close, run_of_one_batch
 
 from jaxllm.model import layers
 
@@ -53,15 +54,8 @@ def make_run(tiny_config):
     """Makes runs whose microbatches, however many, share one batch of ROWS sequences."""
 
     def make(mesh, *more, zero=0, microbatches=1):
-        axes = [f"parallel.{axis}={size}" for axis, size in zip(("data", "context", "tensor", "pipe"), mesh, strict=True)]
-        batch = (
-            f"train.global_batch_sequences={ROWS}",
-            f"train.microbatch_sequences={ROWS // mesh[0] // microbatches}",
-            f"train.sequence_length={S}",
-        )
-        config = tiny_config(*NETWORK, *axes, *batch, f"parallel.zero={zero}", *more)
-        rows = unequal_batch(0, (1, ROWS, S), ends=1)
-        return Run(config, lambda seed: {name: x.reshape(microbatches, -1, S) for name, x in rows.items()})
+        of_model = partial(tiny_config, *NETWORK)
+        return run_of_one_batch(of_model, (ROWS, S), mesh, *more, zero=zero, microbatches=microbatches)
 
     return make
 

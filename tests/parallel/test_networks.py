@@ -5,12 +5,13 @@ tests/model/test_reference.py compares each network with transformers.
 """
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import Run, assert_close, unequal_batch
+from meshes import assert_close, run_of_one_batch
 
 from jaxllm.model import layers
 from jaxllm.parallel.parameters import merge_model
@@ -63,15 +64,8 @@ def make_run(tiny_config):
     """Makes runs whose microbatches, however many, share one batch of ROWS sequences."""
 
     def make(mesh, network, *more, zero=0, microbatches=1):
-        axes = [f"parallel.{axis}={size}" for axis, size in zip(("data", "context", "tensor", "pipe"), mesh, strict=True)]
-        batch = (
-            f"train.global_batch_sequences={ROWS}",
-            f"train.microbatch_sequences={ROWS // mesh[0] // microbatches}",
-            f"train.sequence_length={S}",
-        )
-        config = tiny_config(*NETWORK, *NETWORKS[network], *axes, *batch, f"parallel.zero={zero}", *more)
-        rows = unequal_batch(0, (1, ROWS, S), ends=1)
-        return Run(config, lambda seed: {name: x.reshape(microbatches, -1, S) for name, x in rows.items()})
+        of_model = partial(tiny_config, *NETWORK, *NETWORKS[network])
+        return run_of_one_batch(of_model, (ROWS, S), mesh, *more, zero=zero, microbatches=microbatches)
 
     return make
 
