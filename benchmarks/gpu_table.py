@@ -46,8 +46,9 @@ def verdicts(rows: Rows) -> list[Verdict]:
 
 
 def of_kind(rows: Rows, kind: str) -> dict[str, Row]:
-    """Rows of one kind that have figures."""
-    return {name: row for name, row in rows.items() if row["kind"] == kind and "error" not in row}
+    """Rows of one kind that have figures; of train steps, those of the plan of gpu.py (gpu_day_table.py has the others)."""
+    found = {name: row for name, row in rows.items() if row["kind"] == kind and "error" not in row}
+    return {name: row for name, row in found.items() if kind != "train" or "about" in row}
 
 
 def ceiling_share(row: Row, rows: Rows) -> float | None:

@@ -82,3 +82,18 @@ def test_cases_have_their_predictions(modules):
     for case in modules.gpu_day.cases(2, found("h100-80gb"), dry=False):
         if case.kind in ("train", "limit", "pretend"):
             assert case.predicted["estimate_bytes"] > 0
+
+
+def test_the_rows_of_one_h200_give_the_published_figures(modules):
+    """The command that docs/figures.md names."""
+    printed = modules.gpu.gpu_table.text(
+        modules.gpu.Runner(Path("/dev/null"), [scripts.CHECKOUT / "benchmarks/gpu_h200.jsonl"], 0.0).rows
+    )
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in printed.splitlines()}
+    published = (scripts.CHECKOUT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    for step, layers in (("8B, S 8192, selective", "`selective`"), ("8B, S 8192, selective, fp8", "the same in FP8")):
+        assert f"| {layers} | {' | '.join(cells[step][:3])} | {cells[step][3].split(' ')[0]}" in published
+    for step, sequences in (("olmoe 6 layers", 2), ("olmoe 6 layers, 4", 4)):
+        ms, speed, _, mfu, *_ = cells[step]
+        assert f"| {sequences} | {ms} ms | {speed} | {mfu.split('(')[1].removesuffix(')')} |" in published
+    assert "| Qwen3-30B-A3B, dgrad | 8,192 | mosaic | unequal | 0.458 | 0.600 | 450 | 62% |" in printed
