@@ -1,4 +1,5 @@
-"""Experts: a router sends each token to K of E feed-forwards (Shazeer et al., 2017). No token is dropped.
+"""Experts: a router sends each token to K of E feed-forwards (Shazeer et al., 2017). No row is dropped, but where tokens travel
+(parallel/expert_parallel.py).
 
     routes, losses = route(model, x_BSD, router_DE, add) each token's experts and their weights
     order = sort_by_expert(ids_TK, E)
@@ -15,6 +16,7 @@ Letters as in layers.py; E experts, K of them for a token, T = B S tokens, R = T
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.config import ModelConfig
 from jaxllm.config.types import EXPERT_CHOICE
 
-EXPERT_LOAD_MAX, EXPERTS_USED = "expert_load_max", "experts_used"
+EXPERT_LOAD_MAX, EXPERTS_USED, EXPERT_ROWS_DROPPED = "expert_load_max", "experts_used", "expert_rows_dropped"
 
 
 class Routes(NamedTuple):
@@ -37,12 +39,13 @@ class Routes(NamedTuple):
         return jax.nn.one_hot(self.ids_BSK, experts, dtype=jnp.float32).sum(axis=(0, 1, 2))
 
 
-def spread(counts_LE: Float[Array, "L E"]) -> dict[str, Float[Array, " L"]]:
-    """How evenly each layer spreads its rows: the largest expert's, of the mean (1 to E); and how many experts with equal rows
-    would have the same entropy (E to 1)."""
+def spread(counts_LE: Float[Array, "L E"], dropped_L: Float[Array, " L"] | None = None) -> dict[str, Float[Array, " L"]]:
+    """How evenly each layer spreads its rows: the largest expert's, of the mean (1 to E); how many experts with equal rows
+    would have the same entropy (E to 1); and where rows may be dropped, their share."""
     shares_LE = counts_LE / counts_LE.sum(axis=1, keepdims=True)
     entropy_L = -jnp.sum(jax.scipy.special.xlogy(shares_LE, shares_LE), axis=1)
-    return {EXPERT_LOAD_MAX: shares_LE.shape[1] * shares_LE.max(axis=1), EXPERTS_USED: jnp.exp(entropy_L)}
+    found = {EXPERT_LOAD_MAX: shares_LE.shape[1] * shares_LE.max(axis=1), EXPERTS_USED: jnp.exp(entropy_L)}
+    return found if dropped_L is None else found | {EXPERT_ROWS_DROPPED: dropped_L / counts_LE.sum(axis=1)}
 
 
 @jax.named_scope("router")
@@ -63,19 +66,30 @@ def route(
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     # Kept by every remat policy: computed again, a near tie could come out the other way.
     ids_BSK = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probabilities_BSE), K)[1], EXPERT_CHOICE)
-    chosen_BSKE = jax.nn.one_hot(ids_BSK, E, dtype=jnp.bool_)
-    weights_BSK = jnp.where(chosen_BSKE, probabilities_BSE[:, :, None], 0).sum(axis=-1)
+    weights_BSK = of_chosen(E, probabilities_BSE, ids_BSK)
     if model.normalize_expert_weights:
         weights_BSK = weights_BSK / weights_BSK.sum(axis=-1, keepdims=True)
     losses = {}
     if model.balance_loss_weight:
-        counts_BE = add_over_ranks(chosen_BSKE.sum(axis=(1, 2), dtype=jnp.float32))
+        counts_BE = add_over_ranks(jax.nn.one_hot(ids_BSK, E, dtype=jnp.float32).sum(axis=(1, 2)))
         share_BE = counts_BE / counts_BE.sum(axis=1, keepdims=True)
         losses["balance"] = model.balance_loss_weight * E * jnp.sum(share_BE * probabilities_BSE.sum(axis=1))
     if model.router_z_loss_weight:
         squares = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
         losses["router_z"] = model.router_z_loss_weight * jnp.sum(squares)
     return Routes(ids_BSK, weights_BSK), losses
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def of_chosen(E: int, x_BSE: Float[Array, "B S E"], ids_BSK: Int[Array, "B S K"]) -> Float[Array, "B S K"]:
+    """The numbers of each token's experts. Its backward pass keeps the experts' numbers; autodiff would keep [B, S, K, E]."""
+    return jnp.where(jax.nn.one_hot(ids_BSK, E, dtype=jnp.bool_), x_BSE[:, :, None], 0).sum(axis=-1)
+
+
+of_chosen.defvjp(
+    lambda E, x_BSE, ids_BSK: (of_chosen(E, x_BSE, ids_BSK), ids_BSK),
+    lambda E, ids_BSK, dy_BSK: (jnp.where(jax.nn.one_hot(ids_BSK, E, dtype=jnp.bool_), dy_BSK[..., None], 0).sum(axis=2), None),
+)
 
 
 class ExpertOrder(NamedTuple):
@@ -88,6 +102,10 @@ class ExpertOrder(NamedTuple):
     sizes_E: Int[Array, " E"]
     """Rows of each expert."""
 
+    def of_copies(self) -> ExpertOrder:
+        """The same order of rows that are given for each copy of a token."""
+        return self._replace(sorted_TK=self.sorted_TK.reshape(-1, 1))
+
 
 def sort_by_expert(ids_TK: Int[Array, "T K"], experts: int) -> ExpertOrder:
     ids_R = ids_TK.reshape(-1)
@@ -98,24 +116,32 @@ def sort_by_expert(ids_TK: Int[Array, "T K"], experts: int) -> ExpertOrder:
     return ExpertOrder(*(checkpoint_name(x, EXPERT_CHOICE) for x in (of_sorted_R, sorted_R.reshape(ids_TK.shape), sizes_E)))
 
 
-@jax.custom_vjp
-def dispatch(x_TD: Float[Array, "T D"], order: ExpertOrder) -> Float[Array, "R D"]:
-    """Copies of each token, sorted by expert."""
-    return x_TD[order.of_sorted_R // order.sorted_TK.shape[1]]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dispatch(x_TD: Float[Array, "T D"], order: ExpertOrder, has_gaps: bool = False) -> Float[Array, "R D"]:
+    """Copies of each token, sorted by expert. has_gaps: places that are out of range are read as zeros."""
+    return _rows(x_TD, order.of_sorted_R // order.sorted_TK.shape[1], has_gaps)
 
 
-@jax.custom_vjp
-def combine(x_RD: Float[Array, "R D"], order: ExpertOrder) -> Float[Array, "T D"]:
-    """The sum of each token's rows, added in float32."""
-    return x_RD[order.sorted_TK].sum(axis=1, dtype=jnp.float32).astype(x_RD.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def combine(x_RD: Float[Array, "R D"], order: ExpertOrder, has_gaps: bool = False) -> Float[Array, "T D"]:
+    """The sum of each token's rows, added in float32. has_gaps: as there."""
+    return _rows(x_RD, order.sorted_TK, has_gaps).sum(axis=1, dtype=jnp.float32).astype(x_RD.dtype)
 
 
-dispatch.defvjp(lambda x_TD, order: (dispatch(x_TD, order), order), lambda order, dx_RD: (combine(dx_RD, order), None))
-combine.defvjp(lambda x_RD, order: (combine(x_RD, order), order), lambda order, dy_TD: (dispatch(dy_TD, order), None))
+def _rows(x: jax.Array, at: jax.Array, has_gaps: bool) -> jax.Array:
+    return x.at[at].get(mode="fill", fill_value=0) if has_gaps else x[at]
+
+
+for moves, back in ((dispatch, combine), (combine, dispatch)):
+    moves.defvjp(
+        lambda x, order, has_gaps, moves=moves: (moves(x, order, has_gaps), order),
+        lambda has_gaps, order, dy, back=back: (back(dy, order, has_gaps), None),
+    )
 
 
 GroupedMatmul = Callable[[Float[Array, "R D"], Float[Array, "E D F"], Int[Array, " E"]], Float[Array, "R F"]]
-"""(rows, matrices, rows of each expert) -> rows: the first sizes_E[0] rows times the first matrix, and so on."""
+"""(rows, matrices, rows of each expert) -> rows: the first sizes_E[0] rows times the first matrix, and so on. What it makes of
+rows that no expert has, at the end, is undefined."""
 
 
 def grouped_matmul(x_RD: Float[Array, "R D"], w_EDF: Float[Array, "E D F"], sizes_E: Int[Array, " E"]) -> Float[Array, "R F"]:
@@ -123,29 +149,59 @@ def grouped_matmul(x_RD: Float[Array, "R D"], w_EDF: Float[Array, "E D F"], size
     return jax.lax.ragged_dot(x_RD, w_EDF, sizes_E)
 
 
+ComputeRows = Callable[[Float[Array, "R D"], Float[Array, "R 1"], Int[Array, " E"]], Float[Array, "R D"]]
+"""(rows sorted by expert, their weights, rows of each expert) -> what their experts make of them."""
+
+Deliver = Callable[[ComputeRows, int, Float[Array, "T D"], Int[Array, "T K"], Float[Array, "T K"]], Float[Array, "T D"]]
+"""(compute, experts that this rank computes, tokens, their experts, their weights) -> the sum of each token's rows."""
+
+
+def deliver_here(compute: ComputeRows, experts: int, x_TD: jax.Array, ids_TK: jax.Array, weights_TK: jax.Array) -> jax.Array:
+    """A Deliver for a rank that computes all experts."""
+    order = sort_by_expert(ids_TK, experts)
+    weights_R1 = dispatch(weights_TK.reshape(-1, 1), order.of_copies())
+    return combine(compute(dispatch(x_TD, order), weights_R1, order.sizes_E), order)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def weighted_product(
+    activation: Callable[[jax.Array], jax.Array],
+    gate_RF: Float[Array, "R F"],
+    up_RF: Float[Array, "R F"],
+    weights_R1: Float[Array, "R 1"],
+) -> Float[Array, "R F"]:
+    """activation(gate) * up * weights. Its backward pass keeps these alone; autodiff would keep five arrays more."""
+    return _weighted_product(activation, gate_RF, up_RF, weights_R1)
+
+
+def _weighted_product(activation, gate_RF, up_RF, weights_R1):
+    # The broadcast is in float32, so that the gradient of a weight is summed in float32.
+    return activation(gate_RF) * up_RF * jnp.broadcast_to(weights_R1, up_RF.shape).astype(up_RF.dtype)
+
+
+weighted_product.defvjp(
+    lambda *inputs: (_weighted_product(*inputs), inputs[1:]),
+    lambda activation, inputs, dy_RF: jax.vjp(partial(_weighted_product, activation), *inputs)[1](dy_RF),
+)
+
+
 def expert_mlp(
     activation: Callable[[jax.Array], jax.Array],
     matmul: GroupedMatmul,
+    deliver: Deliver,
     x_BSD: Float[Array, "B S D"],
     routes: Routes,
     gate_EDF: Float[Array, "E D F"],
     up_EDF: Float[Array, "E D F"],
     down_EFD: Float[Array, "E F D"],
 ) -> Float[Array, "B S D"]:
-    """The weighted sum of what a token's experts make of it."""
-    K = routes.ids_BSK.shape[-1]
-    order = sort_by_expert(routes.ids_BSK.reshape(-1, K), len(gate_EDF))
-    rows_RD = dispatch(x_BSD.reshape(-1, x_BSD.shape[-1]), order)
-    gate_RF = checkpoint_name(matmul(rows_RD, gate_EDF, order.sizes_E), "mlp_gate")
-    up_RF = checkpoint_name(matmul(rows_RD, up_EDF, order.sizes_E), "mlp_up")
-    # Before the last matmul, whose result the backward pass then does not read. The broadcast is in float32, so that the
-    # gradient of a weight is summed in float32.
-    weights_RF = jnp.broadcast_to(dispatch_weights(routes.weights_BSK, order), up_RF.shape).astype(up_RF.dtype)
-    product_RF = activation(gate_RF) * up_RF * weights_RF
-    return combine(matmul(product_RF, down_EFD, order.sizes_E), order).reshape(x_BSD.shape)
+    """The weighted sum of what a token's experts make of it. The matrices are those of the experts that this rank computes."""
 
+    def compute(rows_RD: jax.Array, weights_R1: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        gate_RF = checkpoint_name(matmul(rows_RD, gate_EDF, sizes_E), "mlp_gate")
+        up_RF = checkpoint_name(matmul(rows_RD, up_EDF, sizes_E), "mlp_up")
+        # Weighted before the last matmul, whose result the backward pass then does not read.
+        return matmul(weighted_product(activation, gate_RF, up_RF, weights_R1), down_EFD, sizes_E)
 
-def dispatch_weights(weights_BSK: Float[Array, "B S K"], order: ExpertOrder) -> Float[Array, "R 1"]:
-    """The weight of each sorted row: the same as `dispatch`, with a row for each expert of a token."""
-    of_rows = order._replace(sorted_TK=order.sorted_TK.reshape(-1, 1))
-    return dispatch(weights_BSK.reshape(-1, 1), of_rows)
+    tokens = (x.reshape(-1, x.shape[-1]) for x in (x_BSD, *routes))
+    return deliver(compute, len(gate_EDF), *tokens).reshape(x_BSD.shape)

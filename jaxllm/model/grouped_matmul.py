@@ -56,7 +56,7 @@ def _why_not_shape(dtype: Any, R: int, D: int, F: int) -> str | None:
 def hopper_grouped_matmul(
     x_RD: Float[Array, "R D"], w_EDF: Float[Array, "E D F"], sizes_E: Int[Array, " E"]
 ) -> Float[Array, "R F"]:
-    """A GroupedMatmul (experts.py) with sums in float32, for where every mesh axis is manual. sizes_E add up to R.
+    """A GroupedMatmul (experts.py) with sums in float32, for where every mesh axis is manual. It writes no rows of no expert.
 
     Raises:
       ConfigError: the dtype or the shape does not suit the kernels.

@@ -23,7 +23,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.config.model_spec import LORA_RANK, ParameterSpec, has_experts, parameters
 from jaxllm.model.adapters import lora_scale, matrix_of, multiply, without_adapter
 from jaxllm.model.attention import Attend, xla_attention
-from jaxllm.model.experts import GroupedMatmul, expert_mlp, grouped_matmul, route
+from jaxllm.model.experts import Deliver, GroupedMatmul, deliver_here, expert_mlp, grouped_matmul, route
 
 
 def look_up(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -55,6 +55,7 @@ class Ops:
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up
     constrain: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, dims: x
     grouped_matmul: GroupedMatmul = grouped_matmul
+    deliver: Deliver = deliver_here
     run_experts: Callable[..., jax.Array] = lambda function, *arrays: function(*arrays)
     """Runs a function of (x_BSD, routes, gate_EDF, up_EDF, down_EFD) on each tensor rank's part of the experts, and adds."""
     add_over_sequence: Callable[[jax.Array], jax.Array] = lambda x: x
@@ -328,7 +329,7 @@ class Experts(nnx.Module):
         router_DE = without_adapter(self, "router", jnp.float32)
         routes, losses = route(self.model, x_BSD, router_DE, ops.add_over_sequence)
         weights = (without_adapter(self, name, x_BSD.dtype) for name in ("gate", "up", "down"))
-        mlp = partial(expert_mlp, ACTIVATIONS[self.model.activation], ops.grouped_matmul)
+        mlp = partial(expert_mlp, ACTIVATIONS[self.model.activation], ops.grouped_matmul, ops.deliver)
         return ops.run_experts(mlp, x_BSD, routes, *weights), losses
 
 
