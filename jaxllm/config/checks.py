@@ -90,6 +90,38 @@ def check_split(model: ModelConfig, parallel: ParallelConfig, S: int) -> None:
         )
 
 
+def check_experts(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, log: LogConfig, layer_norms_every: int | None
+) -> None:
+    """Raises if the config has what parallel.expert does not support."""
+    if (e := parallel.expert) == 1:
+        return
+    if not has_experts(model):
+        raise refuse(f"parallel.expert={e} has no effect without model.num_experts: leave it out.")
+    needs = {
+        f"parallel.zero={parallel.zero}": ("zero=3", parallel.zero != 3),
+        f"parallel.context={parallel.context}": ("context=1", parallel.context > 1),
+        f"parallel.pipe={parallel.pipe}": ("pipe=1", parallel.pipe > 1),
+        f"train.batch_grows_to={train.batch_grows_to}": ("batch_grows_to=null", train.batch_grows_to is not None),
+        f"log.noise_scale_every={log.noise_scale_every}": ("noise_scale_every=null", log.noise_scale_every is not None),
+    }
+    if found := next((key for key, (_, is_set) in needs.items() if is_set), None):
+        raise refuse(f"parallel.expert={e} does not go together with {found}: set {needs[found][0]}, or expert=1.")
+    if parallel.expert_buffer is not None and layer_norms_every is None:
+        what = "parallel.offload_state=all" if parallel.offload_state == "all" else "train.freeze of all layers"
+        raise refuse(
+            f"parallel.expert_buffer={parallel.expert_buffer} may drop rows, which a run does not count with {what}: set "
+            f"expert_buffer=null, or expert=1."
+        )
+    if parallel.data == AUTO:
+        return
+    if parallel.data % e or (model.num_experts or 0) % parallel.data:
+        raise refuse(
+            f"parallel.expert={e} must divide parallel.data={parallel.data}, which must divide model.num_experts="
+            f"{model.num_experts}: change one of them."
+        )
+
+
 def check_remat(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raises if a mapping names a tensor that only a norm after the MLP reads, where there is none."""
     if isinstance(parallel.remat, dict) and LAST_OUTPUT in set(parallel.remat) - set(block_tensors(model)):

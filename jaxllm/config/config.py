@@ -65,6 +65,7 @@ class Config(Section):
         checks.check_preferences(train, self.data)
         checks.check_split(model, parallel, train.sequence_length)
         checks.check_remat(model, parallel)
+        checks.check_experts(model, parallel, train, self.log, self.layer_norms_every)
         checks.check_frozen(model, parallel, train, self.log)
         windows = checks.effective_windows(model.windows, train.sequence_length)
         if parallel.context > 1 and parallel.pipe > 1 and not checks.repeats(windows, self.chunk_layers):
@@ -270,6 +271,7 @@ class Config(Section):
         config = self.model_copy(update={"parallel": p.model_copy(update={"data": data})})
         try:
             checks.check_all_on_host(config.model, config.parallel, config.log)
+            checks.check_experts(config.model, config.parallel, config.train, config.log, config.layer_norms_every)
             _check_microbatches(config)
         except PydanticCustomError as error:
             raise ConfigError(error.message()) from None

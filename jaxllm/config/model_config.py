@@ -142,7 +142,7 @@ class ModelConfig(Section):
     one, for all tokens."""
     experts_per_token: PositiveInt | None = None
     """With num_experts: to so many experts a token is sent, those to which the router gives the largest probabilities. None is
-    ever full: no token is dropped."""
+    ever full: no token is dropped, unless tokens travel to small buffers (parallel.expert)."""
     normalize_expert_weights: Switch = False
     """With num_experts: the weights of a token's experts add up to 1 (Mixtral, Qwen 3), and are not just their probabilities
     among all (OLMoE)."""

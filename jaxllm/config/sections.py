@@ -59,6 +59,12 @@ class ParallelConfig(Section):
     """auto: all devices that the other axes do not use."""
     context: Ranks = 1
     tensor: Ranks = 1
+    expert: Ranks = 1
+    """Expert parallelism: so many neighbouring data ranks share the experts of a layer, and tokens travel between them. 1: each
+    rank has all experts, gathered by ZeRO, and tokens stay."""
+    expert_buffer: Annotated[float, Field(ge=1, le=1e3, allow_inf_nan=False)] | None = 1.5
+    """Rows that a rank may send to each of these ranks, of an equal share. More are dropped, which the metrics count. null: all
+    of its rows; nothing is dropped, in `expert` times the memory. No effect with expert=1."""
     replica: Ranks = 1
     """Replicas (HSDP): the outermost axis, where the network is slowest. ZeRO shards within a replica. Across replicas,
     gradients are summed once per step, or with train.diloco_steps weights are synchronised once per that many steps."""
@@ -100,6 +106,13 @@ class ParallelConfig(Section):
             "parallel.overlap_passes was removed, because tensor ranks that send in a ring wait less: leave it out.",
         )
     }
+
+    @property
+    def slots_per_row(self) -> float:
+        """Slots of buffers for each row that goes to an expert."""
+        if self.expert == 1:
+            return 1.0
+        return float(self.expert) if self.expert_buffer is None else min(self.expert, self.expert_buffer)
 
     @property
     def names_replica_network(self) -> bool:

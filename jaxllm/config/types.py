@@ -97,6 +97,10 @@ def zero_shard(sizes: Mapping[str, int], split: Mapping[str, int], ranks: int, i
     return None if found is None or (found[1] and not is_matrix) else found
 
 
+def zero_text(zero: int, expert: int) -> str:
+    return f"ZeRO {zero}" if expert == 1 else f"ZeRO {zero}, expert {expert}"
+
+
 def one_or_more(given: Any) -> Any:
     return (given,) if isinstance(given, str) else given
 

@@ -69,6 +69,8 @@ class Layout:
     """None: replicated."""
     padding: int = 0
     """Zeros that `master` has at the end of that dim, so that it divides. The train step computes without them."""
+    expert_ranks: int = 1
+    """Neighbouring data ranks that share the experts in the step (parallel/expert_parallel.py)."""
 
     def padded(self, x: jax.Array, leading: int = 0) -> jax.Array:
         """`x` with the padding. `leading`: its dims before those of the layout."""
@@ -173,7 +175,7 @@ def layout(parameter: Parameter, rules: Rules, parallel: ParallelConfig) -> Layo
     name, zeros = found
     dim = parameter.dims.index(name)
     master = [ZERO_AXES if at == dim else entry for at, entry in enumerate(compute)]
-    return Layout(compute, PartitionSpec(*master), dim, zeros)
+    return Layout(compute, PartitionSpec(*master), dim, zeros, parallel.expert if name == EXPERTS else 1)
 
 
 def stack_dims(dims: Dims) -> int:
@@ -238,7 +240,7 @@ def unstack_layout(layout: Layout, stack_dims: int) -> Layout:
     """Layout of one layer, from the layout of the layer stack with `stack_dims` leading dims."""
     zero_dim = None if layout.zero_dim is None else layout.zero_dim - stack_dims
     compute, master = (PartitionSpec(*spec[stack_dims:]) for spec in (layout.compute, layout.master))
-    return Layout(compute, master, zero_dim, layout.padding)
+    return Layout(compute, master, zero_dim, layout.padding, layout.expert_ranks)
 
 
 def split_spec(letters: str, split: str) -> PartitionSpec:

@@ -32,6 +32,7 @@ from jaxllm.mesh.sharding import (
 from jaxllm.model.adapters import Frozen
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
+from jaxllm.parallel.expert_parallel import choose_deliver
 from jaxllm.parallel.kernels import (
     attend_per_tensor_rank,
     choose_attention,
@@ -103,6 +104,7 @@ class ParallelContext:
             constrain=constrainer(sizes),
             grouped_matmul=choose_grouped_matmul(config, device),
             run_experts=experts_per_tensor_rank,
+            deliver=choose_deliver(config),
             add_over_sequence=partial(jax.lax.psum, axis_name=CONTEXT),
             ring=TensorRing(sizes[TENSOR], split_letters(model, sizes[TENSOR])) if rings else None,
         )

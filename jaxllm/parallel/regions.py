@@ -26,6 +26,7 @@ from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy, loss_sums, token_losses
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
+from jaxllm.parallel.expert_parallel import DeliverToRanks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.layer_loop import HostSums, LayerLoop, remat
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
@@ -184,7 +185,9 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], dict[s
     stages, gather, counts = stacking.stages, ctx.access.gather, []
 
     def run_experts(function: Any, x_BSD: jax.Array, routes: Routes, *weights: jax.Array) -> jax.Array:
-        counts.append(routes.counts(model.num_experts or 1))
+        counts.append([routes.counts(model.num_experts or 1)])
+        if isinstance(ctx.ops.deliver, DeliverToRanks):
+            counts[-1].append(ctx.ops.deliver.rows_dropped(routes.ids_BSK))
         return ctx.ops.run_experts(function, x_BSD, routes, *weights)
 
     ops = dataclasses.replace(ctx.ops, run_experts=run_experts)
@@ -219,7 +222,7 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], dict[s
         squares, counted = jax.lax.psum(of_layers, ctx.batch_axes)
         positions = jax.lax.psum(jnp.float32(rows["tokens"].size), ctx.batch_axes)
         norms = {LAYER_ACTIVATION_NORM: jnp.sqrt(squares / (positions * model.hidden_size))}
-        return norms | (spread(counted[0]) if counted else {})
+        return norms | (spread(*counted[0]) if counted else {})
 
     return region
 

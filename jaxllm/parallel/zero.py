@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.mesh.axes import ZERO_AXES
+from jaxllm.mesh.axes import DATA, ZERO_AXES
 from jaxllm.mesh.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
+from jaxllm.parallel.expert_parallel import alike
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.ordering import after, weights_token
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
@@ -149,7 +150,7 @@ def _gather(layouts: Tree, keeps: bool = False) -> Callable[[Tree], Tree]:
         def one(w, layout):
             if layout.zero_dim is None:
                 return w
-            w = layout.cut(jax.lax.all_gather(w, ZERO_AXES, axis=layout.zero_dim, tiled=True))
+            w = layout.cut(_gathered(w, layout.zero_dim, layout.expert_ranks))
             return jax.lax.optimization_barrier(in_row_major(w)) if keeps else w
 
         return jax.tree.map(one, weights, layouts)
@@ -168,12 +169,26 @@ def _scatter(layouts: Tree, in_place: bool = False) -> Callable[[Tree], Tree]:
             g = layout.padded(g.astype(jnp.float32))
             if layout.zero_dim is None:
                 return jax.lax.psum(g, ZERO_AXES)
-            shard = jax.lax.psum_scatter(g, ZERO_AXES, scatter_dimension=layout.zero_dim, tiled=True)
+            shard = _scattered(g, layout.zero_dim, layout.expert_ranks)
             return in_row_major(shard) if in_place else shard
 
         return jax.tree.map(one, gradients, layouts)
 
     return partial(_per_tensor_rank, local, layouts)
+
+
+def _gathered(w: jax.Array, dim: int, expert_ranks: int) -> jax.Array:
+    if expert_ranks == 1:
+        return jax.lax.all_gather(w, ZERO_AXES, axis=dim, tiled=True)
+    groups = alike(jax.lax.axis_size(DATA), expert_ranks)
+    return jax.lax.all_gather(w, DATA, axis=dim, tiled=True, axis_index_groups=groups) if groups[0][1:] else w
+
+
+def _scattered(g: jax.Array, dim: int, expert_ranks: int) -> jax.Array:
+    if expert_ranks == 1:
+        return jax.lax.psum_scatter(g, ZERO_AXES, scatter_dimension=dim, tiled=True)
+    groups, of = alike(jax.lax.axis_size(DATA), expert_ranks), {"scatter_dimension": dim, "tiled": True}
+    return jax.lax.psum_scatter(g, DATA, axis_index_groups=groups, **of) if groups[0][1:] else g
 
 
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.named import title_of as model_title
 from jaxllm.config.remat_policy import remat_text
+from jaxllm.config.types import zero_text
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import StageMemory, estimate_memory
 from jaxllm.display import readable
@@ -216,7 +217,7 @@ def variations(
 def title_of(estimate: Estimate) -> str:
     """Figure title: model, GPUs and mesh."""
     p, kind = estimate.config.parallel, estimate.gpu.name if estimate.gpu else "GPU"
-    mesh = f"pipe {p.pipe}, data {p.data}, context {p.context}, tensor {p.tensor}, ZeRO {p.zero}"
+    mesh = f"pipe {p.pipe}, data {p.data}, context {p.context}, tensor {p.tensor}, {zero_text(p.zero, p.expert)}"
     return f"{model_title(estimate.config.model, 'model')} on {estimate.devices} x {kind}: {mesh}"
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxllm.cluster import distributed
-from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
+from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig, ParallelConfig
 from jaxllm.config.batch_schedule import Phase
 from jaxllm.config.remat_policy import remat_words
 from jaxllm.config.rounds import sends_codes
+from jaxllm.config.types import zero_text
 from jaxllm.cost_model.flops import parameter_words
 from jaxllm.data.loader import SampleStream
-from jaxllm.model.experts import EXPERTS_USED
+from jaxllm.model.experts import EXPERT_ROWS_DROPPED, EXPERTS_USED
 from jaxllm.parallel.parameters import stacking_of
 from jaxllm.pipeline_schedule import USUAL_IDLE, idle_share, microbatches_for
 from jaxllm.run import fewer_hosts
@@ -32,7 +33,8 @@ def header(trainer: Any) -> Iterator[str]:
     config, devices, start = trainer.config, trainer.mesh.devices, trainer.start
     kind, M = devices.flat[0].device_kind, config.num_microbatches
     axes = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
-    yield f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; ZeRO {config.parallel.zero}"
+    zero = zero_text(config.parallel.zero, config.parallel.expert)
+    yield f"{devices.size} {kind} device{'s' if devices.size > 1 else ''}; mesh {axes}; {zero}"
     yield (
         f"{parameter_words(config.model)}; {config.step_tokens:,} tokens a step in "
         f"{M} microbatch{'es' if M > 1 else ''}; {config.total_tokens:,} tokens in all"
@@ -155,8 +157,21 @@ def who_collapsed(record: Record, model: ModelConfig) -> str | None:
     )
 
 
+def who_dropped(record: Record, parallel: ParallelConfig, before: float = 0.0) -> tuple[float, str] | None:
+    """(share, message) of the layer that drops the largest share of its rows for want of a buffer; None if none drops more than
+    twice the share `before`."""
+    shares = {name: share for name, share in record.items() if name.startswith(f"{EXPERT_ROWS_DROPPED}/")}
+    layer = max(shares, key=shares.__getitem__, default=None)
+    if layer is None or shares[layer] <= 2 * before:
+        return None
+    return shares[layer], (
+        f"step {record['step']}: layer {layer.partition('/')[2]} drops {100 * shares[layer]:.2g}% of its rows, whose tokens do "
+        f"without that expert: raise parallel.expert_buffer={parallel.expert_buffer}, or set parallel.expert_buffer=null"
+    )
+
+
 def register(run: Run) -> None:
-    trainer, console, told = run.trainer, run.console, []
+    trainer, console, told, dropped = run.trainer, run.console, [], 0.0
     if distributed.is_main_process():
         for sink in open_sinks(trainer.config, run.first, run.require, lambda: trainer.config.train.steps):
             run.stack.callback(sink.close)
@@ -164,6 +179,7 @@ def register(run: Run) -> None:
         trainer.metrics.watch.recall(run.folder / "metrics.jsonl")
 
     def publish(record: Record) -> None:
+        nonlocal dropped
         config = trainer.config
         due = record["step"] % config.log.every_steps == 0 or record["step"] in (run.first + 1, config.train.steps)
         record |= run.timer.record_keys(trainer, due and distributed.is_main_process())
@@ -182,6 +198,9 @@ def register(run: Run) -> None:
             console.say(who_was_left_out(record))
         if not told and (message := who_collapsed(record, config.model)):
             told.append(message)
+            console.say(message)
+        if found := who_dropped(record, config.parallel, dropped):
+            dropped, message = found
             console.say(message)
         console.step(record, due)
 

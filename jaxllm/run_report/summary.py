@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxllm.config import ConfigError
 from jaxllm.config.named import title_of
+from jaxllm.config.types import zero_text
 from jaxllm.cost_model.flops import mfu, parameter_words
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
@@ -146,7 +147,7 @@ class RunReport:
         axes = {name: int(getattr(p, name)) for name in ("replica", "pipe", "data", "context", "tensor")}
         mesh = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
         yield "model", f"{title_of(config.model, 'a model')}, {parameter_words(config.model)}"
-        yield "devices", f"{history.devices}{f': {mesh}' if mesh else ''}; ZeRO {p.zero}"
+        yield "devices", f"{history.devices}{f': {mesh}' if mesh else ''}; {zero_text(p.zero, p.expert)}"
         yield "trained", f"{int(history.steps[-1]):,} of {config.train.steps:,} steps, {number(history.tokens[-1])} tokens"
         yield "loss", f"{history.smoothed_loss[-1]:.4f} (mean of the last steps)"
         _, evaluated = history.evaluated()

@@ -30,6 +30,17 @@ CASES = [
     ((1, 2, 1, 2), 2, 2, "parallel.schedule=gpipe"),
     ((2, 1, 1, 1), 3, 1, "parallel.replica=2 train.microbatch_sequences=6"),
     pytest.param((2, 1, 1, 1), 3, 2, "parallel.offload_state=all", marks=pytest.mark.slow),
+    # Tokens travel, in buffers that hold all.
+    ((2, 1, 1, 1), 3, 2, "parallel.expert=2 parallel.expert_buffer=null"),
+    ((6, 1, 1, 1), 3, 1, "parallel.expert=3 parallel.expert_buffer=null parallel.remat=full"),
+    ((6, 1, 1, 1), 3, 2, "parallel.expert=2 parallel.expert_buffer=null parallel.remat=none"),
+    ((2, 1, 2, 1), 3, 1, "parallel.expert=2 parallel.expert_buffer=null train.freeze=[layers.mlp.*]"),
+    (
+        (2, 1, 1, 1),
+        3,
+        1,
+        "parallel.expert=2 parallel.expert_buffer=null parallel.replica=2 model.scan_layers=false train.microbatch_sequences=6",
+    ),
     # Experts and routers without gradients, as LoRA on attention leaves them.
     ((2, 1, 2, 1), 3, 2, "train.freeze=[layers.mlp.*]"),
 ]

@@ -433,7 +433,7 @@ def test_every_candidate_of_a_plan_is_a_config():
     found = 0
     for mesh in meshes(config, 64):
         if why_not(config, mesh, 8) is None:
-            for group in groups(config, mesh):
+            for group in groups(config, mesh, 8):
                 sizes = [f"parallel.{axis}={getattr(mesh, axis)}" for axis in ("pipe", "data", "context", "tensor")]
                 pipeline = [f"parallel.schedule={group.schedule}", f"parallel.virtual_stages={group.virtual_stages}"]
                 found += mesh.context > 1 < mesh.pipe
