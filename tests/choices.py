@@ -11,7 +11,7 @@ def choices_of(config, gpus, gpus_per_host=None, *, keep=(), across_hosts=False)
     per_host, _ = choose_gpus_per_host(gpus, gpus_per_host)
     for mesh in meshes(config, gpus, keep):
         if why_not(config, mesh, per_host, across_hosts) is None:
-            for group in groups(config, mesh, keep):
+            for group in groups(config, mesh, per_host, keep):
                 for state, remat, microbatch in itertools.product(group.offload_states, group.remats, group.microbatches):
                     yield group.choice(remat, microbatch, state)
 

@@ -189,7 +189,9 @@ class Collective:
     loops: tuple[int, ...]
     """Trip counts of the enclosing loops, outermost first."""
     axes: tuple[str, ...]
-    """Mesh axes that it runs over."""
+    """Mesh axes that it runs over, in whole or in part."""
+    group: tuple[int, ...]
+    """The devices of its first group."""
     asynchronous: bool
     spans_matmul: bool
     """Whether there is a matmul or fused attention, or a loop or call with one, between start and done."""
@@ -295,7 +297,7 @@ class Module:
             buffers,
             occurrence.executed,
             occurrence.loops,
-            self._axes_of(start.text),
+            *self._axes_of(start.text),
             asynchronous,
             spans_matmul=bool(spans),
             spans_loop=any(instruction.op == "while" for instruction in spans),
@@ -311,14 +313,14 @@ class Module:
             return True
         return any(self.has_matmul(i) for name in instruction.called for i in self.computations.get(name, []))
 
-    def _axes_of(self, text: str) -> tuple[str, ...]:
-        """The axes along which the devices of a group differ."""
+    def _axes_of(self, text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """(the axes along which the devices of a group differ, the first group)"""
         names, sizes = tuple(self.axes), tuple(self.axes.values())
-        varying = set()
-        for group in device_groups(text, math.prod(sizes)):
+        varying, groups = set(), device_groups(text, math.prod(sizes))
+        for group in groups:
             coordinates = np.unravel_index(np.array(group, int), sizes)
             varying |= {name for name, places in zip(names, coordinates, strict=True) if len(set(places.tolist())) > 1}
-        return tuple(name for name in names if name in varying)
+        return tuple(name for name in names if name in varying), tuple(groups[0]) if groups else ()
 
 
 # -------------------------------------------------------------------------------------------------------- largest results

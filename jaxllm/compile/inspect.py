@@ -106,11 +106,14 @@ class ConfigWarning:
     message: str
 
 
-def network_warnings(sizes: dict[str, int], gpus: int, per_host: int) -> Iterator[ConfigWarning]:
+def network_warnings(sizes: dict[str, int], expert: int, gpus: int, per_host: int) -> Iterator[ConfigWarning]:
     together = sizes[CONTEXT] * sizes[TENSOR]
     if per_host % together and per_host < gpus:
         text = f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
         yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, text)
+    if expert > 1 and per_host % (expert * together) and per_host < gpus:
+        text = f"expert x tensor = {expert * together} devices do not fit within hosts of {per_host}: tokens wait for it"
+        yield ConfigWarning("network", None, DATA, text)
 
 
 def matmul_warnings(
@@ -341,7 +344,7 @@ def inspect_config(
         precision=precision_table(config),
         notes=tuple(notes(config, rows, padding)),
         warnings=(
-            *network_warnings(sizes, gpus, per_host),
+            *network_warnings(sizes, config.parallel.expert, gpus, per_host),
             *matmul_warnings(config, rows, matmul_parts(config, kind, per_host)),
         ),
     )

@@ -25,7 +25,16 @@ from jaxllm.compile.hlo import RUNNING, Collective, Instruction, Module, byte_si
 from jaxllm.config import ParallelConfig
 from jaxllm.config.attention import HOPPER
 from jaxllm.cost_model.hardware import Gpu
-from jaxllm.cost_model.network import all_gather_s, all_reduce_s, group_of, links_of, permute_s, reduce_scatter_s
+from jaxllm.cost_model.network import (
+    Group,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    group_of,
+    links_of,
+    permute_s,
+    reduce_scatter_s,
+)
 from jaxllm.cost_model.replicas import over_replica_network
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, MEASURED
 
@@ -210,11 +219,17 @@ class _Simulation:
         n = math.prod(axes[axis] for axis in collective.axes)
         inner = names[max(names.index(axis) for axis in collective.axes) + 1 :]
         group, links = group_of(n, math.prod(axes[axis] for axis in inner), self.gpus_per_host), self.links
+        if 1 < len(collective.group) < n and collective.kind != "collective-permute":
+            # Groups of a part of an axis (parallel/expert_parallel.py).
+            n, hosts = len(collective.group), len({device // self.gpus_per_host for device in collective.group})
+            group = Group(n // hosts, hosts)
         if self.parallel is not None and self.parallel.names_replica_network and "replica" in collective.axes:
             group, links = over_replica_network(self.parallel, n, links)
         size = sum(byte_size(*buffer) for buffer in collective.buffers)
-        # An all-to-all sends as much as an all-gather, less its own part.
-        ways = {"all-reduce": all_reduce_s, "reduce-scatter": reduce_scatter_s, "collective-permute": permute_s}
+        ways = {
+            **{"all-reduce": all_reduce_s, "reduce-scatter": reduce_scatter_s, "collective-permute": permute_s},
+            "all-to-all": all_to_all_s,
+        }
         transfer_s = ways.get(kind, all_gather_s)(n * size if kind == "reduce-scatter" else size, group, links)
         return Transfer(collective, sent_bytes(kind, size, n), transfer_s, 0.0)
 

@@ -65,7 +65,8 @@ def bytes_per_token_and_layer(policy: Policy, config: Config, *, blockwise: bool
     and mlp_down D b / (c t), as the sequence is sharded over tensor between blocks; query and attention_output N H b / (c t);
     key and value K H b / (c t), or K H b / c where t does not divide K (every rank then has all heads, see weight_rules);
     mlp_gate and mlp_up F b / (c t), for each expert of a token; attention_lse, float32, 4 N / (c t). Beside the names every
-    policy keeps the choice of experts, 12 bytes for each expert of a token on every tensor rank.
+    policy keeps the choice of experts, 12 bytes for each expert of a token on every tensor rank. Where tokens travel, the slots
+    of buffers are in the place of a token's experts, and 8 bytes for each of these come with them.
 
     Args:
       blockwise: whether attention has results to keep (is_blockwise).
@@ -77,17 +78,18 @@ def bytes_per_token_and_layer(policy: Policy, config: Config, *, blockwise: bool
         raise ValueError("remat=none keeps what autodiff needs, which does not follow from tensor names: use another policy.")
     model, context, tensor = config.model, config.parallel.context, config.parallel.tensor
     itemsize = ITEMSIZE[model.compute_dtype]
-    sizes = {BLOCK_INPUT: model.hidden_size * itemsize, "attention_lse": 4 * model.num_heads}
+    sizes: dict[str, float] = {BLOCK_INPUT: model.hidden_size * itemsize, "attention_lse": 4 * model.num_heads}
     for spec in layer_matmuls(model):
         replicas = tensor if "kv_heads" in spec.dims and model.num_kv_heads % tensor else 1
         sizes[spec.output] = math.prod(spec.shape[spec.inputs + spec.of_experts :]) * itemsize * replicas
         if spec.of_experts and spec.output != LAST_OUTPUT:
-            sizes[spec.output] *= model.mlps_per_token
+            sizes[spec.output] *= model.mlps_per_token * config.parallel.slots_per_row
     sizes["attention_output"] = sizes["query"]
 
     def of(names: tuple[str, ...]) -> Bytes:
         there = [name for name in names if blockwise or name not in ATTENTION_RESULTS]
         return {name: sizes[name] / (context * tensor) for name in there}
 
-    choice = {EXPERT_CHOICE: 12 * model.mlps_per_token / context} if has_experts(model) else {}
+    of_row = 12 * config.parallel.slots_per_row + 8 * (config.parallel.expert > 1)
+    choice = {EXPERT_CHOICE: of_row * model.mlps_per_token / context} if has_experts(model) else {}
     return ActivationBytes({**of(policy.keep), **choice}, of(policy.offload))

@@ -95,6 +95,12 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("hidden states and their gradients", "split", (3, 3, 2)),
         # Experts, by thirty steps compiled for Hopper GPUs (JAX 0.12).
         Row("each expert's rows and their gradients", "rows", (3, 3, 0)),
+        # Tokens that travel, by twelve such steps. At the peak one layer's buffers are live, and no gathered sequence.
+        Row("rows on their way", "rows", (2, 2, 0), "expert_parallel"),
+        Row("rows read from their stack", "rows", (-1, -1, 0), "expert_parallel everything"),
+        Row("sequences not gathered any more", "whole", (-2, -3, 0), "expert_parallel"),
+        Row("recomputed products, overwritten", "mlp", (-2, -2, -2), "expert_parallel recomputes_products"),
+        Row("fetched products, overwritten", "offloaded.products", (-1, -1, 0), "expert_parallel"),
         Row("a product of experts, overwritten", "mlp", (-1, -1, -1), "experts one_microbatch"),
         Row("a layer of experts that arrives", "weights", (1, 1, 1), "experts pipelined zero_3"),
         Row("another, or its gradients", "weights", (1, 1, 1), "experts pipelined zero_3 -one_microbatch"),
@@ -219,6 +225,7 @@ def facts(step: StepSizes) -> dict[str, bool]:
         "one_pass": one_pass,
         "one_microbatch": step.microbatches == 1,
         "experts": has_experts(step.model),
+        "expert_parallel": p.expert > 1,
         "zero_3": step.zero == 3,
         "reads_in_place": single or (step.pipelined and one_pass),
         "own_layers": step.has_own_layers,

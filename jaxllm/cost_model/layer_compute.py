@@ -87,7 +87,9 @@ class LayerCompute:
         N, K, H = model.num_heads, model.num_kv_heads, model.head_dim
         # Key-value heads that do not divide are replicated over tensor ranks.
         self.query_width, self.key_width = N * H // self.t, K * H // (self.t if K % self.t == 0 else 1)
-        self.experts, self.per_token = model.num_experts or 1, model.mlps_per_token
+        self.experts, self.per_token, e = model.num_experts or 1, model.mlps_per_token, parallel.expert
+        # The ranks that share experts, and those that have the same ones.
+        self.expert_group, self.alike_group = axis(e, self.c * self.t), axis(self.d // e, e * self.c * self.t)
         self.mlp_width = self.per_token * model.intermediate_size // self.t
         self.of_experts = {spec.output for spec in layer_matmuls(model) if spec.of_experts}
         self.matmuls = self.block_matmuls()
@@ -274,8 +276,9 @@ class LayerCompute:
         backward = moves[1] * split + 2 * heads + 3 * normed + self.backward_mlp_moves * self.mlp_width
         if self.of_experts:
             # Rows are gathered for the experts and from them; backward also once more, for the weights' gradients.
-            rows = 2 * self.per_token * self.model.hidden_size
-            forward, backward = forward + 2 * rows, backward + 3 * rows
+            rows = 2 * self.per_token * self.model.hidden_size * self.parallel.slots_per_row
+            times = 1 if self.parallel.expert == 1 else 2
+            forward, backward = forward + 2 * times * rows, backward + 3 * times * rows
         merged = self.mean(sum(queries for queries, _ in self.hops(w)) for w in self.windows) * self.query_width
         return (
             self.moved_s(self.rows * (self.itemsize * forward + 10 * merged)),

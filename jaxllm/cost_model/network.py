@@ -138,6 +138,15 @@ def all_reduce_s(size_bytes: float, group: Group, links: Links) -> float:
     return min(way(size_bytes, group, links) for way in ALL_REDUCES.values())
 
 
+def all_to_all_s(size_bytes: float, group: Group, links: Links) -> float:
+    """Each rank sends an equal part of its B bytes to every rank, itself included: through its links and its share of the
+    adapters at the same time."""
+    part, here, there = size_bytes / group.size, group.inside - 1, group.size - group.inside
+    link_s = here and links.link_latency_s + here * part / inside_bytes_per_s(group, links)
+    network_s = there and links.network_latency_s + there * part / links.network_bytes_per_s
+    return max(link_s, network_s)
+
+
 def permute_s(size_bytes: float, group: Group, links: Links) -> float:
     """All ranks send to their neighbour at the same time, so the slowest pair decides: one GPU's share of the adapters."""
     if group.size == 1:

@@ -15,7 +15,7 @@ from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_l
 from jaxllm.cost_model.flops import moments_per_parameter, train_flops_per_token, trained_matrices
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.layer_compute import LayerCompute
-from jaxllm.cost_model.network import all_gather_s, all_reduce_s, permute_s, reduce_scatter_s
+from jaxllm.cost_model.network import all_gather_s, all_reduce_s, all_to_all_s, permute_s, reduce_scatter_s
 from jaxllm.cost_model.replicas import add_exchange
 from jaxllm.cost_model.step_parts import (
     BETWEEN_GPUS,
@@ -192,6 +192,12 @@ class StepModel(LayerCompute):
         if self.c > 1:
             for window, share in self.windows.items():
                 self.add_context(forward, backward, share * layers, window, attention_again)
+        if self.parallel.expert > 1:
+            # There and back. Where moves are made again, the rows that arrived were not kept.
+            slots = self.rows * self.per_token * self.parallel.slots_per_row
+            each_s = all_to_all_s(slots * self.model.hidden_size * self.itemsize, self.expert_group, self.links)
+            forward.add("expert", each_s, times=2 * layers)
+            backward.add("expert", each_s, times=(2 + moves_again) * layers)
 
     def recomputation_s(self, again: set[str], attention_again: bool) -> float:
         """Time by which one layer's backward pass is longer if it recomputes these matmuls and attention, with the transfers
@@ -326,10 +332,17 @@ class StepModel(LayerCompute):
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer. ZeRO 2 scatters its gradients behind the backward of the layer before it; ZeRO 3 also
         gathers its weights behind the layer that is computed before it, in both passes (layer_loop.py)."""
-        scatter_s = reduce_scatter_s(4 * self.trained_parameters, self.data_group, self.links)
+        scatter_s = self.layerwise_s(4, self.trained_parameters, self.count(self.of_experts - self.frozen, self.experts))
         if self.parallel.zero == 2:
             return 0.0, scatter_s
-        return all_gather_s(self.itemsize * self.layer_parameters, self.data_group, self.links), scatter_s
+        return self.layerwise_s(self.itemsize, self.layer_parameters, self.count(self.of_experts, self.experts)), scatter_s
+
+    def layerwise_s(self, itemsize: int, parameters: float, of_experts: int) -> float:
+        """Time to gather or scatter so many parameters of a layer, some of them of experts."""
+        if (e := self.parallel.expert) == 1:
+            return all_gather_s(itemsize * parameters, self.data_group, self.links)
+        shared_s = all_gather_s(itemsize * (parameters - of_experts), self.data_group, self.links)
+        return shared_s + all_gather_s(itemsize * of_experts / e, self.alike_group, self.links)
 
     @property
     def hidden_bytes(self) -> float:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import fsum as sum
 from typing import NamedTuple
 
-BETWEEN_GPUS = ("tensor", "context", "pipe", "data", "replica")
+BETWEEN_GPUS = ("tensor", "context", "expert", "pipe", "data", "replica")
 """Terms of transfers over a mesh axis."""
 OUTER_STEP = "outer_step"
 """The term of DiLoCo's transfers between replicas: a step's share of them."""

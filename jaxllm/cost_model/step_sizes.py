@@ -53,15 +53,15 @@ def parameters(model: ModelConfig, parallel: ParallelConfig, frozen: frozenset[s
     """
     ranks = int(parallel.data) * parallel.context
     # Type checkers do not know that a frozen model of pydantic is hashable.
-    found = _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1)
+    found = _parameters(cast(Any, model), parallel.pipe, parallel.tensor, ranks if parallel.zero else 1, parallel.expert)
     sharded = ("" if parallel.pipe == 1 else LAYERS) if parallel.zero == 3 else None
     whole = {path for path in frozen if sharded is None or not path.startswith(sharded)}
     return {path: Elements(one.compute, one.compute) if path in whole else one for path, one in found.items()}
 
 
 @lru_cache(maxsize=4096)
-def _parameters(model: Any, pipe: int, tensor: int, ranks: int) -> Mapping[str, Elements]:
-    """The same, sharded over so many ranks between steps."""
+def _parameters(model: Any, pipe: int, tensor: int, ranks: int, expert: int) -> Mapping[str, Elements]:
+    """The same, sharded over so many ranks between steps, and experts over some of them in the step."""
     ways = pipe * tensor
     split = {"vocab": ways, "heads": tensor, "mlp": tensor}
     if model.num_kv_heads % tensor == 0:
@@ -75,7 +75,8 @@ def _parameters(model: Any, pipe: int, tensor: int, ranks: int) -> Mapping[str, 
         found[spec.path] = Elements(compute, compute)
         if ranks > 1 and (shard := zero_shard(shape, split, ranks, spec.is_matrix)) is not None:
             dim, zeros = shard
-            found[spec.path] = Elements(compute, compute // shape[dim] * (shape[dim] + zeros) // ranks)
+            here = compute // expert if spec.of_experts else compute
+            found[spec.path] = Elements(here, compute // shape[dim] * (shape[dim] + zeros) // ranks)
     return MappingProxyType(found)
 
 
@@ -205,8 +206,8 @@ class StepSizes:
         each = self.tokens * self.itemsize
         keys = m.num_kv_heads // t if m.num_kv_heads % t == 0 else m.num_kv_heads
         return {
-            "mlp": each * m.intermediate_size / t * m.mlps_per_token,
-            "rows": each * m.hidden_size * m.mlps_per_token * has_experts(m),
+            "mlp": each * m.intermediate_size / t * m.mlps_per_token * self.parallel.slots_per_row,
+            "rows": each * m.hidden_size * m.mlps_per_token * self.parallel.slots_per_row * has_experts(m),
             "whole": each * m.hidden_size,
             "split": each * m.hidden_size / t,
             "query": each * m.num_heads * m.head_dim / t,
@@ -226,6 +227,7 @@ class StepSizes:
         # as of its input's.
         u, norms = self.units, self.model.block_norms
         products = (4, 4) if self.model.activation == "gelu_tanh" else (6, 3)
+        products = (3, 3) if has_experts(self.model) else products
         normed = {"block_input": 2 * u["split"] * (norms != "after"), "block_output": 2 * u["split"] * (norms != "before")}
         of_heads = (u["query"] + u["key"]) * (self.model.qk_norm is not None)
         if self.has_own_layers:
@@ -250,7 +252,8 @@ class StepSizes:
             "qk_norm": 3 * FLOAT32 / self.itemsize * of_heads,
             "attention_output": u["query"],
             "attention_lse": FLOAT32 * self.tokens * self.model.num_heads / self.parallel.tensor,
-            "mlp_input": input_bytes,
+            # Experts keep rows of it instead.
+            "mlp_input": input_bytes * (not has_experts(self.model)),
             "router_input": FLOAT32 / self.itemsize * u["split"] * has_experts(self.model),
             "expert_rows": u["rows"],
             "mlp_products": products[0] * u["mlp"],

@@ -193,8 +193,8 @@ def layer_combined(config: Config) -> dict[str, int]:
     """
     ranks = int(config.parallel.data) * config.parallel.context
     layer = [e for path, e in parameters(config.model, config.parallel).items() if path.startswith(LAYERS)]
-    # What is sharded arrives with the zeros that ZeRO pads.
-    gathered = sum(ranks * e.master if e.master < e.compute else e.compute for e in layer)
+    # What is sharded arrives with the zeros that ZeRO pads; of experts that are shared, a rank's own.
+    gathered = sum(ranks * e.master if ranks // config.parallel.expert * e.master < e.compute else e.compute for e in layer)
     reduced, summed = sum(e.master for e in layer), sum(e.compute for e in layer)
     sizes = ITEMSIZE[config.model.compute_dtype] * gathered, 4 * reduced, 4 * summed
     return dict(zip(LAYER_COMBINED, sizes, strict=True))

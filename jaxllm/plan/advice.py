@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from jaxllm.config import Config, ConfigError, divisors
 from jaxllm.config.attention import why_no_experts
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.types import MASTER_ON_HOST, OFFLOAD_STATES
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu
 from jaxllm.cost_model.hosts import host_bytes_per_gpu
@@ -36,8 +37,9 @@ LEAST_GAIN = 0.005
 
 
 def better_shape(config: Config, gpu: Gpu, gpus_per_host: int, convention: str = "jaxllm") -> Change | None:
-    """The change of a resolved config on the same GPUs that shortens the step most, if it also wastes fewer seconds on shapes
-    and fits or takes no more memory. None below LEAST_GAIN. The planner looks further: this tries a few neighbours."""
+    """The change of a resolved config on the same GPUs that shortens the step most, if it also wastes fewer seconds on shapes,
+    or is of parallel.expert, and fits or takes no more memory. None below LEAST_GAIN. The planner looks further: this tries a
+    few neighbours."""
     now, bytes_now = shape_waste(config, gpu, gpus_per_host, convention), estimate_memory(config, gpu).peak_bytes
     best, most, limit = None, 1 - LEAST_GAIN, max(bytes_now, FIT_SHARE * gpu.capacity_bytes)
     for keys in _neighbours(config, gpus_per_host):
@@ -45,7 +47,8 @@ def better_shape(config: Config, gpu: Gpu, gpus_per_host: int, convention: str =
             continue
         then, memory = shape_waste(new, gpu, gpus_per_host, convention), estimate_memory(new, gpu)
         ratio = then.step_s / now.step_s
-        if ratio <= most and then.total_s < now.total_s and memory.peak_bytes <= limit:
+        is_better = then.total_s < now.total_s or "parallel.expert" in keys
+        if ratio <= most and is_better and memory.peak_bytes <= limit:
             best, most = Change(keys, new, memory.peak_bytes, memory.host_bytes, then.step_s, ratio), ratio
     return best
 
@@ -53,7 +56,9 @@ def better_shape(config: Config, gpu: Gpu, gpus_per_host: int, convention: str =
 def better_shape_line(change: Change) -> str:
     """'model.vocab_size=50304 would make the step 2.1% shorter'."""
     assert change.step_ratio is not None, "better_shape knows the step"
-    return f"{change.overrides} would make the step {1 - change.step_ratio:.1%} shorter"
+    p = change.config.parallel
+    dropped = f" (rows beyond parallel.expert_buffer={p.expert_buffer} are dropped)" if p.expert > 1 and p.expert_buffer else ""
+    return f"{change.overrides} would make the step {1 - change.step_ratio:.1%} shorter{dropped}"
 
 
 def _neighbours(config: Config, gpus_per_host: int) -> Iterator[dict[str, Any]]:
@@ -62,6 +67,8 @@ def _neighbours(config: Config, gpus_per_host: int) -> Iterator[dict[str, Any]]:
     multiple = TILE * p.pipe * p.tensor
     if vocab_size % multiple and config.train.init_from is None:
         yield {"model.vocab_size": -(-vocab_size // multiple) * multiple}
+    if has_experts(config.model):
+        yield from ({"parallel.expert": e} for e in divisors(gpus_per_host) if e != p.expert)
     ranks = p.tensor * int(p.data)
     for tensor in (p.tensor // 2, p.tensor * 2):
         if tensor and ranks % tensor == 0 and tensor <= gpus_per_host:
@@ -273,6 +280,9 @@ class _Trial:
         host_bytes = host_bytes_per_gpu(self.gpu, self.gpus_per_host)
         for keys in ladder:
             config = changed(self.config, keys)
+            if config is None and self.config.parallel.expert > 1:
+                keys = {**keys, "parallel.expert": 1}
+                config = changed(self.config, keys)
             if config is None or self._leaves_host(config) or self._has_no_kernels(config):
                 continue
             memory = self.estimate(config)

@@ -18,6 +18,7 @@ from jaxllm.config.attention import AMPERE, HOPPER, require_trains
 from jaxllm.config.model_spec import has_experts
 from jaxllm.config.named import title_of
 from jaxllm.config.remat_policy import remat_words
+from jaxllm.config.types import zero_text
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
 from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, find_gpu, fits_text
@@ -204,7 +205,8 @@ class Estimate:
         virtual = f" x {parallel.virtual_stages} virtual" if parallel.virtual_stages > 1 else ""
         yield (
             f"  {replicas}pipe {parallel.pipe}{virtual}, data {parallel.data}, context {parallel.context}, "
-            f"tensor {parallel.tensor}; ZeRO {parallel.zero}{pipeline}; remat {remat_words(parallel.remat)}"
+            f"tensor {parallel.tensor}; {zero_text(parallel.zero, parallel.expert)}{pipeline}; "
+            f"remat {remat_words(parallel.remat)}"
         )
         M, b = config.num_microbatches, config.microbatch_sequences
         yield (

@@ -107,7 +107,7 @@ class _Run:
         found: list[Trial] = []
         for mesh in every:
             reason = why_not(self.fitting.config, mesh, self.fitting.gpus_per_host, across)
-            every_group = () if reason else groups(self.fitting.config, mesh, self.options.keep)
+            every_group = () if reason else groups(self.fitting.config, mesh, self.fitting.gpus_per_host, self.options.keep)
             left = [group for group in every_group if group.microbatches or group.uneven_microbatches]
             self.meshes += 1
             if not left:
@@ -215,7 +215,7 @@ def any_fits(
         for across in options.reaches()
         for mesh in every
         if why_not(config, mesh, per_host, across) is None
-        for group in sorted(groups(config, mesh, keep), key=lambda group: -group.zero)
+        for group in sorted(groups(config, mesh, per_host, keep), key=lambda group: -group.zero)
         for microbatch in _smallest(group, config)
         for state in reversed(group.offload_states)
         for to_host in ways(group, keep)

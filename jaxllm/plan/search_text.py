@@ -107,7 +107,7 @@ def cells(plan: Plan, number: int, one: Candidate) -> list[str]:
     return [
         str(number),
         *(str(size) for size in (choice.mesh.pipe, choice.mesh.data, choice.mesh.context, choice.mesh.tensor)),
-        str(choice.zero),
+        str(choice.zero) if choice.expert == 1 else f"{choice.zero} e{choice.expert}",
         str(choice.microbatch_sequences),
         schedule_text(choice.schedule, choice.virtual_stages) if choice.mesh.pipe > 1 else "-",
         remat_cell(choice),
@@ -145,6 +145,9 @@ def verdict_lines(plan: Plan, rows: int, *, narrow: bool = False, in_terminal: b
             "remat: of keep and recompute the shorter list is shown, and what no list names is the other; q k v query, key and "
             "value, attn and out the two outputs of attention"
         )
+    if any(one.choice.expert > 1 for one in plan.candidates[:rows]):
+        dropped = "" if plan.config.parallel.expert_buffer is None else ", and rows beyond parallel.expert_buffer are dropped"
+        yield f"ZeRO 3 eN: parallel.expert=N, tokens travel to the ranks that have their experts{dropped}"
     yield from certainty_lines(plan)
     yield from beside_lines(plan)
     for best in plan.candidates[:1]:

@@ -24,14 +24,14 @@ from jaxllm.config.attention import HOPPER, why_no_experts
 from jaxllm.config.checks import check_split, effective_windows, keeps_whole_layers, repeats, unlike_all_on_host
 from jaxllm.config.errors import nearest
 from jaxllm.config.remat_policy import offloads, remat_text
-from jaxllm.config.types import EXPERT_UNIT, GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B
+from jaxllm.config.types import EXPERT_UNIT, GPIPE, INTERLEAVED, OFFLOAD_STATES, ONE_F_ONE_B, zero_text
 
 REMATS = ("full", "offload", "selective", "none")
 """Ordered by memory, those that need least first."""
 ZEROS = (0, 1, 2, 3)
 MOST_VIRTUAL_STAGES = 8
 """With more chunks, most models have one layer per chunk, and the messages cost more than the bubble."""
-KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences", "offload_state")
+KEEPABLE = ("pipe", "data", "context", "tensor", "zero", "schedule", "remat", "microbatch_sequences", "offload_state", "expert")
 """Settings that a search can leave as the config has them."""
 STATE_WORDS = {"optimizer": "moments", "optimizer_and_master": "moments, master", "all": "moments, master, layers"}
 """What parallel.offload_state moves to the host, in a table."""
@@ -62,13 +62,14 @@ class Choice:
     remat: Remat
     microbatch_sequences: int
     offload_state: str
+    expert: int
 
     def __str__(self) -> str:
         schedule = schedule_text(self.schedule, self.virtual_stages)
         pipeline = "" if self.mesh.pipe == 1 else f", {schedule}"
         state = "" if self.offload_state == "none" else f", offload_state {self.offload_state}"
         return (
-            f"{self.mesh}, ZeRO {self.zero}, microbatch {self.microbatch_sequences}{pipeline}, remat "
+            f"{self.mesh}, {zero_text(self.zero, self.expert)}, microbatch {self.microbatch_sequences}{pipeline}, remat "
             f"{remat_text(self.remat)}{state}"
         )
 
@@ -111,9 +112,11 @@ class Group:
     """Sequences per microbatch, ascending."""
     uneven_microbatches: tuple[int, ...] = ()
     """Those that are impossible, because they are UNEVEN."""
+    expert: int = 1
 
     def choice(self, remat: Remat, microbatch_sequences: int, offload_state: str) -> Choice:
-        return Choice(self.mesh, self.zero, self.schedule, self.virtual_stages, remat, microbatch_sequences, offload_state)
+        of_group = (self.mesh, self.zero, self.schedule, self.virtual_stages)
+        return Choice(*of_group, remat, microbatch_sequences, offload_state, self.expert)
 
 
 def meshes(config: Config, gpus: int, keep: Collection[str] = ()) -> Iterator[Mesh]:
@@ -197,7 +200,7 @@ def _divides(config: Config, mesh: Mesh) -> bool:
     return True
 
 
-def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[Group]:
+def groups(config: Config, mesh: Mesh, gpus_per_host: int, keep: Collection[str] = ()) -> Iterator[Group]:
     """The choices of a mesh for which why_not() is None."""
     parallel = config.parallel
     # With a single rank to shard over, all levels are equal.
@@ -220,8 +223,20 @@ def groups(config: Config, mesh: Mesh, keep: Collection[str] = ()) -> Iterator[G
             even = tuple(size for size in microbatches if all(share // size % mesh.pipe == 0 for share in shares))
         uneven = tuple(size for size in microbatches if size not in even)
         for zero in zeros:
-            if states := _offload_states(config, mesh, zero, keep):
-                yield Group(mesh, zero, schedule, virtual_stages, remats, states, even, uneven)
+            states = _offload_states(config, mesh, zero, keep)
+            for expert in expert_ranks(config, mesh, zero, gpus_per_host, keep):
+                # A run with all state on the host does not count what is dropped.
+                counts = expert == 1 or config.parallel.expert_buffer is None
+                if left := tuple(state for state in states if counts or state != "all"):
+                    yield Group(mesh, zero, schedule, virtual_stages, remats, left, even, uneven, expert)
+
+
+def expert_ranks(config: Config, mesh: Mesh, zero: int, gpus_per_host: int, keep: Collection[str] = ()) -> tuple[int, ...]:
+    """Those over which the experts of a layer may be, in one host. A config with expert=1 keeps it: no row is dropped."""
+    asked, found = config.parallel.expert, (1,)
+    if asked > 1 and zero == 3 and mesh.pipe == mesh.context == 1 and (config.model.num_experts or 1) % mesh.data == 0:
+        found = tuple(e for e in divisors(mesh.data) if gpus_per_host % (e * mesh.tensor) == 0 or e == asked)
+    return tuple(e for e in found if e == asked) if "expert" in keep else found
 
 
 def _offload_states(config: Config, mesh: Mesh, zero: int, keep: Collection[str]) -> tuple[str, ...]:
@@ -264,7 +279,8 @@ def choice_in(config: Config) -> Choice:
     """The choice that a resolved config makes."""
     p = config.parallel
     mesh = Mesh(p.pipe, int(p.data), p.context, p.tensor)
-    return Choice(mesh, p.zero, p.schedule, p.virtual_stages, p.remat, config.microbatch_sequences, p.offload_state)
+    of_mesh = (mesh, p.zero, p.schedule, p.virtual_stages)
+    return Choice(*of_mesh, p.remat, config.microbatch_sequences, p.offload_state, p.expert)
 
 
 def schedule_text(schedule: str, virtual_stages: int) -> str:

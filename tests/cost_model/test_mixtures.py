@@ -1,13 +1,15 @@
 """What is said of mixtures of experts before a GPU is rented, and what is refused."""
 
 import pytest
+from scripts import CHECKOUT
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.attention import why_no_experts
 from jaxllm.cost_model.flops import parameter_count, parameter_words, train_flops_per_token
 from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.plan.estimate import estimate
-from jaxllm.plan.search import best_with_fp8, search
+from jaxllm.plan.search import SearchOptions, best_with_fp8, search
+from jaxllm.plan.search_text import verdict_lines
 from jaxllm.run.messages import who_collapsed
 
 
@@ -53,6 +55,30 @@ def test_fp8_is_not_proposed():
     plan = search(config_of("olmoe-1b-7b", "model.num_layers=2"), find_gpu("h100-80gb"), 2)
     assert plan.candidates
     assert best_with_fp8(plan) is None
+
+
+def test_expert_parallelism_gains_where_experts_have_few_tokens():
+    """The page's figures; the estimate and the plan say which way is faster. With all tokens travelling nothing is gathered."""
+
+    def of(tokens, sequences, expert):
+        more = (f"train.sequence_length={tokens}", f"train.microbatch_sequences={sequences}", f"parallel.expert={expert}")
+        recipe = config_of("qwen3-30b-a3b", *more, f"train.global_batch_sequences={512 * sequences}", "parallel.data=64")
+        return estimate(recipe, "h200-141gb", 64)
+
+    many, few = ([of(tokens, sequences, expert) for expert in (1, 8)] for tokens, sequences in ((8192, 2), (2048, 1)))
+    longer, shorter = (there.speed.step_s / here.speed.step_s - 1 for here, there in (many, few))
+    page = " ".join((CHECKOUT / "docs" / "experts.md").read_text(encoding="utf-8").split())
+    assert f"is {longer:.0%} longer with `expert=8` at two sequences of 8,192 tokens a microbatch, and {-shorter:.0%}" in page
+    assert many[1].better_shape.keys == {"parallel.expert": 1}
+    assert few[0].better_shape.keys == {"parallel.expert": 8}
+    assert "shorter (rows beyond parallel.expert_buffer=1.5 are dropped)" in "\n".join(few[0].lines())
+    assert few[1].memory.peak_bytes < few[0].memory.peak_bytes
+    # Rows may be dropped, so a plan has experts on several ranks only if the config asks for it.
+    for asked, keep, found in ((few[1], (), 8), (many[1], (), 1), (many[1], ("expert",), 8), (few[0], (), 1)):
+        options = SearchOptions(keep=frozenset({"data", "zero", "microbatch_sequences", *keep}))
+        plan = search(asked.config, find_gpu("h200-141gb"), 64, options=options)
+        assert plan.candidates[0].choice.expert == found
+        assert ("rows beyond parallel.expert_buffer are dropped" in "\n".join(verdict_lines(plan, 1))) == (found == 8)
 
 
 REFUSED = {

@@ -251,7 +251,7 @@ def test_no_remat_is_faster_than_the_least_time():
     rng, every = random.Random(0), list(mappings())
     for mesh in meshes(TINY, 4):
         if why_not(TINY, mesh, 4) is None:
-            for group in groups(TINY, mesh):
+            for group in groups(TINY, mesh, 8):
                 size = rng.choice(group.microbatches or (0,))
                 if not size:
                     continue

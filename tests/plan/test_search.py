@@ -215,6 +215,8 @@ def test_what_is_kept_is_not_searched():
         # Without a pipeline there is no schedule to keep.
         "schedule": lambda choice: choice.schedule if choice.mesh.pipe > 1 else "gpipe",
         "offload_state": lambda choice: choice.offload_state,
+        # A model without experts has them on one rank (tests/cost_model/test_mixtures.py).
+        "expert": lambda choice: choice.expert,
     }
     assert set(values) == set(KEEPABLE)
     for name, value in values.items():
