@@ -41,6 +41,7 @@ from megatron_stages import megatron_memory_by_stage
 
 from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.config.attention import require_trains
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.types import BLOCK_TENSORS
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
@@ -50,7 +51,7 @@ from jaxllm.plan.space import REMATS, Choice, choice_in, groups, meshes, why_not
 SEED, COUNT = 455, 460
 HOST_BYTES_PER_GPU = 128 * 2**30
 """The planner's limit of host memory when the configurations were drawn."""
-HELD = ("offload_state",)
+HELD = ("offload_state", "expert")
 """Settings of the planner's space that are drawn apart."""
 TABLE = Path(__file__).with_name("memory_accuracy.csv")
 
@@ -63,7 +64,9 @@ NETWORKS = (
 """The network beside Llama of each index, so that later ones do not change the draws of earlier ones."""
 NETWORKS_SEED, NETWORKS_COUNT = 457, len(NETWORKS)
 NETWORKS_TABLE = TABLE.with_name("memory_networks.csv")
-MIXTURES = 10 * ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b")
+MIXTURES = 20 * ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b")
+SHARED = range(36, 54)
+"""Mixtures of these indices have parallel.expert."""
 MIXTURES_SEED, MIXTURES_COUNT, MIXTURES_TABLE = 461, len(MIXTURES), TABLE.with_name("memory_mixtures.csv")
 GPU_NAMES = ("a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
 GPU_COUNTS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
@@ -134,12 +137,14 @@ class Case:
 
     @property
     def hash(self) -> str:
-        result = json.dumps([self.gpu, self.gpus, self.knobs], sort_keys=True)
+        knobs = {key: value for key, value in self.knobs.items() if (key, value) != ("expert", 1)}
+        result = json.dumps([self.gpu, self.gpus, knobs], sort_keys=True)
         return hashlib.sha256(result.encode()).hexdigest()[:12]
 
 
 PARALLEL_KNOBS = (
     *("pipe", "data", "context", "tensor", "zero", "schedule", "virtual_stages", "remat", "offload_state", "context_method"),
+    "expert",
 )
 KNOBS = ("model", *PARALLEL_KNOBS, "mask_documents", "sequence_length", "global_batch_sequences", "microbatch_sequences")
 
@@ -217,7 +222,12 @@ def propose(rng: random.Random, index: int, near: bool, models: Sequence[str] = 
     if not left:
         return None
     (mesh,) = left
-    found = [group for group in groups(template, mesh, HELD) if group.microbatches]
+    if shared := has_experts(template.model) and index in SHARED:
+        template = template.model_copy(update={"parallel": template.parallel.model_copy(update={"expert": 2})})
+    every = groups(template, mesh, per_host, HELD[:1] if shared else HELD)
+    found = [group for group in every if group.microbatches and (group.expert > 1) == shared]
+    if not found:
+        return None
     schedule = rng.choice(sorted({group.schedule for group in found}))
     group = rng.choice([group for group in found if group.schedule == schedule])
     share = base["global_batch_sequences"] // mesh.data
@@ -259,9 +269,9 @@ def belongs(case: Case) -> bool:
     choice = choice_in(config)
     if why_not(config, choice.mesh, case.gpus_per_host) is not None:
         return False
-    key = (choice.zero, choice.schedule, choice.virtual_stages)
-    for group in groups(config, choice.mesh, HELD):
-        if (group.zero, group.schedule, group.virtual_stages) == key:
+    key = (choice.zero, choice.schedule, choice.virtual_stages, choice.expert)
+    for group in groups(config, choice.mesh, case.gpus_per_host, HELD):
+        if (group.zero, group.schedule, group.virtual_stages, group.expert) == key:
             return choice.remat in group.remats and choice.microbatch_sequences in group.microbatches
     return False
 
@@ -287,7 +297,7 @@ def _template(base: dict[str, Any]) -> Config:
 
 def _case(index: int, near: bool, gpus: int, base: dict[str, Any], choice: Choice) -> Case:
     axes = dataclasses.asdict(choice.mesh)
-    chosen = {key: getattr(choice, key) for key in ("zero", "schedule", "virtual_stages", "microbatch_sequences")}
+    chosen = {key: getattr(choice, key) for key in ("zero", "schedule", "virtual_stages", "microbatch_sequences", "expert")}
     values = {**base, **axes, **chosen}
     return Case(index, "near" if near else "any", base["gpu"], gpus, {key: values[key] for key in KNOBS})
 
@@ -302,6 +312,8 @@ COLUMNS = (
     *(*ESTIMATED, *COMPILED, "attention", "compile_s", "versions", "error"),
 )
 JSON_COLUMNS = ("remat", "mask_documents", "estimate_terms_bytes")
+UNNAMED = {"expert": "1"}
+"""Columns that older tables do not have."""
 INTEGER_COLUMNS = frozenset(COLUMNS) - {
     *JSON_COLUMNS,
     *("hash", "wanted", "gpu", "model", "schedule", "offload_state", "context_method", "attention", "versions", "error"),
@@ -346,7 +358,7 @@ def read_table(path: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(raw):
         try:
-            rows.append({column: _read_value(column, line[column]) for column in COLUMNS})
+            rows.append({column: _read_value(column, line.get(column, UNNAMED.get(column))) for column in COLUMNS})
         except (KeyError, ValueError):
             if number < len(raw) - 1:
                 sys.exit(f"{path} has a line that is not a row of this table (index {line.get('index')}): fix or remove it.")

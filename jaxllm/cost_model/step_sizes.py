@@ -124,8 +124,10 @@ class StepSizes:
         here = config.chunk_layers * p.virtual_stages
         self.layer = sum(of_layer.values(), Elements(0, 0))
         self.layers = self.layer.times(here)
-        # Stacks that may be in two layouts: not those of experts that ZeRO shards, as a gather along the first dim needs one.
+        # Stacks that may be in two layouts: not those of experts that ZeRO shards, as a gather along the first dim needs one,
+        # but for the layer loop of ZeRO 2 with several microbatches (one of two such steps, 18 GiB).
         whole = self.model.num_experts is not None and self.model.num_experts % self.ranks == 0
+        whole = whole and not (self.zero == 2 and self.microbatches > 1)
         stacks = {spec.path for spec in layer_parameters(self.model) if not (whole and spec.of_experts)}
         self.largest_stack = here * max(trained[path].compute for path in stacks)
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
