@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxllm.cluster import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.config.layer_stack import host_sum_itemsize
+from jaxllm.config.model_spec import has_experts
 from jaxllm.config.model_spec import parameters as model_parameters
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import MASTER_ON_HOST
@@ -78,10 +79,14 @@ def precision_table(config: Config) -> tuple[PrecisionRow, ...]:
         PrecisionRow("gradients over microbatches", dtype, "float32", "float32"),
         PrecisionRow("gradients over data, context", "float32", "float32", "float32"),
     ]
+    if has_experts(config.model):
+        # Exact: what it multiplies was rounded to the compute dtype.
+        rows.insert(2, PrecisionRow("router", "TF32", "float32", "float32"))
     parallel, rounded = config.parallel, dtype != "float32"
     beside = (
         (rounded and config.optimizer.name == "muon", "Muon's orthogonal matrices", "float32"),
         (rounded and parallel.zero, "weights gathered over data", "-"),
+        (parallel.expert > 1, "tokens between ranks with experts", "-"),
         (parallel.tensor > 1, "hidden states over tensor", dtype),
         (parallel.pipe > 1, "hidden states over pipe", dtype),
         (parallel.context > 1, "attention over context, merged", "float32"),
@@ -107,13 +112,15 @@ class ConfigWarning:
 
 
 def network_warnings(sizes: dict[str, int], expert: int, gpus: int, per_host: int) -> Iterator[ConfigWarning]:
-    together = sizes[CONTEXT] * sizes[TENSOR]
-    if per_host % together and per_host < gpus:
-        text = f"context x tensor = {together} devices do not fit within hosts of {per_host}: every layer waits for the network"
-        yield ConfigWarning("network", None, TENSOR if sizes[TENSOR] > 1 else CONTEXT, text)
-    if expert > 1 and per_host % (expert * together) and per_host < gpus:
-        text = f"expert x tensor = {expert * together} devices do not fit within hosts of {per_host}: tokens wait for it"
-        yield ConfigWarning("network", None, DATA, text)
+    inner = sizes[CONTEXT] * sizes[TENSOR]
+    found = (
+        ("context x tensor", inner, TENSOR if sizes[TENSOR] > 1 else CONTEXT, "every layer waits for the network"),
+        ("expert x tensor", expert * inner, DATA, "tokens wait for the network"),
+    )
+    for what, together, axis, wait in found[: 1 if expert == 1 else 2]:
+        if per_host % together and per_host < gpus:
+            text = f"{what} = {together} devices do not fit within hosts of {per_host}: {wait}"
+            yield ConfigWarning("network", None, axis, text)
 
 
 def matmul_warnings(

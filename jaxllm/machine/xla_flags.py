@@ -31,7 +31,7 @@ import jaxlib
 from jaxllm.config import Config, ConfigError, RunConfig
 from jaxllm.config.attention import HOPPER, Capability, window_shares
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
-from jaxllm.config.model_spec import LAYERS
+from jaxllm.config.model_spec import LAYERS, layer_parameters
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.run_sections import MOST_CPU_DEVICES, XlaOptions
 from jaxllm.config.types import ITEMSIZE
@@ -192,9 +192,11 @@ def layer_combined(config: Config) -> dict[str, int]:
     pass. With this there is one transfer per layer.
     """
     ranks = int(config.parallel.data) * config.parallel.context
-    layer = [e for path, e in parameters(config.model, config.parallel).items() if path.startswith(LAYERS)]
-    # What is sharded arrives with the zeros that ZeRO pads; of experts that are shared, a rank's own.
-    gathered = sum(ranks * e.master if ranks // config.parallel.expert * e.master < e.compute else e.compute for e in layer)
+    here = {path: e for path, e in parameters(config.model, config.parallel).items() if path.startswith(LAYERS)}
+    of_rank = {spec.path for spec in layer_parameters(config.model) if spec.of_experts and config.parallel.expert > 1}
+    layer = here.values()
+    # What is sharded arrives with the zeros that ZeRO pads; of experts that ranks share, a rank's own.
+    gathered = sum(e.compute if e.master == e.compute or path in of_rank else ranks * e.master for path, e in here.items())
     reduced, summed = sum(e.master for e in layer), sum(e.compute for e in layer)
     sizes = ITEMSIZE[config.model.compute_dtype] * gathered, 4 * reduced, 4 * summed
     return dict(zip(LAYER_COMBINED, sizes, strict=True))

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from jaxllm.compile.inspect import LEAST_WASTE, inspect_config
+from jaxllm.compile.inspect import LEAST_WASTE, inspect_config, network_warnings
 from jaxllm.compile.text import render_inspect
 from jaxllm.config import ATTENTION_RESULTS, ConfigError, config_folder, load_config
 from jaxllm.cost_model.hardware import GPUS
@@ -245,6 +245,10 @@ def test_hosts_that_do_not_hold_the_tensor_axis():
     assert "the largest divisor of 12 not above 8" in report.hosts_because
     (network,) = [w.message for w in report.warnings if w.kind == "network"]
     assert network == "context x tensor = 4 devices do not fit within hosts of 6: every layer waits for the network"
+    assert [w.message for w in network_warnings({"context": 1, "tensor": 2}, expert=8, gpus=64, per_host=8)] == [
+        "expert x tensor = 16 devices do not fit within hosts of 8: tokens wait for the network"
+    ]
+    assert not list(network_warnings({"context": 1, "tensor": 2}, expert=4, gpus=64, per_host=8))
     text = text_of(report)
     assert "data 1, tensor 0..1: 4 5" in text
     assert "data 1, tensor 2..3: 6 7" in text
@@ -327,6 +331,11 @@ def test_precision_is_told():
     fp8 = by_what("model.matmul_dtype=fp8")
     assert (fp8["block matmuls"][0], fp8["their gradients"][0]) == ("E4M3", "E5M2 x E4M3")
     assert {what for what in fp8 if fp8[what] != plain[what]} == {"block matmuls", "their gradients"}
+    experts = ("model.num_experts=8", "model.experts_per_token=2", "parallel.zero=3", "parallel.data=8", "parallel.expert=8")
+    mixture = by_what(*experts, "parallel.tensor=2")
+    assert mixture["tokens between ranks with experts"] == ("bfloat16", "-", "bfloat16")
+    assert mixture["router"] == ("TF32", "float32", "float32")
+    assert mixture.keys() - plain.keys() == {"router", "tokens between ranks with experts"}
 
 
 def test_with_a_gpu_the_waste_of_shapes_is_shown_and_without_one_it_is_not():

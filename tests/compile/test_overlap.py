@@ -7,7 +7,7 @@ from jaxllm.compile.hlo import Module
 from jaxllm.compile.overlap import by_kind, simulate_overlap, total
 from jaxllm.compile.report import warnings
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.cost_model.network import all_gather_s, group_of, links_of
+from jaxllm.cost_model.network import Group, all_gather_s, all_to_all_s, group_of, links_of
 from jaxllm.cost_model.step_parts import BANDWIDTH_SHARE, MEASURED
 
 launches_of = scripts.load("benchmarks/hlo_budget.py").launches
@@ -75,6 +75,22 @@ def test_flops_are_counted_where_they_lie(played):
     assert played["all-gather", False, True].collective.flops_behind == MATMUL
     assert played["all-reduce", False, True].collective.flops_behind == 0
     assert played["all-gather", True, True].collective.flops_behind == SMALL_MATMUL
+
+
+@pytest.mark.parametrize(("kind", "way"), [("all-gather", all_gather_s), ("all-to-all", all_to_all_s)])
+@pytest.mark.parametrize(
+    ("groups", "group"),
+    [("{{0,2},{4,6},{1,3},{5,7}}", Group(2, 1)), ("{{0,4},{2,6},{1,5},{3,7}}", Group(1, 2)), (None, Group(2, 2))],
+)
+def test_groups_of_a_part_of_an_axis_are_timed_by_their_ranks(kind, way, groups, group):
+    """As those of parallel.expert are. On hosts of four GPUs."""
+    text = (TEXT if groups is None else TEXT.replace(DATA, f"replica_groups={groups}")).replace("all-gather", kind)
+    found = next(
+        t for t in simulate_overlap(Module(text, AXES), H100, 4) if t.collective.kind == kind and not t.collective.loops
+    )
+    assert found.collective.axes == ("data",)
+    assert found.sent_bytes == (group.size - 1) / group.size * 64 * 2**20
+    assert found.transfer_s == way(64 * 2**20, group, links_of(H100, BANDWIDTH_SHARE))
 
 
 def test_a_loop_of_unknown_turns_is_said():

@@ -236,6 +236,10 @@ def test_options_are_on_where_they_are_asked_for(tiny_config, monkeypatch):
     assert found["xla_gpu_enable_while_loop_double_buffering"] is True
     # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks, and two norms.
     assert found[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2 + 4 * 2 * 32
+    experts = ("model.num_experts=4", "model.experts_per_token=2", "parallel.zero=3", "model.compute_dtype=bfloat16")
+    shared = tiny_config("run.xla_options=[layer_combined]", *experts, "parallel.expert=2").resolve(4)
+    # The router and half of the experts, in bfloat16.
+    assert xla_flags.layer_combined(shared)[combined] == 2 * (32 * 8 * 12 + 32 * 4 + 3 * 32 * 64 * 4 // 2 + 2 * 32)
     assert xla_flags.compile_options(asked, SimpleNamespace(platform="cpu", device_kind="cpu")) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{combined}=1")
     assert combined not in xla_flags.compile_options(asked, H100)
