@@ -126,8 +126,8 @@ class StepSizes:
         self.layers = self.layer.times(here)
         # Stacks that may be in two layouts: not those of experts that ZeRO shards, as a gather along the first dim needs one,
         # but for the layer loop of ZeRO 2 with several microbatches (one of two such steps, 18 GiB).
-        whole = self.model.num_experts is not None and self.model.num_experts % self.ranks == 0
-        whole = whole and not (self.zero == 2 and self.microbatches > 1)
+        divides = self.model.num_experts is not None and self.model.num_experts % self.ranks == 0
+        whole = divides and not (self.zero == 2 and self.microbatches > 1)
         stacks = {spec.path for spec in layer_parameters(self.model) if not (whole and spec.of_experts)}
         self.largest_stack = here * max(trained[path].compute for path in stacks)
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
@@ -228,8 +228,7 @@ class StepSizes:
         # output; the MLP's products, of which GELU computes some again. Of norms of a half's output or of heads the same three
         # as of its input's.
         u, norms = self.units, self.model.block_norms
-        products = (4, 4) if self.model.activation == "gelu_tanh" else (6, 3)
-        products = (3, 3) if has_experts(self.model) else products
+        products = (3, 3) if has_experts(self.model) else (4, 4) if self.model.activation == "gelu_tanh" else (6, 3)
         normed = {"block_input": 2 * u["split"] * (norms != "after"), "block_output": 2 * u["split"] * (norms != "before")}
         of_heads = (u["query"] + u["key"]) * (self.model.qk_norm is not None)
         if self.has_own_layers:
