@@ -107,15 +107,13 @@ def check_experts(
     }
     if found := next((key for key, (_, is_set) in needs.items() if is_set), None):
         raise refuse(f"parallel.expert={e} does not go together with {found}: set {needs[found][0]}, or expert=1.")
-    if parallel.expert_buffer is not None and layer_norms_every is None:
+    if parallel.drops_rows and layer_norms_every is None:
         what = "parallel.offload_state=all" if parallel.offload_state == "all" else "train.freeze of all layers"
         raise refuse(
             f"parallel.expert_buffer={parallel.expert_buffer} may drop rows, which a run does not count with {what}: set "
             f"expert_buffer=null, or expert=1."
         )
-    if parallel.data == AUTO:
-        return
-    if parallel.data % e or (model.num_experts or 0) % parallel.data:
+    if parallel.data != AUTO and (parallel.data % e or (model.num_experts or 0) % parallel.data):
         raise refuse(
             f"parallel.expert={e} must divide parallel.data={parallel.data}, which must divide model.num_experts="
             f"{model.num_experts}: change one of them."

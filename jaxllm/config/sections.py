@@ -110,9 +110,12 @@ class ParallelConfig(Section):
     @property
     def slots_per_row(self) -> float:
         """Slots of buffers for each row that goes to an expert."""
-        if self.expert == 1:
-            return 1.0
-        return float(self.expert) if self.expert_buffer is None else min(self.expert, self.expert_buffer)
+        return min(self.expert, self.expert_buffer or self.expert)
+
+    @property
+    def drops_rows(self) -> bool:
+        """Whether a row that finds no slot on its way to an expert is dropped."""
+        return self.expert > 1 and self.expert_buffer is not None
 
     @property
     def names_replica_network(self) -> bool:

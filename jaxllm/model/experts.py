@@ -163,22 +163,18 @@ def deliver_here(compute: ComputeRows, experts: int, x_TD: jax.Array, ids_TK: ja
     return combine(compute(dispatch(x_TD, order), weights_R1, order.sizes_E), order)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def weighted_product(
+def _weighted_product(
     activation: Callable[[jax.Array], jax.Array],
     gate_RF: Float[Array, "R F"],
     up_RF: Float[Array, "R F"],
     weights_R1: Float[Array, "R 1"],
 ) -> Float[Array, "R F"]:
     """activation(gate) * up * weights. Its backward pass keeps these alone; autodiff would keep five arrays more."""
-    return _weighted_product(activation, gate_RF, up_RF, weights_R1)
-
-
-def _weighted_product(activation, gate_RF, up_RF, weights_R1):
     # The broadcast is in float32, so that the gradient of a weight is summed in float32.
     return activation(gate_RF) * up_RF * jnp.broadcast_to(weights_R1, up_RF.shape).astype(up_RF.dtype)
 
 
+weighted_product = jax.custom_vjp(_weighted_product, nondiff_argnums=(0,))
 weighted_product.defvjp(
     lambda *inputs: (_weighted_product(*inputs), inputs[1:]),
     lambda activation, inputs, dy_RF: jax.vjp(partial(_weighted_product, activation), *inputs)[1](dy_RF),

@@ -57,7 +57,7 @@ def better_shape_line(change: Change) -> str:
     """'model.vocab_size=50304 would make the step 2.1% shorter'."""
     assert change.step_ratio is not None, "better_shape knows the step"
     p = change.config.parallel
-    dropped = f" (rows beyond parallel.expert_buffer={p.expert_buffer} are dropped)" if p.expert > 1 and p.expert_buffer else ""
+    dropped = f" (rows beyond parallel.expert_buffer={p.expert_buffer} are dropped)" if p.drops_rows else ""
     return f"{change.overrides} would make the step {1 - change.step_ratio:.1%} shorter{dropped}"
 
 

@@ -230,8 +230,7 @@ class Trainer:
     def _layer_norms_if_due(self, batch: Any) -> dict[str, jax.Array]:
         """Layer norms by Config.layer_norms_every, computed before their step, because it donates the state."""
         every = self.config.layer_norms_every
-        drops = self.config.parallel.expert > 1 and self.config.parallel.expert_buffer is not None
-        if every is None or ((self.step + 1) % every and not (drops and self.step == 0)):
+        if every is None or ((self.step + 1) % every and not (self.config.parallel.drops_rows and self.step == 0)):
             return {}
         with jax.set_mesh(self.mesh), progress.phase("evaluate"):
             return self.programs.layer_norms(self.state, batch, self.step)

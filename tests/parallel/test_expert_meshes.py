@@ -34,6 +34,7 @@ CASES = [
     ((2, 1, 1, 1), 3, 2, "parallel.expert=2 parallel.expert_buffer=null"),
     ((6, 1, 1, 1), 3, 1, "parallel.expert=3 parallel.expert_buffer=null parallel.remat=full"),
     ((6, 1, 1, 1), 3, 2, "parallel.expert=2 parallel.expert_buffer=null parallel.remat=none"),
+    ((2, 1, 2, 1), 3, 1, "parallel.expert=2 parallel.expert_buffer=null"),
     ((2, 1, 2, 1), 3, 1, "parallel.expert=2 parallel.expert_buffer=null train.freeze=[layers.mlp.*]"),
     (
         (2, 1, 1, 1),

@@ -115,7 +115,7 @@ def run_of(tiny_config):
 
 
 def test_two_all_to_alls_a_layer_and_pass_and_no_gather_of_experts(run_of):
-    """Of rows: beside them are their weights, and how many they are. With as many ranks as data has, each keeps its experts."""
+    """Rows take two; their weights and counts go beside them. With as many ranks as data has, each keeps its experts."""
     run = run_of(4, "parallel.expert=4", "parallel.expert_buffer=1.5", "parallel.remat=none")
     with jax.set_mesh(run.mesh):
         text = jax.jit(run.functions.value_and_grad).lower(run.state.params, run.place(run.batch(0))).as_text()
