@@ -67,7 +67,7 @@ def slurm(tmp_path):
     for name, body in (
         ("srun", 'printf "%s\\n" "$@" >"$LOG/srun"; env >"$LOG/environment"; ' + KEEP + "; " + LASTS),
         ("sinfo", 'echo "$*" >>"$LOG/sinfo"; echo "$IDLE"'),
-        ("scancel", 'echo "$*" >>"$LOG/scancel"'),
+        ("scancel", 'echo "$*" >>"$LOG/scancel"; sleep "${SCANCEL_S:-0}"; exit "${SCANCEL:-0}"'),
         ("scontrol", '[[ $1 == show ]] && { [[ $SHOWN ]] || exit 1; echo "$SHOWN"; exit; }; echo "$*" >>"$LOG/scontrol"'),
     ):
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -177,6 +177,14 @@ def test_a_turn_with_fewer_nodes_ends_for_an_idle_one(slurm):
     assert LOOKS.format(0) in found.said
     assert "jaxllm: a node of partition main is idle: the run saves, to be requeued" in found.said
     assert re.fullmatch(r"jaxllm: saved, after \d+ s on 3 nodes; requeued for up to 4", found.said[-1])
+
+
+@pytest.mark.parametrize(("scancel", "end"), [(0, "; requeued for up to 4"), (1, " 1 of at most 5 in a row, in 30 s")])
+def test_a_run_that_ends_before_scancel_does_is_judged_by_what_scancel_says(slurm, scancel, end):
+    more = {"UNTIL": "scancel", "IDLE": "idle", "SCANCEL_S": "0.5", "SCANCEL": str(scancel), **SMALLER}
+    found = slurm(75, shown(), grow_after_s=0, **more)
+    assert found.stopped == ["--signal=TERM 7"]
+    assert found.said[-1].endswith(end)
 
 
 @pytest.mark.parametrize("idle", ["", "idle*", "idle~", "drained", "planned\nmixed"])
