@@ -74,6 +74,8 @@ class LogConfig(Section):
     wandb_tags: tuple[Name, ...] = ()
     mlflow_experiment: Name | None = None
     """Log to this experiment of MLflow, at MLFLOW_TRACKING_URI."""
+    trackio_project: Name | None = None
+    """Log to this project of Trackio: a local one, or at TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
     prometheus_file: Annotated[str, Field(pattern=r"\.prom$")] | None = None
     """File for the newest metrics as gauges, in the folder of the node exporter's textfile collector. It ends in .prom."""
     sinks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()

@@ -10,7 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.config.errors import refuse
-from jaxllm.config.types import AUTO, GIVEN, Count, PositiveFloat, PositiveInt, Remat, Section, Switch, Tokens, one_or_more
+from jaxllm.config.types import (
+    AUTO,
+    DOCUMENTS,
+    GIVEN,
+    Count,
+    PositiveFloat,
+    PositiveInt,
+    Remat,
+    Section,
+    Switch,
+    Tokens,
+    one_or_more,
+)
 from jaxllm.untrusted import RefusedInput, shown
 
 Ranks = Annotated[int, Field(ge=1, le=2**17, strict=True)]
@@ -135,11 +147,11 @@ class ParallelConfig(Section):
 
 
 CONVERSATIONS = ("chat", "preferences")
-SourceKind = Literal["python_stdlib", "files", "chat", "preferences", "prepared", "megatron", "tokens"]
+SourceKind = Literal["python_stdlib", "files", "chat", "preferences", "prepared", "megatron", "tokens", "documents"]
 
 
 def _check_paths(where: str, source: str, paths: tuple[str, ...]) -> None:
-    if source in ("python_stdlib", GIVEN):
+    if source in ("python_stdlib", DOCUMENTS, GIVEN):
         if paths:
             raise refuse(f"{where}.paths is not read with {where}.source={source}: name another source, or remove the paths.")
     elif not paths:
@@ -182,8 +194,8 @@ class DataConfig(Section):
     """python_stdlib: the sources of the running Python's standard library; files: texts, one document each; chat:
     conversations, with a loss on the answers only; preferences: pairs of answers, for train.loss=dpo; prepared: folders that
     `jaxllm data prepare` wrote; megatron: Megatron-LM's .bin and .idx; tokens: files of ids alone, uint16 or uint32, as
-    nanoGPT's and llm.c's; given: the batches that a Python program hands to Trainer (docs/extending.md), and nothing is held
-    out."""
+    nanoGPT's and llm.c's; documents: token ids that a Python program hands to Trainer (docs/extending.md); given: its batches,
+    of which nothing is held out."""
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
     preferences: the same with prompt, chosen and rejected; prepared: folders, also in s3://, gs:// or hf://datasets/; megatron:

@@ -21,6 +21,8 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 """Not infinite as float32, in which a step computes."""
 Switch = Annotated[bool, Field(strict=True)]
 GIVEN = "given"
+DOCUMENTS = "documents"
+NEEDS_DOCUMENTS = "data.source=documents needs them: call jaxllm.Trainer or jaxllm.fit with documents=, or name a text."
 """The value of a key in whose place Trainer is given a Python object."""
 GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """Pipeline schedules."""

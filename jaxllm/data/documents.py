@@ -53,7 +53,7 @@ class DocumentsInMemory(Documents):
         self,
         ids: Sequence[np.ndarray],
         keys: np.ndarray,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         description: str,
         scored: Sequence[np.ndarray] | None = None,
         chosen_tokens: np.ndarray | None = None,

@@ -13,18 +13,19 @@ import math
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxllm.config import Config, ConfigError, DataConfig, SourceConfig
 from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.config.sections import CONVERSATIONS
-from jaxllm.config.types import GIVEN
+from jaxllm.config.types import DOCUMENTS, GIVEN, NEEDS_DOCUMENTS
 from jaxllm.data.cached import CachedFolder, shard_cache
 from jaxllm.data.chat import ChatTemplate, load_chat_template
 from jaxllm.data.conversations import listed, read_conversations
@@ -179,11 +180,12 @@ class Data:
         return PackedDocuments(source.name, source.documents, order, S, data.packing, data.mask_documents, vocab_size)
 
 
-def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) -> Data:
+def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, given: Iterable[Any] | None = None) -> Data:
     """Opens all sources in `config.data`. Texts are read into memory; prepared ones and files of ids stay on the disk.
 
     Args:
       cache_folder: gives the folder in whose `data` prepared folders of stores are cached, if data.cache_dir does not say it.
+      given: the documents of data.source=documents (given_documents.py).
 
     Raises:
       ConfigError: a source is missing, empty or unreadable, two sources have different tokenizers, a tokenizer has more ids
@@ -218,7 +220,8 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None) ->
                     for_texts.name,
                 )
     documents = [
-        prepared.get(part.name) or open_documents(part, for_texts, template, data.max_broken_share, config.model.vocab_size)
+        prepared.get(part.name)
+        or open_documents(part, for_texts, template, data.max_broken_share, config.model.vocab_size, given)
         for part in data.sources
     ]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
@@ -253,7 +256,12 @@ def _require_vocabulary(config: Config, tokenizer: Tokenizer, documents: Sequenc
 
 
 def open_documents(
-    source: SourceConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_broken_share: float, vocab_size: int
+    source: SourceConfig,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    max_broken_share: float,
+    vocab_size: int,
+    given: Iterable[Any] | None = None,
 ) -> Documents:
     """Opens the documents of a source that is not prepared. Several files are concatenated. The default tokenizer of texts is
     bytes.
@@ -266,6 +274,12 @@ def open_documents(
     source=files: all files that match paths. A file below the working directory is identified by its relative path, any
     other file by its absolute path. Keep texts below it if the split must not depend on the machine.
     """
+    if source.source == DOCUMENTS:
+        from jaxllm.data.given_documents import given_documents
+
+        if given is None:
+            raise ConfigError(NEEDS_DOCUMENTS)
+        return given_documents(given, tokenizer, vocab_size)
     if source.source in ("megatron", "tokens"):
         from jaxllm.data.id_files import MegatronDocuments, TokenFile
 

@@ -32,6 +32,7 @@ def fit(
     config: Config,
     *,
     batches: Batches | None = None,
+    documents: Iterable[Any] | None = None,
     loss: Loss | None = None,
     optimizer: optax.GradientTransformation | None = None,
     on_step: Callable[[Record, Trainer], None] | None = None,
@@ -42,7 +43,7 @@ def fit(
     Trainer.stopped_by then names it. If a supervisor restarts the run, one before the first step exits with exit_codes.RESTART.
 
     Args:
-      batches, loss, optimizer, on_step: as Trainer's (docs/extending.md).
+      batches, documents, loss, optimizer, on_step: as Trainer's (docs/extending.md).
       hooks: each is called with the Run once its state is restored, and registers what to do beside the steps (run/hooks.py).
       import_s: seconds that this process spent on imports and the config before the call; 0: not known.
     """
@@ -61,8 +62,8 @@ def fit(
         folder = saving.make_run_dir(config)
         if launch.restarts:
             stack.enter_context(signals)
-        stores = stack.enter_context(saving.stores_of(adopted(config, Given(batches, loss, optimizer)), folder))
-        given: Any = {"batches": batches, "loss": loss, "optimizer": optimizer, "on_step": on_step}
+        stores = stack.enter_context(saving.stores_of(adopted(config, Given(batches, loss, optimizer, documents)), folder))
+        given: Any = {"batches": batches, "documents": documents, "loss": loss, "optimizer": optimizer, "on_step": on_step}
         trainer = advice.trainer = Trainer(config, **given, resumes=stores.resumes)
         stack.callback(trainer.close)
         require = stack.enter_context(hold_run_dir(folder, stores.leads))

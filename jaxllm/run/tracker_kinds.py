@@ -1,4 +1,4 @@
-"""The kinds of tracker: TensorBoard, Weights & Biases, MLflow, gauges for Prometheus, and sinks of the user's own."""
+"""The kinds of tracker: TensorBoard, Weights & Biases, MLflow, Trackio, gauges for Prometheus, and sinks of the user's own."""
 
 from __future__ import annotations
 
@@ -261,6 +261,32 @@ class MLflow(Kind):
             log.warning("MLflow does not store %s (%s): metrics are sent all the same.", name, reason_of(error))
 
 
+class Trackio(Kind):
+    """One Trackio run for all starts. Trackio overwrites no row: a step that is done again is a second row of that step."""
+
+    name, stem = "Trackio", "trackio"
+    package = ("trackio", "log.trackio_project", "trackio")
+
+    def target(self) -> str:
+        return str(self.config.log.trackio_project)
+
+    def new_id(self) -> str:
+        # Trackio knows a run by its name alone, and two folders may have one name.
+        return f"{one_line(self.folder.name)}-{secrets.token_hex(2)}"
+
+    def connect(self, run_id: Any, step: int) -> None:
+        # metrics.jsonl has what its monitors of GPU and CPU would add, and a notebook its own display.
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        recipe = self.config.model_dump(mode="json")
+        self._run = self.library().init(self.target(), run_id, config=recipe, resume="allow", **quiet)
+
+    def write(self, record: Record) -> None:
+        self._run.log(grouped(record), step=record["step"])
+
+    def close(self, ended: bool) -> None:
+        self._run.finish()
+
+
 class Gauges(Kind):
     """Writes the newest value of each metric to a file for the textfile collector of Prometheus's node exporter, atomically
     (github.com/prometheus/node_exporter, Textfile Collector): jaxllm_loss{run="/path/of/run.dir"} 2.5. What follows a slash in
@@ -360,6 +386,7 @@ def kinds_of(config: Config) -> list[Kind]:
         TensorBoard: wanted.tensorboard,
         WeightsAndBiases: wanted.wandb_project,
         MLflow: wanted.mlflow_experiment,
+        Trackio: wanted.trackio_project,
         Gauges: wanted.prometheus_file,
     }
     # Each sink once, because its file of progress has its name.

@@ -11,7 +11,7 @@ wait. After Ctrl-C, or a notebook's stop button, the state is that of a complete
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,6 +66,8 @@ class Trainer:
     Args:
       batches: what to train on in the place of the text of data.*: a function from the number of steps done to the next batch,
         or an iterable of the batches of all steps. A batch is a dict of arrays as the loader's (data/loader.py).
+      documents: the text: of each document its token ids, or a row with input_ids, as of Hugging Face's datasets
+        (data/given_documents.py). With several processes all give the same.
       loss: what to train on in the place of cross-entropy (parallel/types.py); `evaluate` is always cross-entropy.
       optimizer: an optax transformation with a learning rate of its own, in the place of optimizer.name.
       on_step: called with the metrics of each step, when they are read, and the trainer, which has begun the next step. What it
@@ -94,12 +96,13 @@ class Trainer:
         config: Config,
         *,
         batches: Batches | None = None,
+        documents: Iterable[Any] | None = None,
         loss: Loss | None = None,
         optimizer: optax.GradientTransformation | None = None,
         on_step: Callable[[Record, Trainer], None] | None = None,
         resumes: bool = False,
     ):
-        self._given, self._on_step = Given(batches, loss, optimizer), on_step
+        self._given, self._on_step = Given(batches, loss, optimizer, documents), on_step
         config = adopted(config, self._given)
         if distributed.is_one_of_several():
             # Process 0 asks for the commits.
@@ -120,7 +123,7 @@ class Trainer:
         require_trains(config, compute_capability(device), device.device_kind)
         self.start = Start(weights, absent_hosts, check_memory(config.at_largest_batch, device))
         with progress.phase("dataset"):
-            self.data = load_data(config, distributed.cache_folder)
+            self.data = load_data(config, distributed.cache_folder, documents)
             distributed.require_same(self.data.fingerprint, "read different text; give all hosts the same files and Python")
             self.stream = self.data.stream()
             most_documents = partial(self.data.most_documents, self.stream)

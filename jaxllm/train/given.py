@@ -1,6 +1,7 @@
-"""What a Python program gives a Trainer in the place of the usual: batches, a loss, an optimizer (docs/extending.md).
+"""What a Python program gives a Trainer in the place of the usual: documents or batches, a loss, an optimizer
+(docs/extending.md).
 
-The config that a run keeps has the value `given` for each of them, so nothing else resumes the run.
+The config that a run keeps has the value `documents` or `given` for each of them, so nothing else resumes the run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import packed_documents
 from jaxllm.config.errors import one_sentence
-from jaxllm.config.types import GIVEN
+from jaxllm.config.types import DOCUMENTS, GIVEN, NEEDS_DOCUMENTS
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.parallel.parameters import parameter_table, trained
 from jaxllm.parallel.types import Loss
@@ -34,16 +35,27 @@ class Given(NamedTuple):
     batches: Batches | None = None
     loss: Loss | None = None
     optimizer: optax.GradientTransformation | None = None
+    documents: Iterable[Any] | None = None
 
 
 def adopted(config: Config, given: Given) -> Config:
     """`config` with the keys that say what is given; ConfigError if one contradicts that."""
     values, data = config.model_dump(mode="json"), config.data
+    if given.batches is not None and given.documents is not None:
+        raise ConfigError("batches= and documents= both say what to train on: leave one of them out.")
     if given.batches is not None and data.source != GIVEN and data.model_fields_set & {"source", "paths", "mixture"}:
         raise ConfigError(
             f"batches= takes the place of data.{'mixture' if data.mixture else f'source={data.source}'}: set "
             f"data.source=given, without paths and mixture."
         )
+    read_here = any(part.source == DOCUMENTS for part in data.sources)
+    if given.documents is not None:
+        if not read_here and data.model_fields_set & {"source", "paths", "mixture"}:
+            named = "mixture" if data.mixture else f"source={data.source}"
+            raise ConfigError(f"documents= takes the place of data.{named}: set data.source=documents, or that of a part.")
+        values["data"] |= {} if read_here else {"source": DOCUMENTS}
+    elif read_here:
+        raise ConfigError(NEEDS_DOCUMENTS)
     if given.batches is None and data.source == GIVEN:
         raise ConfigError("data.source=given needs batches: call jaxllm.Trainer or jaxllm.fit with batches=, or name a text.")
     if given.batches is not None:
@@ -59,7 +71,7 @@ def adopted(config: Config, given: Given) -> Config:
     if given.optimizer is not None:
         values["optimizer"] |= {"name": GIVEN, "moments": _moments(config, given.optimizer)}
     try:
-        return config if given == Given() else Config.model_validate(values)
+        return config if all(value is None for value in given) else Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(one_sentence(error, Config)) from None
 

@@ -27,7 +27,7 @@ from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, VARIANTS, stored_section
 from jaxllm.config.hub import folder_of
 from jaxllm.config.model_config import LoraConfig
-from jaxllm.config.types import GIVEN
+from jaxllm.config.types import DOCUMENTS, GIVEN
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.parallel.parameters import chosen, with_part
@@ -248,7 +248,7 @@ def _find_weights(key: str, text: str, step: int | None) -> WeightsSource:
     # A run keeps the files of any other tokenizer, without which a checkpoint may have been copied; two sources need not have
     # one.
     kept, named = (run_dir / TOKENIZER / "tokenizer.json").is_file(), data.get("tokenizer")
-    on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", "tokens", GIVEN, None})
+    on_bytes = named == BYTES or not (kept or named or kinds & {"megatron", "tokens", DOCUMENTS, GIVEN, None})
     where, train = f"{run_dir} at step {meta['step']}", config["train"]
     more = {"sequence_length": train["sequence_length"], "trained_on_bytes": on_bytes}
     companions = run_dir / TOKENIZER if (run_dir / TOKENIZER).is_dir() else None

@@ -1,5 +1,6 @@
 """Trackers hold what metrics.jsonl holds, over restarts, faults and kills. Read back by each library's own reader."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -105,7 +106,11 @@ def restarted(tiny_config, tmp_path_factory):
         keys += ["log.tensorboard=true"]
     if has("wandb"):
         keys += ["log.wandb_project=law", "log.wandb_entity=us", "log.wandb_group=g", "log.wandb_tags=[a, b]"]
+    # Not imported yet: its import reads TRACKIO_DIR.
+    if importlib.util.find_spec("trackio"):
+        keys += ["log.trackio_project=law"]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_API_KEY", SECRET)
         fit(tiny_config(*keys, "train.steps=4"))
@@ -254,6 +259,29 @@ def test_wandb_has_one_run_with_the_last_values_of_each_step(restarted):
     assert [row["step"] for row in rows] == [line["step"] for line in Recorder.taken[str(folder)]]
     for run in folder.glob("wandb/offline-run-*"):
         assert "Where the time went" in (run / "files" / "report.html").read_text()
+
+
+def test_trackio_has_one_run_with_each_line(restarted):
+    pytest.importorskip("trackio")
+    folder, _ = restarted
+    name = json.loads((folder / "trackers" / "trackio.json").read_text())["id"]
+    assert re.fullmatch("whole-[0-9a-f]{4}", name)
+    program = (
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage as S; "
+        "print(json.dumps([S.get_runs('law'), S.get_logs('law', sys.argv[1]), S.get_run_config('law', sys.argv[1])]))"
+    )
+    environment = os.environ | {"TRACKIO_DIR": str(folder.parent / "trackio")}
+    found = subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=True, env=environment)
+    runs, rows, config = json.loads(found.stdout)
+    assert runs == [name]
+    rows = [{key: value for key, value in row.items() if key != "timestamp"} for row in rows]
+    expected = [charted(line) for line in Recorder.taken[str(folder)]]
+    assert sorted(map(repr_of, rows)) == sorted(map(repr_of, expected))
+    assert config["train"]["sequence_length"] == 16
+
+
+def repr_of(row):
+    return repr(sorted(row.items()))
 
 
 def test_no_key_is_written_anywhere(restarted):
@@ -434,6 +462,7 @@ def wait_for(condition):
         ("tensorboardX", "log.tensorboard=true", "tensorboard"),
         ("wandb", "log.wandb_project=p", "wandb"),
         ("mlflow", "log.mlflow_experiment=e", "mlflow"),
+        ("trackio", "log.trackio_project=p", "trackio"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(tiny_config, tmp_path, monkeypatch, module, key, extra):
