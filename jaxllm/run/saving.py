@@ -113,10 +113,7 @@ def register(run: Run) -> None:
     def save() -> None:
         nonlocal saved_step
         with progress.phase("save"):
-            noise, skipped = trainer.metrics.noise, trainer.metrics.watch.skipped_steps
-            state = noise.state() if noise.found else ()
-            meta = describe_run(trainer.config, trainer.step, trainer.data.fingerprint, skipped, state)
-            checkpoints.save(trainer.step, trainer.state, meta)
+            checkpoints.save(trainer.step, trainer.state, meta_of(trainer, trainer.config))
         saved_step = trainer.step
         run.signals.saved()
 
@@ -139,20 +136,32 @@ def register(run: Run) -> None:
         keep_companions(run.folder, trainer)
 
 
+def meta_of(trainer: Any, config: Config) -> Meta:
+    """Metadata of a checkpoint of a Trainer's state, under `config`."""
+    noise, skipped = trainer.metrics.noise, trainer.metrics.watch.skipped_steps
+    return describe_run(config, trainer.step, trainer.data.fingerprint, skipped, noise.state() if noise.found else ())
+
+
 def keep_config(run: Run) -> None:
-    """Writes config.yaml now, and where the batch grows. Atomically: a reader sees the old file or the new one."""
-    kept, aside = None, run.folder / ".config.yaml"
+    """Writes config.yaml now, and where the batch grows."""
+    kept = None
 
     def keep(_: Moment | None) -> None:
         nonlocal kept
         if (config := run.trainer.config) is not kept:
             kept = config
             run.require()
-            aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-            aside.replace(run.folder / "config.yaml")
+            write_config(run.folder, config)
 
     keep(None)
     run.on("begun", keep)
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Writes config.yaml, atomically: a reader sees the old file or the new one."""
+    aside = folder / ".config.yaml"
+    aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    aside.replace(folder / "config.yaml")
 
 
 def make_run_dir(config: Config) -> Path:

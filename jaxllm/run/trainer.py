@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +63,7 @@ class Start(NamedTuple):
 
 
 class Trainer:
-    """One run on the local devices (or on run.cpu_devices). It writes no files; `fit` in run/loop.py does.
+    """One run on the local devices (or on run.cpu_devices). It writes no files by itself; `fit` in run/loop.py does.
 
     Args:
       batches: what to train on in the place of the text of data.*: a function from the number of steps done to the next batch,
@@ -321,6 +323,39 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
     evaluate = evaluation.evaluate
+
+    # ------------------------------------------------------------------------------------------------------------ to a disk
+
+    def save(self, run_dir: str | Path | None = None) -> Path:
+        """Saves a checkpoint as `fit` does, from which `fit` and `jaxllm train RUN_DIR/config.yaml` resume. All processes call
+        it, on a disk that they share. Older checkpoints go by checkpoint.keep.
+
+        Args:
+          run_dir: default: run.dir.
+
+        Returns:
+          The checkpoint's folder.
+
+        Raises:
+          ConfigError: `fit` or another process holds the directory, it has another run or a checkpoint of this step or a later
+            one, or it cannot be written.
+        """
+        return import_module("jaxllm.run.trainer_files").save(self, run_dir)
+
+    def export(self, destination: str | Path, to: str = "hf", **options: Any) -> Any:
+        """Writes the present weights as `jaxllm.export` writes those of a run: hf, a folder for transformers; peft, gguf,
+        jaxllm. All processes call it, and process 0 writes. The weights are first written beside the destination, and removed.
+
+        Args:
+          options: dtype, force, ...: as `jaxllm.export` has them.
+
+        Returns:
+          What was written (jaxllm.weights.streaming.Conversion); None on other processes.
+
+        Raises:
+          ConfigError: the destination exists, or cannot be written.
+        """
+        return import_module("jaxllm.run.trainer_files").export(self, destination, to, options)
 
     @property
     def model(self) -> Llama:

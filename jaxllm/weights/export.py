@@ -23,6 +23,11 @@ WRITERS = {
 FLAGS = {"largest_file": "--max-shard-size", "adapters": "--adapter"}
 
 
+def require_format(to: str) -> None:
+    if to not in WRITERS:
+        raise ConfigError(f"--to={to} is not one of the choices: use {', '.join(WRITERS)}.")
+
+
 def export(source: str | Path, destination: str | Path, to: str, **options: Any) -> Conversion:
     """Writes the weights of a run, one of its checkpoints or a model.
 
@@ -34,8 +39,7 @@ def export(source: str | Path, destination: str | Path, to: str, **options: Any)
     Raises:
       ConfigError: as to_hf; or an option has no effect on that format.
     """
-    if to not in WRITERS:
-        raise ConfigError(f"--to={to} is not one of the choices: use {', '.join(WRITERS)}.")
+    require_format(to)
     if to == "gguf" and find_spec("gguf") is None:
         raise ConfigError("`jaxllm export --to gguf` needs the library gguf: pip install 'jaxllm[gguf]'.")
     module, name = WRITERS[to]

@@ -9,8 +9,9 @@ compared. The destination gets its final name last. A round trip is exact: names
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,30 @@ def to_hf(
     found = find_weights("SRC", source, step, adapters)
     if isinstance(found.outline, HuggingFaceFolder) and not adapters:
         raise ConfigError(f"SRC={source} is already a Hugging Face folder: transformers loads it directly.")
-    folder = found.as_folder()
+
+    def agreement(written: Path) -> Agreement:
+        # Rounding to another dtype makes another model.
+        return require_agreement(written, written) if wanted else require_agreement(written, source, step, adapters)
+
+    done = write_hf(found.as_folder(), destination, wanted, largest_file, max_position, force, agreement if verify else None)
+    return replace(done, source=found.description)
+
+
+def write_hf(
+    folder: Folder,
+    destination: str,
+    wanted: np.dtype | None = None,
+    largest_file: int = LARGEST_FILE,
+    max_position: int | None = None,
+    force: bool = False,
+    agreement: Callable[[Path], Agreement] | None = None,
+) -> Conversion:
+    """Writes a model as a folder that transformers loads: to_hf says how.
+
+    Args:
+      wanted: dtype of the values; None: as the folder has them.
+      agreement: compares what was written, before it gets its final name.
+    """
     companion_files(folder.companions)
     config = config_json(folder, wanted, max_position)
     theirs = entries(folder.model, config["model_type"])
@@ -137,12 +161,9 @@ def to_hf(
             (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         write_companions(folder, aside)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        # Rounding to another dtype makes another model.
-        agreement = None
-        if verify:
-            agreement = require_agreement(aside, aside) if wanted else require_agreement(aside, source, step, adapters)
+        agrees = None if agreement is None else agreement(aside)
     dtypes, files = {move.dtype.name for move in moves}, len(layout)
-    return Conversion(found.description, destination, len(moves), total_bytes(layout), dtypes, files, (), agreement)
+    return Conversion(folder.description, destination, len(moves), total_bytes(layout), dtypes, files, (), agrees)
 
 
 def adapter_to_peft(

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm.checkpoint.arrays import names_of
 from jaxllm.cluster import distributed
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
 from jaxllm.config.hf_config import SHAPE_KEYS, VARIANTS
@@ -30,10 +33,63 @@ from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
 from jaxllm.parallel.types import Parallelized
 from jaxllm.terminal import saying
+from jaxllm.weights.folder import Folder, Index
 from jaxllm.weights.safetensors import DTYPES
-from jaxllm.weights.weights import Adapters, WeightsSource, find_weights, read_weights, without_lora
+from jaxllm.weights.staging import require_new
+from jaxllm.weights.streaming import Conversion
+from jaxllm.weights.weights import (
+    Adapters,
+    WeightsSource,
+    about,
+    dtype_named,
+    find_weights,
+    read_weights,
+    without_lora,
+)
 
 KEY = "--model"
+
+
+class PretrainedLlama(Llama):
+    """A Llama that was read from a disk."""
+
+    origin: tuple[str, int | None, tuple[str, ...]]
+    """Path, step and adapters of the weights."""
+
+    def save_pretrained(self, folder: str | Path, *, dtype: str | None = None, force: bool = False) -> Conversion:
+        """Writes the present parameters as a Hugging Face folder, with the tokenizer and the other files of the model that was
+        read. Needs all parameters in this process.
+
+        Args:
+          dtype: float32, bfloat16 or float16; default: that of the arrays.
+          force: move an existing folder aside, to FOLDER.before-<n>.
+
+        Raises:
+          ConfigError: the folder exists or cannot be written, what was read is gone, or the parameters are those of another
+            network, as with adapters beside the layers.
+        """
+        from jaxllm.weights.hf_convert import write_hf
+
+        require_new(str(folder), force)
+        source = find_weights("load_model", *self.origin)
+        arrays = {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(self)))}
+        present = _ArraysFolder(**about(source.outline) | {"model": without_lora(source.model)})
+        if unlike := sorted(arrays.keys() ^ present.entries.keys()):
+            raise ConfigError(f"The model has other parameters than {source.description}: {'.'.join(unlike[0])} is one of them.")
+        present.arrays = arrays
+        return write_hf(present, str(folder), None if dtype is None else dtype_named(dtype), force=force)
+
+
+class _ArraysFolder(Folder):
+    """Arrays in this process."""
+
+    arrays: dict[tuple[str, ...], jax.Array]
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        return np.dtype(self.arrays[path].dtype)
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        return np.asarray(self.arrays[path] if index is None else self.arrays[path][tuple(index)])
 
 
 @dataclass(frozen=True)
@@ -111,8 +167,9 @@ def load_model(
     *,
     step: int | None = None,
     adapter: Adapters = (),
-) -> Llama:
-    """Loads the network of a folder or a run on this process's devices: an NNX module, called with token ids [B, S].
+) -> PretrainedLlama:
+    """Loads the network of a folder or a run on this process's devices: an NNX module, called with token ids [B, S]. Its
+    `save_pretrained(folder)` writes it for transformers.
 
     Args:
       compute_dtype: float32 or bfloat16; default: that of the training run, or the stored dtype (float32 for float16).
@@ -136,7 +193,10 @@ def load_model(
         config, devices = _shared_out(config, devices)
     elif config.parallel.data != AUTO:
         devices = devices[: config.devices]
-    return _load(source, config, devices, follows=True).model
+    model: Any = _load(source, config, devices, follows=True).model
+    model.__class__ = PretrainedLlama
+    model.origin = str(path), step, source.adapters
+    return model
 
 
 def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: int) -> Config:
