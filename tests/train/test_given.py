@@ -177,7 +177,7 @@ def test_the_page_runs():
     """The code of docs/extending.md, in order, as one program. Each run begins near the entropy of uniform bytes."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names, found = {}, []
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in blocks:
