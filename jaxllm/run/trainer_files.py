@@ -32,7 +32,9 @@ def save(trainer: Any, run_dir: str | Path | None) -> Path:
                 meta = checkpoints.meta()
                 saving.require_same_run(folder, meta, resumed(trainer.asked, meta), trainer.data.fingerprint)
                 if meta["step"] >= step:
-                    raise ConfigError(f"{folder} has step {meta['step']} already, and this is step {step}: name another run_dir.")
+                    raise ConfigError(
+                        f"{folder} has step {meta['step']} already, and this is step {step}: name another run_dir."
+                    )
             _write(checkpoints, trainer, config, trainer.state)
         if distributed.is_main_process():
             saving.write_config(folder, config)

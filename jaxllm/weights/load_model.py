@@ -73,9 +73,12 @@ class PretrainedLlama(Llama):
         require_new(str(folder), force)
         source = find_weights("load_model", *self.origin)
         arrays = {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(self)))}
-        present = _ArraysFolder(**about(source.outline) | {"model": without_lora(source.model)})
+        said: dict[str, Any] = about(source.outline) | {"model": without_lora(source.model)}
+        present = _ArraysFolder(**said)
         if unlike := sorted(arrays.keys() ^ present.entries.keys()):
-            raise ConfigError(f"The model has other parameters than {source.description}: {'.'.join(unlike[0])} is one of them.")
+            raise ConfigError(
+                f"The model has other parameters than {source.description}: {'.'.join(unlike[0])} is one of them."
+            )
         present.arrays = arrays
         return write_hf(present, str(folder), None if dtype is None else dtype_named(dtype), force=force)
 

@@ -187,5 +187,5 @@ def test_the_page_runs():
             )
             found += [names["losses"]] if "losses =" in block else []
     # Of 256 tokens; the teacher's eight likeliest of them.
-    np.testing.assert_allclose(found, np.full((3, 2), np.log(256)), rtol=0.05)
+    np.testing.assert_allclose(found, np.full((4, 2), np.log(256)), rtol=0.05)
     assert [step for step, _ in names["seen"]] == [1, 2]
