@@ -95,9 +95,9 @@ class ModelConfig(Section):
     """The network's shape. Give `name` (a file in configs/models) or every size."""
 
     name: str | None = None
-    """A published shape (llama-3.1-8b, smollm2-135m, ...), which the keys below override. Or a model folder, Hugging Face's or
-    jaxllm's own, or ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, which give the shape and, unless set otherwise, the
-    weights (train.init_from) and the tokenizer for texts (data.tokenizer)."""
+    """A published shape (llama-3.1-8b, smollm2-135m, ...), which the keys below override. Or a model folder, or ORG/NAME or
+    ORG/NAME@REVISION of the Hugging Face Hub: it also gives, unless set otherwise, the weights (train.init_from) and the
+    tokenizer for texts (data.tokenizer)."""
     num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)]
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -159,12 +159,12 @@ class ModelConfig(Section):
     """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients
     (docs/precision.md)."""
     attention: Literal["xla", "cudnn", "cudnn_halves", "auto"] = "auto"
-    """auto: cudnn on NVIDIA GPUs that support it, else xla; a run prints which. From Hopper on cudnn packs masked documents.
-    Before, and with cudnn_halves, it halves blocks again and again, which takes longer."""
+    """auto: cudnn on NVIDIA GPUs that support it, else xla; a run prints which. cudnn packs masked documents from Hopper on;
+    before, and with cudnn_halves, it halves blocks again and again, which takes longer."""
     scan_layers: Switch | None = None
-    """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
-    to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
-    products are recomputed or offloaded, or documents are masked by halves in a single microbatch; else a loop."""
+    """true: one compiled layer, in a loop. false: unrolled, which is faster and takes longer to compile. null: unrolled on GPUs
+    up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's products are recomputed or
+    offloaded, or documents are masked by halves in a single microbatch."""
     lora: LoraConfig | None = None
     """Train low-rank adapters beside the matrices of the blocks, and nothing else (docs/lora.md)."""
 

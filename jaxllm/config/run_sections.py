@@ -37,7 +37,7 @@ class CheckpointConfig(Section):
     takes the newest from there if run.dir has none as new. Hosts then need not share run.dir (docs/checkpoints.md)."""
     store_every_steps: PositiveInt | None = None
     """Checkpoints at multiples of this step are saved, and these alone go to the store, with those of keep_every_steps and the
-    one with which the run ends or is stopped. The others are temporary, in run.dir. null: all go to the store."""
+    one with which the run ends or is stopped. null: all go to the store."""
 
     retired = {
         key: (unchanged, f"checkpoint.{key} was removed with checkpoints in memory: leave it out, and lower every_steps.")
@@ -90,8 +90,8 @@ class LogConfig(Section):
 
 class LaunchConfig(Section):
     least_hosts: Annotated[int, Field(ge=1, strict=True)] | None = None
-    """If a host is lost and not back within launch.wait_s, train on with the others while so many are left, in the fastest
-    layout for them, and with all again when it returns (docs/launch.md). null: wait for all."""
+    """If hosts are lost and not back within launch.wait_s, train on with the others while so many are left, and with all again
+    when they return (docs/launch.md). null: wait for all."""
     wait_s: Seconds = 120
     """Seconds to wait for missing hosts before the others train without them."""
 

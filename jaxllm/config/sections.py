@@ -68,8 +68,7 @@ class ParallelConfig(Section):
     """Replicas (HSDP), over the slowest network; ZeRO shards within a replica. Gradients are summed over replicas once per
     step, or, with train.diloco_steps, weights are synchronised once per that many steps."""
     replica_gbit_per_s: Annotated[float, Field(ge=1e-3, allow_inf_nan=False)] | None = None
-    """For predictions: bandwidth of a replica's link to the others, in Gbit/s each way, shared by all its GPUs. null: as
-    between hosts, where each GPU has its share of its host's adapters."""
+    """For predictions: Gbit/s each way of a replica's link to the others, shared by all its GPUs. null: as between hosts."""
     replica_latency_ms: Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)] | None = None
     """For predictions: milliseconds of a message between replicas, half of what ping prints. null: as between hosts."""
     zero: Literal[0, 1, 2, 3] = 1
@@ -78,21 +77,20 @@ class ParallelConfig(Section):
     """gpipe: all microbatches forward, then all backward; memory grows with their number. 1f1b: forward and backward in turn,
     in constant memory. interleaved: 1f1b over virtual stages; the bubble is 1/virtual_stages as long."""
     virtual_stages: PositiveInt = 1
-    """Chunks of layers on each stage, for interleaved. Where layers do not divide over pipe x virtual_stages, identity layers
-    fill the last chunk, and cost time."""
+    """Chunks of layers on each stage, for interleaved. Identity layers, which cost time, fill the last chunk where layers do
+    not divide over pipe x virtual_stages."""
     remat: Remat = "selective"
     """none keeps all activations; selective the matmul outputs; full one tensor per layer; offload those of selective, in host
     memory. Or keep, offload or recompute (the default) for each tensor: {query: keep, mlp_up: offload}."""
     offload_state: OffloadState = "none"
-    """What waits in pinned host memory. optimizer: AdamW's moments. optimizer_and_master: also the float32 master weights,
-    which cross the host link three times per step. all: also the layers' weights in the compute dtype and the sums of their
-    gradients, which cross it in every microbatch (docs/remat.md)."""
+    """What waits in pinned host memory (docs/remat.md). optimizer: AdamW's moments; optimizer_and_master: also the float32
+    master weights; all: also the layers' weights in the compute dtype and the sums of their gradients."""
     context_method: Literal["ring", "all_gather", "auto"] = "auto"
     """ring: keys travel between context ranks while blocks compute. all_gather: every rank gathers all keys first. auto: ring,
     unless S / context x query heads per key-value head is below 4096."""
     tensor_ring: Switch | None = None
-    """Tensor ranks send a sequence in chunks, one behind the matmuls of another. null: chunks of 8 MiB and more from Hopper on,
-    without FP8, remat=none and scan_layers=false."""
+    """Tensor ranks send a sequence in chunks, behind the matmuls. null: chunks of 8 MiB and more from Hopper on, without FP8,
+    remat=none and scan_layers=false (docs/tensor.md)."""
 
     retired = {
         "overlap_passes": (
@@ -235,9 +233,9 @@ class OptimizerConfig(Section):
     """The optimizer, with global-norm clipping; weight decay, times the learning rate, on matrices only."""
 
     name: Literal["adamw", "muon", "lion", "sgd", "given"] = "adamw"
-    """adamw (Loshchilov and Hutter, 2019); muon (Jordan, 2024): the matrices of the blocks, with updates of AdamW's size (Liu
-    et al., 2025), and AdamW for all else; lion (Chen et al., 2023); sgd with momentum; given: the optax transformation that a
-    Python program hands to Trainer, with its own learning rate and weight decay."""
+    """adamw (Loshchilov and Hutter, 2019); muon (Jordan, 2024) for the matrices of the blocks, and AdamW for all else; lion
+    (Chen et al., 2023); sgd with momentum; given: the optax transformation that a Python program hands to Trainer, with its own
+    learning rate and weight decay (docs/optimizers.md)."""
     learning_rate: PositiveFloat = 3e-4
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
@@ -286,7 +284,7 @@ class TrainConfig(Section):
     [4_000_000_000, 4096]], in more microbatches of the same size. train.steps counts steps of any batch."""
     batch_grows_to: PositiveInt | None = None
     """Double the global batch, up to this many sequences, whenever the measured gradient noise scale is surely twice the batch
-    (docs/batch.md). The run reads the tokens that train.steps have without it, in fewer steps."""
+    (docs/batch.md). The run reads the same tokens, in fewer steps."""
     length_schedule: LengthSchedule = ()
     """[[until_tokens, length], ...]: until so many tokens, sequences are cut into parts of `length`, such as [[1_000_000_000,
     512], [4_000_000_000, 1024]]; then sequence_length. A step has the same tokens, in more rows."""
@@ -297,9 +295,9 @@ class TrainConfig(Section):
     """Sequences that a data rank computes at once; default: its whole share of global_batch_sequences."""
     seed: Seed = 0
     init_from: str | None = None
-    """Start from the weights, without optimizer state, of a model folder (Hugging Face's, jaxllm's own, or ORG/NAME on the
-    Hub), a run directory or one of its checkpoints, also at s3:// or gs:// (docs/convert.md). Default: the model that
-    model.name names, if it has weights; null: fresh weights."""
+    """Start from the weights of a model folder (Hugging Face's, jaxllm's own, or ORG/NAME on the Hub), a run directory or one
+    of its checkpoints, also at s3:// or gs:// (docs/convert.md). Default: those of model.name, if it has any; null: fresh
+    weights."""
     init_adapter: str | None = None
     """Folder in PEFT's format from which the adapters of model.lora start; null: A random, B zero."""
     freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_more)] = ()
@@ -314,18 +312,18 @@ class TrainConfig(Section):
     z_loss_weight: NonNegativeFloat = 0.0
     """Adds this times logsumexp(logits)^2 to the objective (PaLM: 1e-4), not to the reported loss."""
     max_skips_in_a_row: PositiveInt = 10
-    """A step whose loss or gradient norm is not finite changes neither weights nor moments. This many such steps in a row end
-    the run (docs/instability.md)."""
+    """Steps in a row whose loss or gradient norm is not finite that end the run. Each is skipped: it changes neither weights
+    nor moments (docs/instability.md)."""
     spike_deviations: PositiveFloat | None = 6.0
-    """A step whose loss or gradient norm is this many standard deviations above the mean of the last 128 steps is a spike,
-    which metrics.jsonl and run.dir/spikes.jsonl name. null: none is detected."""
+    """A loss or gradient norm this many standard deviations above the mean of the last 128 steps is a spike, which
+    metrics.jsonl and run.dir/spikes.jsonl name. null: none is."""
     skip_spikes: Switch = False
     """Skip spikes too, like OLMo-core's SkipStepAdamW."""
     loss_chunk_tokens: PositiveInt = 4096
     """Logits are computed for about this many tokens at a time."""
     diloco_steps: PositiveInt | None = None
-    """DiLoCo (Douillard et al., 2023): each replica of parallel.replica trains alone, on its share of the batch. After this
-    many steps, and after the last step, an outer step synchronises them. null: every step does."""
+    """DiLoCo (Douillard et al., 2023): each replica trains alone, on its share of the batch. After this many steps, and after
+    the last, an outer step synchronises them. null: every step does."""
     diloco_lr: PositiveFloat = 0.7
     """Learning rate of the outer optimizer."""
     diloco_momentum: Decay = 0.9
@@ -333,8 +331,8 @@ class TrainConfig(Section):
     diloco_bits: Literal[32, 8, 4] = 32
     """Bits of each number that replicas send in an outer step. What 8 and 4 leave out is sent in the next rounds."""
     diloco_fragments: PositiveInt = 1
-    """Cuts the weights by layers into so many parts; each has an outer step of its own in every round, at equal distances,
-    whose transfer is so many times smaller (Streaming DiLoCo)."""
+    """Cuts the weights by layers into so many parts, each with an outer step of its own in every round (Streaming DiLoCo): a
+    transfer is so many times smaller."""
     diloco_overlap: Switch = False
     """The outer step runs during the next step, and neither waits for the other. A replica keeps its change in that step."""
     diloco_after_steps: Count = 0
@@ -343,5 +341,5 @@ class TrainConfig(Section):
     """Steps between evaluations of held-out loss; one always runs at the end."""
     eval_batches: PositiveInt | None = None
     """Batches of held-out text per source in evaluations before the end; default: all of the text. A batch has
-    microbatch_sequences on every data rank, times parallel.pipe. The evaluation at the end reads all, up to 16,777,216 tokens
-    per source."""
+    microbatch_sequences on every data rank, times parallel.pipe. The last evaluation reads all, up to 16,777,216 tokens per
+    source."""
