@@ -316,7 +316,7 @@ class TrainConfig(Section):
     nor moments (docs/instability.md)."""
     spike_deviations: PositiveFloat | None = 6.0
     """A loss or gradient norm this many standard deviations above the mean of the last 128 steps is a spike, which
-    metrics.jsonl and run.dir/spikes.jsonl name. null: none is."""
+    metrics.jsonl and run.dir/spikes.jsonl name. null: no spikes."""
     skip_spikes: Switch = False
     """Skip spikes too, like OLMo-core's SkipStepAdamW."""
     loss_chunk_tokens: PositiveInt = 4096
