@@ -19,19 +19,18 @@ NAMED = "that of `name`"
 HEAD = """# Every key of a recipe
 
 A recipe is a YAML file with the sections below. `section.key=value` on the command line overrides a key; `--section.key=value`,
-`--section.key value` and hydra's `+section.key=value` are the same. `null` is YAML's word for nothing. A key of another trainer
-(`jaxllm/config/foreign_keys.yaml`) is refused with the key here. `python docs/config_reference.py` writes this page from the
-code: to change a line, change the docstring there.
+`--section.key value` and hydra's `+section.key=value` are the same. A key of another trainer is refused with the key here.
+`python docs/config_reference.py` writes this page from the docstrings of the keys.
 
 ## Where it lives
 
-`jaxllm/config/sections.py` and `jaxllm/config/model_config.py`: each key with its type, its default and a docstring.
+`jaxllm/config/sections.py`, `jaxllm/config/model_config.py` and `jaxllm/config/run_sections.py`: each key with its type, its
+default and a docstring. `jaxllm/config/foreign_keys.yaml`: the keys of other trainers.
 
 ## How it is tested
 
 `tests/test_project_files.py` holds this page to the schema. `tests/config/test_config.py` tests what is refused, and
-`tests/config/test_config_keys.py` that each key is read, `tests/config/test_key_hints.py` what names of other trainers are
-answered.
+`tests/config/test_config_keys.py` that each key is read.
 """
 
 

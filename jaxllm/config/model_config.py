@@ -21,9 +21,8 @@ class RopeScaling(Section):
     """Slower rotary frequencies, for contexts longer than those that the network was trained for."""
 
     rope_type: Literal["llama3", "linear", "yarn"] = "llama3"
-    """linear: all are divided by `factor` (Chen et al., 2023). llama3: slow ones are, fast ones are not, with a blend between
-    (Llama 3.1 model card). yarn: the same with other bounds and another blend, and larger attention scores (Peng et al.,
-    2023)."""
+    """linear: all frequencies are divided by `factor` (Chen et al., 2023). llama3: slow ones are, fast ones are not, with a
+    blend between. yarn: the same with other bounds and another blend, and larger attention scores (Peng et al., 2023)."""
     factor: PositiveFloat
     """How many times longer the context becomes."""
     low_freq_factor: PositiveFloat = 1.0
@@ -96,9 +95,9 @@ class ModelConfig(Section):
     """The network's shape. Give `name` (a file in configs/models) or every size."""
 
     name: str | None = None
-    """A published shape: llama-3.1-8b, smollm2-135m, ... The keys below override it. Or a model folder, Hugging Face's or
-    jaxllm's own: it gives the shape and, unless set otherwise, the weights (train.init_from) and the tokenizer for texts
-    (data.tokenizer). Or ORG/NAME or ORG/NAME@REVISION, a model of the Hugging Face Hub, stored with its commit."""
+    """A published shape (llama-3.1-8b, smollm2-135m, ...), which the keys below override. Or a model folder, or ORG/NAME or
+    ORG/NAME@REVISION of the Hugging Face Hub: it also gives, unless set otherwise, the weights (train.init_from) and the
+    tokenizer for texts (data.tokenizer)."""
     num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)]
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -116,11 +115,10 @@ class ModelConfig(Section):
     """RMSNorm of queries and keys before the rotation. head: of each head, with one scale for all heads (Qwen 3). width: of all
     query heads together, and of all key heads together (OLMo 2)."""
     block_norms: Literal["before", "after", "both"] = "before"
-    """Where a block has its RMSNorms. before: of the inputs of attention and MLP. after: of their outputs (OLMo 2). both: of
-    inputs and outputs (Gemma 3)."""
+    """RMSNorms of the inputs of attention and MLP (before), of their outputs (after; OLMo 2), or of both (Gemma 3)."""
     sliding_window: PositiveInt | None = None
-    """A position attends to this many positions, its own included (Mistral 7B v0.1). null: to all before it. For the others
-    nothing is computed or sent."""
+    """A position attends to this many positions, its own included; nothing is computed or sent for the others (Mistral 7B
+    v0.1). null: to all before it."""
     full_attention_every: PositiveInt | None = None
     """With sliding_window: the last of every so many layers attends to all positions (Gemma 3: 6)."""
     full_attention_first: Count = 0
@@ -138,41 +136,37 @@ class ModelConfig(Section):
     norm_plus_one: Switch = False
     """RMSNorms multiply by 1 + scale, and scales begin at 0 (Gemma)."""
     num_experts: PositiveInt | None = None
-    """Feed-forwards of each layer, of which a router sends every token to experts_per_token. Each has intermediate_size. null:
-    one, for all tokens."""
+    """Feed-forwards of each layer, each of intermediate_size, of which a router chooses for every token (docs/experts.md).
+    null: one, for all tokens."""
     experts_per_token: PositiveInt | None = None
-    """With num_experts: to so many experts a token is sent, those to which the router gives the largest probabilities. None is
-    ever full: no token is dropped, unless tokens travel to small buffers (parallel.expert)."""
+    """With num_experts: the experts to which a token is sent, those of the largest probabilities."""
     normalize_expert_weights: Switch = False
-    """With num_experts: the weights of a token's experts add up to 1 (Mixtral, Qwen 3), and are not just their probabilities
-    among all (OLMoE)."""
+    """With num_experts: the weights of a token's experts add up to 1 (Mixtral, Qwen 3). false: they are its probabilities among
+    all experts (OLMoE)."""
     balance_loss_weight: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)] = 0.01
-    """With num_experts, in training: weight of a loss that is 1 where each sequence sends its tokens to all experts equally,
-    and num_experts / experts_per_token where to the same ones (Fedus et al., 2022); added for each layer."""
+    """With num_experts: weight, for each layer, of a loss that is 1 where each sequence uses all experts equally, and
+    num_experts / experts_per_token where always the same ones (Fedus et al., 2022)."""
     router_z_loss_weight: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)] = 0.0
-    """With num_experts, in training: weight of the squared log-sum-exp of the router's logits (Zoph et al., 2022); added for
-    each layer."""
+    """With num_experts: weight, for each layer, of the squared log-sum-exp of the router's logits (Zoph et al., 2022)."""
     tie_embeddings: Switch = False
     """Embedding and head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
     initializer_std: PositiveFloat = 0.02
-    """Standard deviation of all matrices at initialisation; those that write to the residual stream have std / sqrt(2 L)."""
+    """Standard deviation of all initial matrices; those that write to the residual stream have std / sqrt(2 L)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of matmuls; bfloat16 on GPUs from Ampere on. Master weights, moments, norms, rotary angles, softmax and loss are
-    always float32."""
+    """Dtype of matmuls; bfloat16 on GPUs from Ampere on. What is always float32: docs/precision.md."""
     matmul_dtype: Literal["compute_dtype", "fp8"] = "compute_dtype"
-    """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients, one scale
-    per array. Head, attention and all sums do not change."""
+    """Dtype of the blocks' matmuls with weights, in training. fp8 (GPUs from Ada on): E4M3 forward, E5M2 gradients
+    (docs/precision.md)."""
     attention: Literal["xla", "cudnn", "cudnn_halves", "auto"] = "auto"
-    """auto: cudnn on NVIDIA GPUs that support it, else xla. The choice is logged. From Hopper on cudnn packs masked documents;
+    """auto: cudnn on NVIDIA GPUs that support it, else xla; a run prints which. cudnn packs masked documents from Hopper on;
     before, and with cudnn_halves, it halves blocks again and again, which takes longer."""
     scan_layers: Switch | None = None
-    """true: one compiled layer, in a loop. false: each layer has its own part of the program, which is faster and takes longer
-    to compile. null: unrolled on GPUs up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's
-    products are recomputed or offloaded, or documents are masked by halves in a single microbatch; else a loop."""
+    """true: one compiled layer, in a loop. false: unrolled, which is faster and takes longer to compile. null: unrolled on GPUs
+    up to 40 layers on meshes without pipe, context and tensor, below ZeRO 2, unless SwiGLU's products are recomputed or
+    offloaded, or documents are masked by halves in a single microbatch."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters beside the matrices of the blocks, and nothing else. All other weights stay as they are, in
-    compute_dtype, without gradients and moments."""
+    """Train low-rank adapters beside the matrices of the blocks, and nothing else (docs/lora.md)."""
 
     @property
     def multiplies_fp8(self) -> bool:

@@ -24,22 +24,20 @@ class CheckpointConfig(Section):
     every_minutes: Seconds | None = 30.0
     """Minutes between checkpoints, in addition; null: never."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep."""
+    """Newest checkpoints to keep."""
     keep_every_steps: PositiveInt | None = None
     """Checkpoints at multiples of this step are saved and never deleted."""
     export_every_steps: PositiveInt | None = None
-    """Checkpoints at multiples of this step are saved, and exported to run.dir/exports/<step> in Hugging Face format by a
-    process beside training, on the CPU of the first host (docs/serving.md). null: none."""
+    """Checkpoints at multiples of this step are saved, and exported to run.dir/exports/<step> in Hugging Face format beside
+    training, on the CPU of the first host (docs/serving.md)."""
     asynchronous: Switch = True
     """Write while training continues: the run waits only for the copy from the devices."""
     store: Annotated[str, Field(min_length=1)] | None = None
-    """Address s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: every complete checkpoint is copied there while training continues, and
-    a start takes the newest one from there if run.dir has none as new. With it, hosts need not share run.dir
-    (docs/checkpoints.md). null: none."""
+    """s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: complete checkpoints are copied there while training continues, and a start
+    takes the newest from there if run.dir has none as new. Hosts then need not share run.dir (docs/checkpoints.md)."""
     store_every_steps: PositiveInt | None = None
-    """Checkpoints at multiples of this step are saved, and these alone are copied to the store, with those of keep_every_steps
-    and the one with which the run ends or is stopped. The others are temporary and stay in run.dir, which gives up one of
-    keep_every_steps once the store has it and `keep` does not cover it. null: every checkpoint is copied."""
+    """Checkpoints at multiples of this step are saved, and these alone go to the store, with those of keep_every_steps and the
+    one with which the run ends or is stopped. null: all go to the store."""
 
     retired = {
         key: (unchanged, f"checkpoint.{key} was removed with checkpoints in memory: leave it out, and lower every_steps.")
@@ -94,37 +92,35 @@ class LogConfig(Section):
 
 class LaunchConfig(Section):
     least_hosts: Annotated[int, Field(ge=1, strict=True)] | None = None
-    """If a host is lost and not back within launch.wait_s, train on with the others, in the fastest layout for them, as long as
-    so many are left, and with all again when it returns (docs/launch.md). null: wait for all."""
+    """If hosts are lost and not back within launch.wait_s, train on with the others while so many are left, and with all again
+    when they return (docs/launch.md). null: wait for all."""
     wait_s: Seconds = 120
     """Seconds to wait for missing hosts before the others train without them."""
 
 
 class RunConfig(Section):
     dir: str = "runs/default"
-    """Folder for checkpoints, metrics.jsonl and the config; a second start with the same directory resumes.
-    All hosts share it, or have checkpoint.store."""
+    """Folder for checkpoints, metrics.jsonl and the config, from which a second start resumes. All hosts share it, or have
+    checkpoint.store."""
     cpu_devices: Annotated[int, Field(ge=1, le=MOST_CPU_DEVICES, strict=True)] | None = None
     """Run on this many CPU devices of this machine, to try any mesh at home. With several processes, each has this many."""
     deterministic: Switch = False
-    """Bit-equal reruns on GPU: XLA uses only kernels with a fixed reduction order and does not choose between them by time. It
-    costs speed: cuBLAS's rule selects the matmul kernels, and the backward pass of attention uses cuDNN's slower algorithm."""
+    """Bit-equal reruns on GPUs, at a cost in speed (docs/precision.md)."""
     xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
-    """Sets of XLA options to try on GPUs beside a step's own, such as [double_buffering] (jaxllm/machine/xla_flags.py). They
-    change the order of operations and so the memory: `jaxllm compile` reports that change, the estimate does not."""
+    """Sets of XLA options to try on GPUs beside a step's own (jaxllm/machine/xla_flags.py). They change the memory: `jaxllm
+    compile` reports that change, the estimate does not."""
     compilation_cache: Annotated[str, Field(min_length=1)] = "auto"
-    """Folder of compiled programs, so that a restart does not compile again. auto: JAX_COMPILATION_CACHE_DIR, or
-    ~/.cache/jaxllm/programs (with $XDG_CACHE_HOME, there); off: none. Hosts with disks of their own each keep theirs."""
+    """Folder of compiled programs, for faster restarts. auto: JAX_COMPILATION_CACHE_DIR, or ~/.cache/jaxllm/programs (with
+    $XDG_CACHE_HOME, there); off: none. Hosts with disks of their own each keep theirs."""
     allow_overcommit: Switch = False
     """Start even if the estimate says that a step does not fit into the GPU's memory."""
     peer_timeout_s: Seconds = 60
-    """If a process sends no heartbeat for this many seconds, it counts as lost and all processes exit. JAX's own limit is
-    three times that."""
+    """Seconds without a heartbeat after which a process counts as lost and all processes exit."""
     stuck_factor: Annotated[float, Field(gt=1)] = 20
     """A step that takes this many times the median of the last 50, and at least run.stuck_min_s, is stuck: the process prints
     its stack traces and exits, so that it can be restarted."""
     stuck_min_s: Seconds = 300
     """Seconds that any step may take, mainly for the first step after a start."""
     phase_timeout_s: Seconds = 3600
-    """Seconds that other work may take before the process counts as stuck: start, compilation, one batch of data or of an
-    evaluation, one save."""
+    """Seconds that other work may take before the process counts as stuck: start, compilation, a batch of data or of an
+    evaluation, a save."""

@@ -66,51 +66,43 @@ class ParallelConfig(Section):
     """Sizes of the mesh axes (their product is the number of devices) and how the work is split over them."""
 
     pipe: Ranks = 1
-    """Pipeline stages, each with its share of the layers and of the vocabulary."""
+    """Pipeline stages, each with a part of the layers and of the vocabulary."""
     data: Ranks | Literal["auto"] = AUTO
-    """auto: all devices that the other axes do not use."""
+    """auto: all devices that the other axes leave."""
     context: Ranks = 1
     tensor: Ranks = 1
     expert: Ranks = 1
-    """Expert parallelism: so many neighbouring data ranks share the experts of a layer, and tokens travel between them. 1: each
-    rank has all experts, gathered by ZeRO, and tokens stay."""
+    """Neighbouring data ranks that share the experts of a layer; tokens travel between them. 1: each rank has all experts."""
     expert_buffer: Annotated[float, Field(ge=1, le=1e3, allow_inf_nan=False)] | None = 1.5
-    """Rows that a rank may send to each of these ranks, of an equal share. More are dropped, which the metrics count. null: all
-    of its rows; nothing is dropped, in `expert` times the memory. No effect with expert=1."""
+    """Rows that a rank may send to each of these ranks, as a multiple of an equal share; more are dropped, and counted in the
+    metrics. null: none is dropped, in `expert` times the memory."""
     replica: Ranks = 1
-    """Replicas (HSDP): the outermost axis, where the network is slowest. ZeRO shards within a replica. Across replicas,
-    gradients are summed once per step, or with train.diloco_steps weights are synchronised once per that many steps."""
+    """Replicas (HSDP), over the slowest network; ZeRO shards within a replica. Gradients are summed over replicas once per
+    step, or, with train.diloco_steps, weights are synchronised once per that many steps."""
     replica_gbit_per_s: Annotated[float, Field(ge=1e-3, allow_inf_nan=False)] | None = None
-    """Bandwidth of a replica's link to the others, in Gbit/s each way, shared by all its GPUs. For predictions (estimate, plan,
-    compile); training ignores it. No effect with replica=1. null: as between hosts, where each GPU has its share of its host's
-    adapters."""
+    """For predictions: Gbit/s each way of a replica's link to the others, shared by all its GPUs. null: as between hosts."""
     replica_latency_ms: Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)] | None = None
-    """Time of a message from one replica to another, in milliseconds: half of what ping prints. For predictions too. No
-    effect with replica=1. null: as between hosts."""
+    """For predictions: milliseconds of a message between replicas, half of what ping prints. null: as between hosts."""
     zero: Literal[0, 1, 2, 3] = 1
-    """0 replicates the state over data; 1 shards master weights and moments; 2 also gradients; 3 also the weights (FSDP)."""
+    """0 replicates the state over data ranks; 1 shards master weights and moments; 2 also gradients; 3 also weights (FSDP)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Pipeline schedule. gpipe: all microbatches forward, then all backward; memory grows with their number. 1f1b: forward and
-    backward in turn, constant memory. interleaved: 1f1b over virtual stages, a bubble 1/virtual_stages as long."""
+    """gpipe: all microbatches forward, then all backward; memory grows with their number. 1f1b: forward and backward in turn,
+    in constant memory. interleaved: 1f1b over virtual stages; the bubble is 1/virtual_stages as long."""
     virtual_stages: PositiveInt = 1
-    """Chunks of layers on each stage, for interleaved. If the layers do not divide over pipe x virtual_stages, identity layers
-    fill the last chunk. They are computed, never change, and are reported at the start."""
+    """Chunks of layers on each stage, for interleaved. Identity layers, which cost time, fill the last chunk where layers do
+    not divide over pipe x virtual_stages."""
     remat: Remat = "selective"
-    """none keeps all activations; selective keeps the matmul outputs; full keeps one tensor per layer; offload stores the
-    tensors of selective in host memory. Or a mapping from a block's tensors to keep, offload or recompute (the default), such
-    as {query: keep, mlp_up: offload}."""
+    """none keeps all activations; selective the matmul outputs; full one tensor per layer; offload those of selective, in host
+    memory. Or keep, offload or recompute (the default) for each tensor: {query: keep, mlp_up: offload}."""
     offload_state: OffloadState = "none"
-    """optimizer: AdamW's moments are stored in pinned host memory between steps and pass through the GPU one layer at a time;
-    optimizer_and_master: also the fp32 master weights, which cross the host link three times per step (to be cast, to the
-    update and back); all: also the layers' weights in the compute dtype and the sums of their gradients, which cross it in
-    every microbatch."""
+    """What waits in pinned host memory (docs/remat.md). optimizer: AdamW's moments; optimizer_and_master: also the float32
+    master weights; all: also the layers' weights in the compute dtype and the sums of their gradients."""
     context_method: Literal["ring", "all_gather", "auto"] = "auto"
-    """How queries reach the keys of other context ranks. ring: keys are sent while the blocks compute; all_gather: every rank
-    gathers all keys first; auto: ring, unless sequences are too short to hide a hop (S / context x query heads per key-value
-    head below 4096)."""
+    """ring: keys travel between context ranks while blocks compute. all_gather: every rank gathers all keys first. auto: ring,
+    unless S / context x query heads per key-value head is below 4096."""
     tensor_ring: Switch | None = None
-    """Tensor ranks send a sequence in chunks, one behind the matmuls of another. null: chunks of 8 MiB and more from Hopper on,
-    without FP8, remat=none and scan_layers=false."""
+    """Tensor ranks send a sequence in chunks, behind the matmuls. null: chunks of 8 MiB and more from Hopper on, without FP8,
+    remat=none and scan_layers=false (docs/tensor.md)."""
 
     retired = {
         "overlap_passes": (
@@ -199,8 +191,7 @@ class DataConfig(Section):
     paths: Paths = ()
     """files: files or glob patterns (** for folders); chat: the same, of JSON lines with messages, or prompt and completion;
     preferences: the same with prompt, chosen and rejected; prepared: folders, also in s3://, gs:// or hf://datasets/; megatron:
-    files without their .bin or .idx; tokens: files or glob patterns. With packing=best_fit, conversations that fit into a
-    sequence are not cut."""
+    files without their .bin or .idx; tokens: files or glob patterns."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several weighted sources, instead of source and paths."""
     tokenizer: str | None = None
@@ -208,19 +199,18 @@ class DataConfig(Section):
     chat_template: str | None = None
     """A Jinja file that formats conversations. Default: the template in the tokenizer folder."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """concat: documents follow each other, cut where a sequence is full; best_fit: documents are combined so that none that
-    fits into a sequence is cut."""
+    """concat: documents follow each other, cut where a sequence is full; best_fit: none that fits into a sequence is cut."""
     mask_documents: Switch = True
-    """A token attends only to its own document, and the end of one does not predict the next. false: one continuous text."""
+    """A token attends only to its own document, whose end does not predict the next. false: one continuous text."""
     max_documents: PositiveInt | None = None
     """Most documents of a sequence for which attention on GPUs is compiled. null: one for 128 tokens, or what the data has."""
     held_out_fraction: Fraction = 0.05
     max_broken_share: Fraction = 0.01
-    """chat, preferences: the largest share of unusable lines. Ten of a small file may be, up to half of it; with 0 none."""
+    """chat, preferences: largest share of unusable lines. A small file may have ten, up to half of it; with 0 none."""
     cache_dir: str | None = None
-    """Folder of each host for prepared shards of stores. null: ~/.cache/jaxllm/data (with $XDG_CACHE_HOME, there)."""
+    """Each host's folder for prepared shards of stores. null: ~/.cache/jaxllm/data (with $XDG_CACHE_HOME, there)."""
     cache_gib: PositiveFloat = 100.0
-    """GiB of them; above, those that were read longest ago are removed."""
+    """GiB of these shards; above, those read longest ago are removed."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -255,13 +245,13 @@ class OptimizerConfig(Section):
     """The optimizer, with global-norm clipping; weight decay, times the learning rate, on matrices only."""
 
     name: Literal["adamw", "muon", "lion", "sgd", "given"] = "adamw"
-    """adamw (Loshchilov and Hutter, 2019); muon (Jordan, 2024): each matrix of the blocks orthogonalised and scaled to the size
-    of AdamW's updates (Liu et al., 2025), and AdamW for all else; lion (Chen et al., 2023); sgd with momentum; given: the optax
-    transformation that a Python program hands to Trainer, with its own learning rate and weight decay."""
+    """adamw (Loshchilov and Hutter, 2019); muon (Jordan, 2024) for the matrices of the blocks, and AdamW for all else; lion
+    (Chen et al., 2023); sgd with momentum; given: the optax transformation that a Python program hands to Trainer, with its own
+    learning rate and weight decay (docs/optimizers.md)."""
     learning_rate: PositiveFloat = 3e-4
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
-    """Gradients with a larger global norm are scaled down to this norm; null: never."""
+    """Gradients of a larger global norm are scaled down to it; null: never."""
     beta1: Decay = 0.9
     """Decay of the mean of gradients, in adamw, lion, and muon's AdamW; beta2 belongs to the same."""
     beta2: Decay = 0.95
@@ -269,15 +259,15 @@ class OptimizerConfig(Section):
     momentum: Decay = 0.95
     """Decay in muon (Nesterov's) and sgd, which with 0 keeps no state."""
     moments: NonNegativeFloat | None = None
-    """Float32 numbers that the state of a given optimizer has for each parameter, for the estimate. Trainer counts them."""
+    """With name=given, for the estimate: float32 numbers of the state for each parameter. Trainer counts them."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after warm-up: half a cosine, linear, or (wsd) constant, then linear over the last decay_tokens."""
     warmup_tokens: Count = 0
-    """A run shorter than this ends during warm-up; a note at the start reports it."""
+    """Tokens over which the learning rate rises from 0."""
     decay_tokens: Count | None = None
-    """For wsd only; default: the last fifth of training."""
+    """For wsd; default: the last fifth of training."""
     final_learning_rate_fraction: Fraction = 0.1
-    """The learning rate at the end of the schedule, as a fraction of learning_rate."""
+    """Learning rate at the end of the schedule, as a fraction of learning_rate."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -302,70 +292,66 @@ class TrainConfig(Section):
     global_batch_sequences: PositiveInt
     """Sequences per optimizer step, over all devices; with batch_schedule, in the first steps."""
     batch_schedule: BatchSchedule = ()
-    """[[from_tokens, global_batch_sequences], ...]: the batch size after from_tokens consumed tokens, such as
-    [[1_000_000_000, 2048], [4_000_000_000, 4096]]. The microbatch size stays the same, and a step has more microbatches.
-    train.steps counts steps of any batch size."""
+    """[[from_tokens, global_batch_sequences], ...]: the batch after so many tokens, such as [[1_000_000_000, 2048],
+    [4_000_000_000, 4096]], in more microbatches of the same size. train.steps counts steps of any batch."""
     batch_grows_to: PositiveInt | None = None
     """Double the global batch, up to this many sequences, whenever the measured gradient noise scale is surely twice the batch
-    (docs/batch.md); needs log.noise_scale_every. The run reads the tokens that train.steps have without it, in fewer steps."""
+    (docs/batch.md). The run reads the same tokens, in fewer steps."""
     length_schedule: LengthSchedule = ()
-    """[[until_tokens, length], ...]: until so many tokens are consumed, sequences are cut into parts of `length`, such as
-    [[1_000_000_000, 512], [4_000_000_000, 1024]]; then sequence_length. A step has the same tokens and microbatches, in more
-    rows, and each length is compiled once."""
+    """[[until_tokens, length], ...]: until so many tokens, sequences are cut into parts of `length`, such as [[1_000_000_000,
+    512], [4_000_000_000, 1024]]; then sequence_length. A step has the same tokens, in more rows."""
     batch_lr: Literal["none", "sqrt", "linear"] = "none"
-    """Scales the learning rate by batch / last batch of batch_schedule (linear), by the square root of that (sqrt, usual for
-    Adam) or not at all (none). optimizer.learning_rate is the rate of the last batch; with batch_grows_to, of that batch."""
+    """Scales the learning rate by batch / last batch (linear), by the square root of that (sqrt, usual for Adam) or not at all
+    (none). optimizer.learning_rate is the rate of the last batch of batch_schedule or batch_grows_to."""
     microbatch_sequences: PositiveInt | None = None
-    """Sequences that a data rank computes at once; default: its share of global_batch_sequences, one microbatch per step."""
+    """Sequences that a data rank computes at once; default: its whole share of global_batch_sequences."""
     seed: Seed = 0
     init_from: str | None = None
-    """Start from the weights (without optimizer state) of a model folder (Hugging Face's or jaxllm's own, or ORG/NAME on the
-    Hub), a run directory, or one of its checkpoints; here, or at s3:// or gs:// (docs/convert.md). Default: what model.name
-    names, if it is such a one; null: fresh weights."""
+    """Start from the weights of a model folder (Hugging Face's, jaxllm's own, or ORG/NAME on the Hub), a run directory or one
+    of its checkpoints, also at s3:// or gs:// (docs/convert.md). Default: those of model.name, if it has any; null: fresh
+    weights."""
     init_adapter: str | None = None
-    """Start the adapters of model.lora from those of a folder in PEFT's format; null: A random, B zero."""
+    """Folder in PEFT's format from which the adapters of model.lora start; null: A random, B zero."""
     freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_more)] = ()
-    """Parameters that are not trained, by patterns of the names that `jaxllm inspect` prints, such as [embedding,
-    layers.mlp.*]. They stay in model.compute_dtype, without gradients and moments."""
+    """Parameters that are not trained, by patterns of the names that `jaxllm inspect` prints: [embedding, layers.mlp.*]. They
+    stay in model.compute_dtype, without gradients and moments."""
     loss: Literal["cross_entropy", "dpo", "given"] = "cross_entropy"
-    """dpo: Direct Preference Optimization (Rafailov et al., 2023) of data.source=preferences, where the model of init_from is
-    the reference (docs/dpo.md); given: the loss that a Python program hands to Trainer (docs/extending.md)."""
+    """dpo: Direct Preference Optimization (Rafailov et al., 2023) of data.source=preferences, with init_from as the reference
+    (docs/dpo.md); given: the loss that a Python program hands to Trainer (docs/extending.md)."""
     dpo_beta: PositiveFloat = 0.1
-    """How strongly the log-probability of an answer, relative to the reference, counts in DPO's preference: the smaller, the
-    farther the model may go from the reference."""
+    """Weight in DPO of an answer's log-probability relative to the reference: the smaller, the farther the model may go from
+    the reference."""
     z_loss_weight: NonNegativeFloat = 0.0
-    """Adds this times logsumexp(logits)^2 to the objective (PaLM used 1e-4). The reported loss does not include it."""
+    """Adds this times logsumexp(logits)^2 to the objective (PaLM: 1e-4), not to the reported loss."""
     max_skips_in_a_row: PositiveInt = 10
-    """A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor moments. This many skipped
-    steps in a row end the run, during DiLoCo's rounds if they are more than a round."""
+    """Steps in a row whose loss or gradient norm is not finite that end the run. Each is skipped: it changes neither weights
+    nor moments (docs/instability.md)."""
     spike_deviations: PositiveFloat | None = 6.0
-    """A step whose loss or gradient norm is this many standard deviations above the mean of the last 128 steps is a spike:
-    metrics.jsonl marks it, and run.dir/spikes.jsonl names the samples it read. null: no spikes are detected."""
+    """A loss or gradient norm this many standard deviations above the mean of the last 128 steps is a spike, which
+    metrics.jsonl and run.dir/spikes.jsonl name. null: no spikes."""
     skip_spikes: Switch = False
-    """Skip spikes too, like OLMo-core's SkipStepAdamW. The state then includes losses and norms of the last 128 steps."""
+    """Skip spikes too, like OLMo-core's SkipStepAdamW."""
     loss_chunk_tokens: PositiveInt = 4096
     """Logits are computed for about this many tokens at a time."""
     diloco_steps: PositiveInt | None = None
-    """DiLoCo (Douillard et al., 2023): each replica of parallel.replica trains alone, on its share of the global batch. After
-    this many steps, and after the last step, one outer step synchronises them. null: they synchronise at every step."""
+    """DiLoCo (Douillard et al., 2023): each replica trains alone, on its share of the batch. After this many steps, and after
+    the last, an outer step synchronises them. null: every step does."""
     diloco_lr: PositiveFloat = 0.7
     """Learning rate of the outer optimizer."""
     diloco_momentum: Decay = 0.9
     """Nesterov momentum of the outer optimizer; 0: plain SGD."""
     diloco_bits: Literal[32, 8, 4] = 32
-    """Bits of each number that replicas send in an outer step. 8 and 4: multiples of a step for each 128 numbers, and what they
-    leave out is kept and sent in the next rounds (error feedback)."""
+    """Bits of each number that replicas send in an outer step. What 8 and 4 leave out is sent in the next rounds."""
     diloco_fragments: PositiveInt = 1
-    """Cuts the weights into so many parts, by layers; each has an outer step of its own in every round, one after the other at
-    equal distances. It divides train.diloco_steps. A transfer between replicas is so many times smaller (Streaming DiLoCo)."""
+    """Cuts the weights by layers into so many parts, each with an outer step of its own in every round (Streaming DiLoCo): a
+    transfer is so many times smaller."""
     diloco_overlap: Switch = False
-    """The outer step that is due after a step is a part of the next one, and neither waits for the other. A replica keeps its
-    change in that step."""
+    """The outer step runs during the next step, and neither waits for the other. A replica keeps its change in that step."""
     diloco_after_steps: Count = 0
-    """Number of first steps without DiLoCo, synchronised at every step: a fifth of a run is a good start."""
+    """First steps without DiLoCo: a fifth of a run is a good start."""
     eval_every_steps: PositiveInt | None = None
-    """Steps between evaluations of held-out loss; one always runs at the end. With DiLoCo they use the last outer step."""
+    """Steps between evaluations of held-out loss; one always runs at the end."""
     eval_batches: PositiveInt | None = None
-    """Batches of held-out text per source in each evaluation before the end; default: all of the text. A batch has
-    microbatch_sequences on every data rank, times parallel.pipe. The evaluation at the end reads all text, up to 16,777,216
-    tokens per source."""
+    """Batches of held-out text per source in evaluations before the end; default: all of the text. A batch has
+    microbatch_sequences on every data rank, times parallel.pipe. The last evaluation reads all, up to 16,777,216 tokens per
+    source."""
