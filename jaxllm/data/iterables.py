@@ -1,10 +1,10 @@
-"""jaxllm.prepare: writes the texts of a Python iterable into a prepared folder, once.
-
-Training on the folder is then exact and resumes, which no iterable promises: each sample is a function of its number.
+"""Python iterables as data: jaxllm.prepare writes texts into a prepared folder, once; `given_documents` reads token ids into
+memory. Training on either is exact and resumes, which no iterable promises: each sample is a function of its number.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,14 +19,17 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxllm.config.errors import ConfigError
+from jaxllm.data.documents import DocumentsInMemory
 from jaxllm.data.manifest import read_manifest, writing
 from jaxllm.data.parts import check_text
 from jaxllm.data.prepare import BROKEN_SHOWN, Summary, existing
 from jaxllm.data.prepare import prepare as prepare_files
 from jaxllm.data.records import BROKEN_SHARE, require_few_broken, require_share
 from jaxllm.data.shards import unwritable
-from jaxllm.data.tokenizer import load_tokenizer
+from jaxllm.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from jaxllm.untrusted import shown
 
 _FILE = re.compile(r"\S{1,1000}\.(txt|json|jsonl|ndjson|csv|parquet|arrow|gz|zst)")
@@ -69,9 +72,7 @@ def prepare(
     folder = Path(folder)
     if os.path.lexists(folder):
         return _again(folder, tokenizer, reuse)
-    if length_hint(texts) >= sys.maxsize:
-        # Grain's word for a dataset that repeats.
-        raise ConfigError("texts has no end: give them once, and let train.steps say how often they are read.")
+    _require_end("texts", texts)
     # Only around what is ours: reading `texts` may raise OSError too.
     with writing(partial(unwritable, folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,6 +113,12 @@ def prepare(
     return replace(summary, folder=str(folder), broken_records=tuple(first))
 
 
+def _require_end(name: str, items: Iterable[Any]) -> None:
+    if length_hint(items) >= sys.maxsize:
+        # Grain's word for a dataset that repeats.
+        raise ConfigError(f"{name} has no end: give them once, and let train.steps say how often they are read.")
+
+
 def _text(text: Any, text_key: str, number: int) -> str | None:
     if isinstance(text, Mapping):
         if text_key not in text:
@@ -135,3 +142,81 @@ def _again(folder: Path, tokenizer: str, reuse: bool) -> Summary:
     if manifest.tokenizer.sha256 != load_tokenizer(tokenizer).sha256:
         raise ConfigError(f"{folder} holds tokens of {manifest.tokenizer.name}, not of {tokenizer}: name another folder.")
     return existing(folder, [shard.name for shard in manifest.shards])
+
+
+# ------------------------------------------------------------------------------------------------------------- token ids
+
+IDS, PADDING, LABELS = "input_ids", "attention_mask", "labels"
+SCORED = "completion_mask", "assistant_masks"
+"""TRL's columns: 1 where a token counts in the loss."""
+NOT_SCORED = -100
+"""The label of a token that does not count, as in PyTorch and transformers."""
+
+
+def given_documents(items: Iterable[Any], tokenizer: Tokenizer | None, vocab_size: int) -> DocumentsInMemory:
+    """Reads all documents once, in order.
+
+    Args:
+      items: of each document its ids [tokens], or a row with input_ids. Of a row's other columns, tokens whose attention_mask
+        is 0 are left out, and those whose labels are -100 or whose completion_mask or assistant_masks is 0 are not scored.
+        The description names columns that have no effect.
+      tokenizer: whose ids they are, if that is known.
+
+    Raises:
+      ConfigError: an item is something else or has an id outside the vocabulary, or there is none, or no end of them.
+    """
+    if isinstance(items, str | bytes | Mapping):
+        raise ConfigError(f"documents= is {type(items).__name__}: give a list of documents, each a list of token ids.")
+    _require_end("documents=", items)
+    # PyTorch's map-style datasets have no __iter__, and may raise no IndexError at their end.
+    numbered: Any = items
+    rows = items if hasattr(items, "__iter__") else (numbered[number] for number in range(len(numbered)))
+    ids, scored, padded, unused = list[np.ndarray](), list[np.ndarray](), 0, set[str]()
+    for number, item in enumerate(rows):
+        row = item if isinstance(item, Mapping) else {IDS: item}
+        columns = _columns(row, number, vocab_size)
+        unused |= row.keys() - columns.keys() - {IDS, PADDING, LABELS, *SCORED}
+        kept = columns.get(PADDING, np.ones(len(columns[IDS]))) != 0
+        padded += len(kept) - int(kept.sum())
+        counts = kept & (columns.get(LABELS, 0) != NOT_SCORED)
+        for name in SCORED:
+            counts &= columns.get(name, 1) != 0
+        if LABELS in columns and (columns[LABELS] != columns[IDS])[counts].any():
+            raise _refusal(number, f"has other {LABELS} than {IDS}: give such targets by batches=")
+        if kept.any():
+            ids.append(columns[IDS][kept].astype(token_dtype(vocab_size)))
+            scored.append(counts[kept])
+    if not ids:
+        raise ConfigError("documents= holds no token ids: give at least one document.")
+    keys = [int.from_bytes(hashlib.sha256(these.tobytes()).digest()[:8]) for these in ids]
+    without = [f"{padded:,} padding tokens"] if padded else []
+    without += [f"the columns {shown(', '.join(sorted(unused)), 200)}"] if unused else []
+    description = "documents of the caller" + (f" (without {' and '.join(without)})" if without else "")
+    all_count = all(map(np.all, scored))
+    return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, description, None if all_count else scored)
+
+
+def _columns(row: Mapping[str, Any], number: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """What a row says of its tokens, each [tokens]."""
+    columns = {}
+    for name in (IDS, PADDING, LABELS, *SCORED):
+        if (value := row.get(name)) is None:
+            continue
+        try:
+            columns[name] = found = np.asarray(value)
+        except ValueError:
+            # Lists of unlike lengths.
+            columns[name] = found = np.asarray(value, object)
+        if found.ndim != 1 or found.shape != columns.get(IDS, found).shape or (found.size and found.dtype.kind not in "biu"):
+            what = f"has {name} of {found.dtype} and shape {list(found.shape)}: it needs an integer for each token"
+            raise _refusal(number, f"{what}; texts are made into ids by jaxllm.prepare")
+    if IDS not in columns:
+        raise _refusal(number, f"has the columns {shown(', '.join(map(str, row)), 400)}: it needs {IDS}, the token ids")
+    outside = columns[IDS][(columns[IDS] < 0) | (columns[IDS] >= vocab_size)]
+    if outside.size:
+        raise _refusal(number, f"has the id {outside[0]}, and model.vocab_size={vocab_size}: give the model's own ids")
+    return columns
+
+
+def _refusal(number: int, what: str) -> ConfigError:
+    return ConfigError(f"Document {number} of documents= {what}.")

@@ -185,7 +185,7 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, gi
 
     Args:
       cache_folder: gives the folder in whose `data` prepared folders of stores are cached, if data.cache_dir does not say it.
-      given: the documents of data.source=documents (given_documents.py).
+      given: the documents of data.source=documents (iterables.py).
 
     Raises:
       ConfigError: a source is missing, empty or unreadable, two sources have different tokenizers, a tokenizer has more ids
@@ -275,7 +275,7 @@ def open_documents(
     other file by its absolute path. Keep texts below it if the split must not depend on the machine.
     """
     if source.source == DOCUMENTS:
-        from jaxllm.data.given_documents import given_documents
+        from jaxllm.data.iterables import given_documents
 
         if given is None:
             raise ConfigError(NEEDS_DOCUMENTS)

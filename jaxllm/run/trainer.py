@@ -69,7 +69,7 @@ class Trainer:
       batches: what to train on in the place of the text of data.*: a function from the number of steps done to the next batch,
         or an iterable of the batches of all steps. A batch is a dict of arrays as the loader's (data/loader.py).
       documents: the text: of each document its token ids, or a row with input_ids, as of Hugging Face's datasets
-        (data/given_documents.py). With several processes all give the same.
+        (data/iterables.py). With several processes all give the same.
       loss: what to train on in the place of cross-entropy (parallel/types.py); `evaluate` is always cross-entropy.
       optimizer: an optax transformation with a learning rate of its own, in the place of optimizer.name.
       on_step: called with the metrics of each step, when they are read, and the trainer, which has begun the next step. What it

@@ -45,6 +45,8 @@ def save(trainer: Any, run_dir: str | Path | None) -> Path:
 def export(trainer: Any, destination: str | Path, to: str, options: dict[str, Any]) -> Conversion | None:
     """See Trainer.export."""
     require_format(to)
+    if options.get("verify") and distributed.is_one_of_several():
+        raise ConfigError("verify=True needs one process: leave it out, and verify what was written by `jaxllm convert`.")
     with distributed.raising_together():
         target = require_new(str(destination), bool(options.get("force")), is_file=to == "gguf")
     # Beside it, where there must be room for as much.

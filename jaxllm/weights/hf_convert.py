@@ -333,7 +333,7 @@ def verify(hugging_face: Path, ours: str | Path, step: int | None = None, adapte
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from jaxllm.weights.load_model import load_model
+    from jaxllm.weights.load_model import open_model
 
     logging.disable_progress_bar()
     network = AutoModelForCausalLM.from_pretrained(hugging_face, dtype=torch.float32, attn_implementation="eager")
@@ -341,7 +341,7 @@ def verify(hugging_face: Path, ours: str | Path, step: int | None = None, adapte
     with torch.no_grad():
         theirs_BSV = network(torch.tensor(ids_BS).long()).logits
     with jax.default_matmul_precision("float32"):
-        model = load_model(ours, compute_dtype="float32", step=step, adapter=adapters)
+        model = open_model(ours, ["model.compute_dtype=float32"], step=step, adapter=adapters).model
         ours_BSV = torch.tensor(np.asarray(model(jax.numpy.asarray(ids_BS))))
     log_p, log_q = theirs_BSV.double().log_softmax(-1), ours_BSV.double().log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()

@@ -2,9 +2,6 @@
 
 loaded = open_model("smollm2", ["parallel.tensor=3", "model.compute_dtype=float32"], sequence_length=1024)
 loss, tokens = jax.jit(loaded.functions.loss_sum)(loaded.params, batch)
-
-model = load_model("smollm2", compute_dtype="float32")     # an NNX Llama
-logits_BSV = model(token_ids_BS)
 """
 
 from __future__ import annotations
@@ -16,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.arrays import names_of
 from jaxllm.cluster import distributed
 from jaxllm.config import AUTO, Config, ConfigError, load_config, with_overrides
 from jaxllm.config.hf_config import SHAPE_KEYS, VARIANTS
@@ -33,66 +27,10 @@ from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import merge_model, parameter_table
 from jaxllm.parallel.types import Parallelized
 from jaxllm.terminal import saying
-from jaxllm.weights.folder import Folder, Index
 from jaxllm.weights.safetensors import DTYPES
-from jaxllm.weights.staging import require_new
-from jaxllm.weights.streaming import Conversion
-from jaxllm.weights.weights import (
-    Adapters,
-    WeightsSource,
-    about,
-    dtype_named,
-    find_weights,
-    read_weights,
-    without_lora,
-)
+from jaxllm.weights.weights import Adapters, WeightsSource, find_weights, read_weights, without_lora
 
 KEY = "--model"
-
-
-class PretrainedLlama(Llama):
-    """A Llama that was read from a disk."""
-
-    origin: tuple[str, int | None, tuple[str, ...]]
-    """Path, step and adapters of the weights."""
-
-    def save_pretrained(self, folder: str | Path, *, dtype: str | None = None, force: bool = False) -> Conversion:
-        """Writes the present parameters as a Hugging Face folder, with the tokenizer and the other files of the model that was
-        read. Needs all parameters in this process.
-
-        Args:
-          dtype: float32, bfloat16 or float16; default: that of the arrays.
-          force: move an existing folder aside, to FOLDER.before-<n>.
-
-        Raises:
-          ConfigError: the folder exists or cannot be written, what was read is gone, or the parameters are those of another
-            network, as with adapters beside the layers.
-        """
-        from jaxllm.weights.hf_convert import write_hf
-
-        require_new(str(folder), force)
-        source = find_weights("load_model", *self.origin)
-        arrays = {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(self)))}
-        said: dict[str, Any] = about(source.outline) | {"model": without_lora(source.model)}
-        present = _ArraysFolder(**said)
-        if unlike := sorted(arrays.keys() ^ present.entries.keys()):
-            raise ConfigError(
-                f"The model has other parameters than {source.description}: {'.'.join(unlike[0])} is one of them."
-            )
-        present.arrays = arrays
-        return write_hf(present, str(folder), None if dtype is None else dtype_named(dtype), force=force)
-
-
-class _ArraysFolder(Folder):
-    """Arrays in this process."""
-
-    arrays: dict[tuple[str, ...], jax.Array]
-
-    def dtype(self, path: tuple[str, ...]) -> np.dtype:
-        return np.dtype(self.arrays[path].dtype)
-
-    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
-        return np.asarray(self.arrays[path] if index is None else self.arrays[path][tuple(index)])
 
 
 @dataclass(frozen=True)
@@ -154,52 +92,13 @@ def open_model(
         distributed.require_same(source.description, f"found different checkpoints in {path}: give the address of one.")
     devices = jax.devices()
     if not _sets(overrides, "parallel."):
-        config, devices = _shared_out(config, devices)
+        config, devices = shared_out(config, devices)
     elif jax.process_count() == 1:
         # The mesh may have fewer devices than exist. Training refuses that as waste; here it is harmless. Too few for one data
         # rank are all kept, which resolving the config reports.
         others = _beside_data(config)
         devices = devices[: config.devices if config.parallel.data != AUTO else len(devices) // others * others or None]
-    return _load(source, config, devices, follows=not _sets(overrides, "train.global_batch_sequences"))
-
-
-def load_model(
-    path: str | Path,
-    compute_dtype: str | None = None,
-    parallel: Mapping[str, Any] | None = None,
-    *,
-    step: int | None = None,
-    adapter: Adapters = (),
-) -> PretrainedLlama:
-    """Loads the network of a folder or a run on this process's devices: an NNX module, called with token ids [B, S]. Its
-    `save_pretrained(folder)` writes it for transformers.
-
-    Args:
-      compute_dtype: float32 or bfloat16; default: that of the training run, or the stored dtype (float32 for float16).
-      parallel: keys of the config's parallel section, such as {"tensor": 2, "data": 4}; default: weights sharded over as
-        many devices as divide them, as with ZeRO 3.
-      step, adapter: as in open_model.
-
-    Raises:
-      ConfigError: there is no model, or it does not fit the mesh.
-    """
-    source = find_weights("load_model", path, step, adapter)
-    sizes = {"data": 1, **(parallel or {})}
-    overrides = [f"parallel.{key}={value}" for key, value in sizes.items()]
-    if compute_dtype is not None:
-        overrides.append(f"model.compute_dtype={compute_dtype}")
-    # Any length works that the mesh can divide.
-    config = config_of(source, overrides, 2 * math.prod(size for size in sizes.values() if isinstance(size, int)))
-    distributed.start(config.run)
-    devices = jax.local_devices()
-    if parallel is None:
-        config, devices = _shared_out(config, devices)
-    elif config.parallel.data != AUTO:
-        devices = devices[: config.devices]
-    model: Any = _load(source, config, devices, follows=True).model
-    model.__class__ = PretrainedLlama
-    model.origin = str(path), step, source.adapters
-    return model
+    return load(source, config, devices, follows=not _sets(overrides, "train.global_batch_sequences"))
 
 
 def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: int) -> Config:
@@ -232,7 +131,7 @@ def _require_its_shape(source: WeightsSource, model: Mapping[str, Any]) -> None:
             )
 
 
-def _load(source: WeightsSource, config: Config, devices: list[jax.Device], follows: bool) -> LoadedModel:
+def load(source: WeightsSource, config: Config, devices: list[jax.Device], follows: bool) -> LoadedModel:
     """Args: follows: the global batch is one microbatch per data rank and stage, for any number of them."""
     p, train = config.parallel, config.train
     others = _beside_data(config)
@@ -262,7 +161,7 @@ def _beside_data(config: Config) -> int:
     return p.pipe * p.context * p.tensor * p.replica
 
 
-def _shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list[jax.Device]]:
+def shared_out(config: Config, devices: list[jax.Device]) -> tuple[Config, list[jax.Device]]:
     """Config of a mesh along `data` only, with ZeRO 3 weights, over as many devices as divide them: a network without padding
     keeps its shards. Devices of other processes cannot be left out.
     """

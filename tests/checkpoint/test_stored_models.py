@@ -25,7 +25,7 @@ from jaxllm.run import fewer_hosts, trainer
 from jaxllm.run.loop import fit
 from jaxllm.run.trainer import Trainer
 from jaxllm.weights import stored_models
-from jaxllm.weights.load_model import load_model
+from jaxllm.weights.pretrained import load_model
 from jaxllm.weights.stored_models import with_commits
 from jaxllm.weights.weights import export, find_weights, initial_weights
 

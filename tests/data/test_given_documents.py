@@ -9,7 +9,7 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.config import ConfigError, load_config
-from jaxllm.data.given_documents import given_documents
+from jaxllm.data.iterables import given_documents
 from jaxllm.data.sources import load_data
 
 
@@ -80,9 +80,7 @@ def test_padding_is_left_out_and_masks_say_what_counts():
     spans = numbers, np.zeros_like(numbers), found.lengths
     assert [one.tolist() for one in found.read(*spans)] == [[1, 2, 3], [4, 5, 6]]
     assert [one.tolist() for one in found.scored(*spans)] == [[False, True, True], [False, True, False]]
-    assert found.description == (
-        "documents of the caller (without 2 padding tokens and 1 empty documents and the columns text, url)"
-    )
+    assert found.description == ("documents of the caller (without 2 padding tokens and the columns text, url)")
     # All count: the text alone decides what is read.
     assert given_documents([[1, 2]], None, 8).scored(*(np.zeros(1, int),) * 2, np.array([2])) is None
 
@@ -111,17 +109,18 @@ REFUSED = {
     "documents= is str: give a list of documents, each a list of token ids.": "a text",
     "documents= has no end: give them once": range(sys.maxsize),
     "documents= holds no token ids: give at least one document.": [[], []],
-    "Document 1 of documents= is a text: give its token ids, or write texts once by jaxllm.prepare": [[1], "a text"],
-    "Document 0 of documents= has the columns text: it needs input_ids": [{"text": "a"}],
-    "Document 0 of documents= is float64 of shape [2]: it needs integers": [[0.5, 1.0]],
-    "Document 0 of documents= is int64 of shape [1, 2]: it needs integers": [[[1, 2]]],
-    "Document 0 of documents= is object of shape [2]: it needs integers": [[[1], [1, 2]]],
+    "Document 1 of documents= has input_ids of <U6 and shape []: it needs an integer for each token; texts are": [
+        [1],
+        "a text",
+    ],
+    "Document 0 of documents= has the columns text: it needs input_ids, the token ids.": [{"text": "a"}],
+    "Document 0 of documents= has input_ids of float64 and shape [2]: it needs an integer": [[0.5, 1.0]],
+    "Document 0 of documents= has input_ids of int64 and shape [1, 2]: it needs an integer": [[[1, 2]]],
+    "Document 0 of documents= has input_ids of object and shape [2]: it needs an integer": [[[1], [1, 2]]],
     "Document 0 of documents= has the id 8, and model.vocab_size=8": [[1, 8]],
     "Document 0 of documents= has the id -100, and model.vocab_size=8": [[-100, 1]],
-    "Document 0 of documents= has labels of shape [1], and 2 token ids: it needs one for each": [
-        {"input_ids": [1, 2], "labels": [1]}
-    ],
-    "Document 0 of documents= has labels other than input_ids at 1: give such targets by batches=": [
+    "Document 0 of documents= has labels of int64 and shape [1]: it needs an integer": [{"input_ids": [1, 2], "labels": [1]}],
+    "Document 0 of documents= has other labels than input_ids: give such targets by batches=": [
         {"input_ids": [1, 2], "labels": [1, 3]}
     ],
 }
