@@ -32,7 +32,7 @@ CONFIRMED = 4
 GIB = 2**30
 PLANNED = (
     *("configurations", "candidates_that_fit", "confirmed", "unconfirmed_because", "cost"),
-    *("without_host", "with_fp8"),
+    *("without_host", "with_fp8", "tokens_per_s_per_gpu_range", "extrapolated"),
 )
 COMPILED = (
     *("total_bytes", "host_bytes", "capacity_bytes", "share_of_capacity", "fits", "attention", "hlo_instructions"),
@@ -42,17 +42,13 @@ COMPILED = (
 
 HEAD = f"""# Recipe cards
 
-These are the planner's answers for common jobs on {GPU}. Each was confirmed by compiling the real step without a GPU. The first
-file of a card is the question (model, text, batch). The second is the planner's answer. Put your own text, batch or GPUs into
-the first file and run the same two commands. [plan](plan.md) explains the planner, [compile](compile.md) the compiler's
-report.
+These are the planner's answers for common jobs on {GPU}, each confirmed by compiling the real step without a GPU. The first
+file of a card is the question (model, text, batch), the second the planner's answer. Put your own text, batch or GPUs into the
+first file and run the same commands ([plan](plan.md), [compile](compile.md)).
 
-Memory is XLA's figure. **Speeds are predictions** of the step-time model ([estimate](estimate.md)). No card was run on GPUs.
-The predictions are older than [the public record](estimate.md#how-sure-a-speed-is), by which they are 1 to 28% lower: the
-commands print today's.
-A card whose answer keeps activations or state in the host's memory also shows the best answer that does not, and the
-difference: by how much copies to the host slow the compute beside them is not measured ([remat](remat.md)).
-`python docs/recipes.py` writes this page.
+Memory is XLA's figure. **Speeds are predictions** ([how sure they are](estimate.md#how-sure-a-speed-is)); no card was run on
+GPUs. By how much copies to the host slow the compute beside them is not measured ([remat](remat.md)), so a card that keeps
+something there also shows the best answer that does not. `python docs/recipes.py` writes this page.
 """
 
 
@@ -243,6 +239,9 @@ def _rows(card: Card, figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {best['tflops_per_gpu']:,.0f} TFLOP/s/GPU (causal); "
         f"{best['exposed_communication_share']:.0%} of a step waits for other GPUs",
     )
+    low, high = plan["tokens_per_s_per_gpu_range"]
+    beyond = f"; extrapolated: {'; '.join(plan['extrapolated'])}" if plan["extrapolated"] else ""
+    yield "range for four of five runs", f"{low:,.0f} to {high:,.0f} tokens/s/GPU{beyond}"
     if best.get("host_bytes") and "without_host" in plan:
         other = plan["without_host"]
         yield "the best with nothing on the host", "nothing fits" if other is None else _beside(best, other)

@@ -3,8 +3,6 @@
 The only style of the HTML tables is alignment, so that a notebook's own theme, light or dark, applies.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
 

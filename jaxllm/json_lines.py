@@ -1,7 +1,5 @@
 """Reads files of one JSON object per line, such as metrics.jsonl. A crash, an editor or a disk may have damaged some lines."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path

@@ -20,8 +20,6 @@ Interleaving follows Narayanan et al. 2021 ("Efficient Large-Scale Language Mode
 Megatron-LM"), all stages in lockstep. Plain Python and numpy, no JAX.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """All that jaxllm uses of JAX's private modules. Tried with JAX 0.10 to 0.12; each function says what another JAX gets."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from types import ModuleType

@@ -5,8 +5,6 @@ refused; `checked` turns the result into the type that says what it may hold. A 
 "line 3: the key steps is there twice": the caller knows the file and what to do about it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Reads the arrays of a checkpoint directly into the sharding of another mesh, and restacks layers for another pipeline."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -1,7 +1,5 @@
 """The files of checkpoints: their metadata, sizes and checksums, whether a checkpoint is intact, and the newest intact one."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -13,8 +13,6 @@ Orbax writes a part with one file for each piece of an array (its format without
 of an ordinary checkpoint: none is read or changed to make it whole.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

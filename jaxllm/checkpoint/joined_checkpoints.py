@@ -5,8 +5,6 @@ under another name until it is verified; then each process reads what it needs, 
 says how the parts of a new one come into the store; they are a checkpoint when process 0 has written files.json.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -11,8 +11,6 @@ The rows that `vocab_rows` adds for a mesh are zero, and so are the layers that 
 over ZeRO's ranks. Reading adds or removes them, and restacks the layers for other virtual stages. A checkpoint fits every mesh.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import shutil

@@ -3,8 +3,6 @@
 Requests run in fsspec's loop, where they can be cancelled. jaxllm/data/buckets.py finds credentials and servers.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, Future

@@ -10,8 +10,6 @@ continues; of the checkpoints that wait only the newest does. Those that wait or
 links, in run.dir/.to-store, so that checkpoint.keep does not delete them first.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """`jaxllm COMMAND`: parses arguments and dispatches. User errors end here, as one sentence and exit code 2."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -1,7 +1,5 @@
 """How a command ends: one sentence on standard error and an exit code. Only a defect of jaxllm prints a traceback."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Commands on texts and models: data prepare, export, eval, generate and convert. cli/app.py gives them their names."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from importlib.util import find_spec

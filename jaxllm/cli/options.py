@@ -1,7 +1,5 @@
 """Options that several commands share, how their help looks, and how they print."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

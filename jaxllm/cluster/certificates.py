@@ -4,8 +4,6 @@ JAX takes the paths of a certificate, its key and a CA; each end requires that t
 one certificate is both: a process is taken if it has the key, and it has the key if it has the secret. No file travels.
 """
 
-from __future__ import annotations
-
 import datetime
 import hmac
 import os

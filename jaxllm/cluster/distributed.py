@@ -4,8 +4,6 @@ The rank and world size come from the launcher, or from jaxllm's own variables (
 (cluster/rendezvous.py) before JAX starts, and watch each other (cluster/peer_monitor.py) until the run ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import json

@@ -4,8 +4,6 @@ All other nonzero codes (1 for a Python error; 134, 137 and 139 for JAX's aborts
 supervisor's limit. 0 and BAD_INPUT are never restarted.
 """
 
-from __future__ import annotations
-
 import errno
 
 BAD_INPUT = 2

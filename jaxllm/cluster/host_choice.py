@@ -1,7 +1,5 @@
 """Which hosts of a launch train, of those that are there (launch.least_hosts)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """From a launch to a running `jax.distributed`: the rendezvous, then JAX's own on the port that the rendezvous frees."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

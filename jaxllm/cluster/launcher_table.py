@@ -3,8 +3,6 @@
 cluster/launchers.py reads the table, and explains the precedence. A new launcher is a row of LAUNCHERS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

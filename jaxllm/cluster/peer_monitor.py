@@ -11,8 +11,6 @@ minute or never. Messages are JSON objects, one per line. The thread needs Pytho
 than the allowed silence looks like a frozen process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -10,8 +10,6 @@ One thread at a time sets the phase: while it is inside one, phases of other thr
 phase before the first one is "start".
 """
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 import threading

@@ -2,8 +2,6 @@
 on arrival of one process `why_rejected`, once all have arrived `why_incompatible`, at the time limit `missing`.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import itertools
 import socket

@@ -1,7 +1,5 @@
 """Ways to the rendezvous (cluster/rendezvous.py): what a process and the leader say to each other, and the leader's port."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

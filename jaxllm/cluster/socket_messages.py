@@ -16,8 +16,6 @@ connection. Nothing is encrypted: messages are host names, versions and numbers 
 Without a secret, lines are the messages alone.
 """
 
-from __future__ import annotations
-
 import errno
 import hmac
 import os

@@ -14,8 +14,6 @@ COMMAND does not outlive its supervisor (Linux).
 Standard library only, and no JAX: this process must stay small, and alive when the other does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import errno

@@ -7,8 +7,6 @@
 XLA needs a description of the GPU, its plugin and NVIDIA's assembler (extra `aot`), not a GPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ GPUs (JAX 0.10.2). A compilation's dump has all of it as text: the offset of eve
 which it is live. No JAX.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator

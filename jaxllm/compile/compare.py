@@ -6,8 +6,6 @@
 XLA is deterministic: two compilations of one step by the same versions differ in nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Compilations run in processes of their own, each with its own JAX, because one t
 processes cannot be started, they run in this process, one after another.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import signal

@@ -2,8 +2,6 @@
 and the done of one; the arrays that instructions produce. Plain text processing, no JAX.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -13,8 +13,6 @@ once for each of its ranks, with its full size over tensor; attention counts for
 Both ways the sum is that of all devices.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -20,8 +20,6 @@ The part of a kernel follows from what it does and from the named scopes of the 
 operations of several parts belongs to the part of its result.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@ no time and hide nothing. It is optimistic in two points: a loop inside which a 
 transfers that span that loop; and two transfers over different axes may share one hardware link.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

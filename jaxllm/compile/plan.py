@@ -6,8 +6,6 @@
 Without compilations it imports no JAX.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

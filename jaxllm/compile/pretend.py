@@ -5,8 +5,6 @@ own, with its kernels, shapes, buffers and order of launches. XLA skips every co
 compute alone, and no number is right. On CPU devices, all of which are there, transfers run too.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass
 from typing import Any

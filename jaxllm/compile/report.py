@@ -7,8 +7,6 @@ The step is the one that training runs, with the same options. It is compiled fo
 that XLA reports how much the program needs. Its behaviour with the real memory takes a second compilation (real_memory=True).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ XLA does not make cuDNN's plans without a GPU (it runs its cuDNN passes only wit
 process when it first runs. A program for absent GPUs that calls cuDNN is therefore left to the first run, which keeps it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

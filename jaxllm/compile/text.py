@@ -2,8 +2,6 @@
 `jaxllm compile`.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a kind of GPU can compute, and what computes attention there, as far as the config tells."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -6,8 +6,6 @@ continues exactly. Llama 3 405B (arXiv 2407.21783, section 3.4.1) trained with 4
 from 2.87T on.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from typing import NamedTuple

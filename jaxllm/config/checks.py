@@ -1,7 +1,5 @@
 """Checks that compare sections of a config with each other."""
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import math

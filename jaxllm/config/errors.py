@@ -1,7 +1,5 @@
 """Messages for an invalid config: one sentence that names the key and says what to change."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

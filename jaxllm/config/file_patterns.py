@@ -1,7 +1,5 @@
 """Finds the files that patterns match, in folders of any size."""
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import heapq

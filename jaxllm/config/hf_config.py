@@ -5,8 +5,6 @@ uses `rope_parameters`, `dtype`. The output has both, with equal values, so eith
 a recipe may name a folder, and reading its shape takes milliseconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The networks of transformers that jaxllm computes, and what their config.json means. No JAX."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

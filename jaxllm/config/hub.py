@@ -5,8 +5,6 @@ huggingface_hub downloads them into its cache, and reads HF_TOKEN, HF_ENDPOINT, 
 revision is now; a run stores it with the commit.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

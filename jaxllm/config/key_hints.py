@@ -1,7 +1,5 @@
 """What an unknown key may mean: another trainer's name (foreign_keys.yaml), a key of another section, or one with a slip."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

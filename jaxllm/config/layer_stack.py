@@ -1,7 +1,5 @@
 """How a step runs its layers: as one compiled layer in a loop or each with arrays of its own, and when it sends them."""
 
-from __future__ import annotations
-
 from jaxllm.config.attention import HOPPER, Capability, packed_documents
 from jaxllm.config.config import Config
 from jaxllm.config.model_config import ModelConfig

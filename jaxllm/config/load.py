@@ -1,7 +1,5 @@
 """Reads the file of a recipe. Config (config.py) applies overrides and checks the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The `model` section of a config: the network's shape, and how it is computed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

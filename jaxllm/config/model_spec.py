@@ -7,8 +7,6 @@ The modules in model/ make their arrays from this table. Sharding, counts of par
 step-time model, weight decay, the names in parallel.remat, and Hugging Face's names and layouts are read from it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The shape that model.name refers to: a published model, a folder, or a model of the Hub."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ A block reads one tensor, block_input, and names the outputs of its matmuls and 
 name: keep it on the device, offload it to host memory, or recompute it from block_input and the stored tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What a config says about DiLoCo's rounds (train/diloco.py), for the trainer and the cost model."""
 
-from __future__ import annotations
-
 from jaxllm.config import Config, TrainConfig
 
 OUTER_BLOCK = 128

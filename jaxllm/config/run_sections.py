@@ -1,7 +1,5 @@
 """The sections of a config that say where a run writes, what it logs, and how its processes start and stop."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field

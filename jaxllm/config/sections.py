@@ -1,7 +1,5 @@
 """The sections of a config, key by key, with the checks inside one section. `Config` (config.py) combines the sections."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

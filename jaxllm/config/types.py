@@ -1,7 +1,5 @@
 """Types of sections and keys of a config, among them `Remat` and the names of a block's tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """How attention is computed, and the bytes that a block stores for its backward pass under a remat policy
 (config/remat_policy.py)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

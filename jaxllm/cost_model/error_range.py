@@ -12,8 +12,6 @@ The program's: PUBLISHED was fitted to all published programs of jaxllm's kind b
 GPU. jaxllm itself has run on one H100 alone: there the range is what holds its own steps (ONE_GPU_ERROR).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The number of GPUs that a config is for, how they are grouped into hosts, and their share of a host's memory."""
 
-from __future__ import annotations
-
 from jaxllm.config import AUTO, Config, ConfigError, ParallelConfig, divisors
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.untrusted import shown

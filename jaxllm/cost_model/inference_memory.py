@@ -10,8 +10,6 @@ matmuls, and copies some weights into another dtype or layout that a tuned progr
 copies. The step of training has an estimate of its own (memory.py).
 """
 
-from __future__ import annotations
-
 import math
 
 from jaxllm.config import Config, ModelConfig, model_spec

@@ -16,8 +16,6 @@ A fourth, `turn`, is before the layers: stacks that stay on the device are trans
 ROWS has a row for each kind of buffer: its size (sizes_of), how many of it are live at each moment, and in which steps (facts).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple

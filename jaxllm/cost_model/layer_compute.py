@@ -1,7 +1,5 @@
 """Roofline of one layer's compute, for one microbatch on one GPU: matmuls, attention, and memory-bound kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from math import fsum as sum  # As in step_parts.py.

@@ -14,8 +14,6 @@ D width, F feed-forward width, N query heads, K key-value heads, H head size, L 
 sequences of a microbatch, M microbatches; p, d, c and t ranks of pipe, data, context and tensor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

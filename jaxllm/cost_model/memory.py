@@ -27,8 +27,6 @@ A step is fullest at one of a few moments, whose sums are compared:
                 unrolled layers or where the noise scale is measured)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

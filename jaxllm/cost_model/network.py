@@ -10,8 +10,6 @@ adapters; both work in both directions at once. All groups of an axis communicat
 adapters of its own ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

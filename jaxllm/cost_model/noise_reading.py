@@ -1,7 +1,5 @@
 """Describes a gradient noise scale and a batch in one sentence, for the log (run/noise_scale.py) and for `jaxllm report`."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ replica send at the same time. Where a network of their own connects the replica
 replica_latency_ms), each has one link, which its GPUs share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any

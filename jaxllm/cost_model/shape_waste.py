@@ -14,8 +14,6 @@ waits for memory. The tile of a matmul stays the one that the model chooses, als
     attention_waves    multiprocessors without a thread block in the last wave of fused attention
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

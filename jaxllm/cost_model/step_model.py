@@ -1,7 +1,5 @@
 """Roofline of one step of jaxllm: its compute, memory traffic and transfers, in seconds. step_time.py explains the model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cached_property
 from math import fsum as sum  # As in step_parts.py.

@@ -26,8 +26,6 @@ public record (PUBLISHED). Megatron's are fitted to one table, with parts chosen
 from data sheets (hardware.py), follow from shapes, or are rules of thumb, marked as such. error_range.py has the errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, get_args
 

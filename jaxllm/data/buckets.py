@@ -5,8 +5,6 @@ libraries of AWS, Google and fsspec read is applied here or refused by name: ~/.
 CLOUDSDK_CONFIG, STORAGE_EMULATOR_HOST, FSSPEC_S3 and FSSPEC_GS.
 """
 
-from __future__ import annotations
-
 import atexit
 import configparser
 import json

@@ -12,8 +12,6 @@ long as there is room, which it makes by removing shards of folders that no proc
 needs now takes the room of the one that was read longest ago, whosever it is.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import hashlib

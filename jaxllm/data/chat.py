@@ -6,8 +6,6 @@ text that the model was trained on. It is foreign code, so it runs in Jinja's sa
 An answer is what the model has to write after the generation prompt, up to the token that ends its turn (render_answers).
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from bisect import bisect_left

@@ -2,8 +2,6 @@
 has those of prepared folders, id_files.py those of other programs' files.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Documents in files of token ids that other programs write: Megatron-LM's pairs, and plain files as of nanoGPT and llm.c."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

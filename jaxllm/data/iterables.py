@@ -2,8 +2,6 @@
 memory. Training on either is exact and resumes, which no iterable promises: each sample is a function of its number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

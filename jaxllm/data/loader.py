@@ -15,8 +15,6 @@ With data.mask_documents=false a sequence is one text: no segments, positions 0.
 the first token of the next. At the end of a row that target is masked, because the next document is not read.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 and their arrays, read with their types checked; how files are written that are complete or absent.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

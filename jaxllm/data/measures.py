@@ -4,8 +4,6 @@ Padded, each document begins a sequence, takes as many as it needs, and the rest
 reads them (packing.py). Both have the same targets, because documents do not see each other.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

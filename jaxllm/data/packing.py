@@ -4,8 +4,6 @@ The packing is a function of the document lengths and their order. It numbers th
 of documents in each. It reads no text, so samples have random access.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import cached_property
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 and whether the content is compressed with gzip or Zstandard.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import sys

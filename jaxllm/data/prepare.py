@@ -4,8 +4,6 @@ The division into shards depends only on the names and sizes of the inputs. Any 
 machines, therefore make the same folder, and a stopped run resumes where it was.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

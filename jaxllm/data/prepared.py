@@ -10,8 +10,6 @@
 The contents do not depend on the location, so a folder may be moved or copied.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import lru_cache

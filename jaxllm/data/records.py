@@ -7,8 +7,6 @@ Nothing is read without a bound: a line, a text and what compressed bytes expand
 record. Only the texts of files that are made into bytes may have any length, because they pass in blocks.
 """
 
-from __future__ import annotations
-
 import codecs
 import math
 import os

@@ -2,8 +2,6 @@
 parts of a file, Arrow as a whole.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import re

@@ -5,8 +5,6 @@ and number in files of ids. Adding or removing a file does not move another, and
 same split.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

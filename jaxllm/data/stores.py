@@ -10,8 +10,6 @@ store says a version of it (see InputFile.version), which is compared before and
 read at the commit that its revision was when the files were listed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

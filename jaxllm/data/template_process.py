@@ -6,8 +6,6 @@ process writes a letter, a length and that many bytes of UTF-8. It knows only th
 0.1 s.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib
 import json

@@ -4,8 +4,6 @@ The end of a document is never ambiguous. Each document gets an EOS token, and t
 (except for the zero byte, see ByteTokenizer).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -8,8 +8,6 @@ A limit of the process's memory would not do: at it the library aborts the proce
 runs, `jaxllm generate` and `jaxllm eval` tokenize in the process that has the model.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

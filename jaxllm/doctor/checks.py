@@ -3,8 +3,6 @@
 Every function takes the findings of probes.py from all processes, by rank, and returns rows; none measures anything itself.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

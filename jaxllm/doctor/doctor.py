@@ -12,8 +12,6 @@ what would make NCCL take a slow way: adapters without their library, locked mem
 or slowed GPUs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

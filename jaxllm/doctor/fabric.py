@@ -8,8 +8,6 @@ Most faults here end no run: NCCL takes the slower way, and says so only with NC
 A GPU that must be replaced fails.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

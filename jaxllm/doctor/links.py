@@ -5,8 +5,6 @@ makes them. Measured and judged.
     for one in host_copies(hosts, size_bytes, gpu): host_copy(one, gpu)
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter

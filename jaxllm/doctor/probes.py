@@ -8,8 +8,6 @@
 Every process calls all but the first, in the same order; they do not raise where another process would wait.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -5,8 +5,6 @@ to the stored ones. Letters as in layers.py; T is the number of positions in a c
 key-value head.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

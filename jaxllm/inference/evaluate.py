@@ -6,8 +6,6 @@ token, and each later window only its last `stride` tokens: each token counts on
 context. Tokens at the end that do not fill a window are dropped, as is usual; the result reports how many.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

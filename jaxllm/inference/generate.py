@@ -8,8 +8,6 @@ Programs are compiled once per bucket: the length and the number of prompts are 
 positions. Prompt lengths within a bucket and the sampling parameters do not cause compilation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ The adapter answers the harness's three kinds of requests as its own HFLM does w
 (https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

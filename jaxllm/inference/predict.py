@@ -7,8 +7,6 @@ continuation.
 Errors in a text or an option are raised before any device is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

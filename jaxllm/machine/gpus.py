@@ -1,7 +1,5 @@
 """What NVIDIA's management library (NVML) says of GPUs: of all on the host. Which are a process's, CUDA knows (host.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from statistics import fmean

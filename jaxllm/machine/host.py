@@ -2,8 +2,6 @@
 installed packages. No JAX.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import importlib.metadata

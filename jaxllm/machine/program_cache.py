@@ -7,8 +7,6 @@ JAX decides what is stored and under which key (jax/_src/cache_key.py): program,
 below is ours, because JAX's own writes an entry in place, so that a killed process leaves half of one, and never deletes any.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging

@@ -13,8 +13,6 @@ All sets of options were compiled with JAX 0.10.2, 0.11.2 and 0.12.0, for H100s.
 of one.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import mmap

@@ -8,8 +8,6 @@ With parallel.replica above 1 the mesh has an outermost axis `replica`. Each rep
 network between replicas is slower. Without it the axis does not exist.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar

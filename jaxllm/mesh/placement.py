@@ -3,8 +3,6 @@
 Processes exchange host names at start-up (cluster/distributed.py), so the launcher's numbering does not matter.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 

@@ -7,8 +7,6 @@ A parameter has two layouts. `compute` is its sharding in the train step: over p
 the fp32 weight and its moments: from ZeRO 1 on also over data x context, with zeros at the end of a dim that does not divide.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 positions j <= i of its own segment (segments None: one document). Letters as in layers.py; T counts key positions.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -9,8 +9,6 @@ keys. Then exp(score - lse) is the probability among all keys, and the blocks' g
 al., 2022, sec. 3). Letters as in layers.py; T counts keys, G = N / K query heads that share a key-value head, R rows of a tile.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

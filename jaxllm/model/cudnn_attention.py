@@ -14,8 +14,6 @@ causal. For documents in a causal block there are two ways:
     halves    any GPU, any number of documents: blocks that are not causal, in log2(S / 128) calls (`documents_by_halves`)
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

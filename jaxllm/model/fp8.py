@@ -21,8 +21,6 @@ Every rank of a mesh scales its own parts (parallel/kernels.py), so that no maxi
 differ by FP8's rounding, not by float32's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

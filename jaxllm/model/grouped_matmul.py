@@ -12,8 +12,6 @@ of the matrices multiplies other experts' rows by 0, which leaves nan of nan.
 Letters as in experts.py; T tiles of rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ Letters: B sequences, S positions, D model width, F feed-forward width, N query 
 Weights are cast to the activations' dtype where they are used. Norms and angles are computed in float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

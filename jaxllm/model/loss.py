@@ -1,8 +1,6 @@
 """Token cross-entropy, a chunk of positions at a time: the float32 logits of a full batch never exist. At the end of
 the file a caller's loss in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -9,8 +9,6 @@ so that Qwix can add parameters to it; in a Llama the layers are one stack, and 
 imported here. google-tunix 0.1.7 (sft/peft_trainer.py, sft/dpo/dpo_trainer.py) and qwix 0.1.8 were tried.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

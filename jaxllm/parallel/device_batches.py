@@ -1,7 +1,5 @@
 """Puts rows of token arrays on the mesh, in the layout that the functions of parallelize.py take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ Each rank has a buffer of fixed size for each of the others. With parallel.exper
 lost. Else rows that do not fit are dropped: their token does without that expert.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -16,8 +16,6 @@ All of it runs in the region that is manual over pipe, data and context. Squares
 so that no loop waits for a sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The functions for attention, matmuls and the embedding over tensor ranks, chosen from the config and the kind of device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 XLA removes optimization barriers before it schedules. So a *token*, a zero that is made of one array, is added to another.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -13,8 +13,6 @@ DiLoCo skips that sum. Every replica has its own weights, gradients and loss, in
 crosses between replicas.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

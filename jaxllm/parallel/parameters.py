@@ -13,8 +13,6 @@ Gradients, moments and updates are of trained parameters alone. Frozen weights a
 the layout of the train step. Matmuls make no gradients for them (ParallelContext.block).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -24,8 +24,6 @@ gradient is sent at the top of the next tick and travels during its forward pass
 so that forward and backward of a tick do not wait for each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial

@@ -6,8 +6,6 @@ matmul that makes them (accumulate.py); with ZeRO 2 and 3 after they are reduced
 first microbatch may gather the step's weights, and the last one reduce its gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial

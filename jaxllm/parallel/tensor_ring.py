@@ -15,8 +15,6 @@ A rank gets the chunks in the order of its steps, r, r-1, ..., r+1: ring order. 
 Elsewhere activations stay in ring order (`in_order=False`), where chunks are cut at fixed places.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

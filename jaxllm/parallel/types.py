@@ -1,7 +1,5 @@
 """Types that the strategies of this folder and the train step share. It imports nothing of jaxllm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

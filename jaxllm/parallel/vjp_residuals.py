@@ -13,8 +13,6 @@ Weights and block_context are not stored: the second loop has them, and `restore
 Nor does a shape tell which tensor a residual is: `kept_names` follows each through the traced program to where it got its name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -15,8 +15,6 @@ at the start of the sequence have nothing before them: their ranks compute a blo
 What ring_attention.py says about local arrays and gradients holds here too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

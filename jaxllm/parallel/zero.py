@@ -19,8 +19,6 @@ The layer loop (layer_loop.py) is written by hand in both directions, so that tr
 leaves the backward's transfers bare. All of it runs inside the region that is manual over (pipe, data, context).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

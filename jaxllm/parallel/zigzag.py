@@ -16,8 +16,6 @@ the first, and a ring waits for its slowest rank. With an early and a late chunk
 Plain Python and numpy, no JAX.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 Product = tuple[int, int]

@@ -1,7 +1,5 @@
 """Cost of a training run: days, GPU-hours and energy, from tokens, their FLOPs and achieved FLOP/s."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, dataclass

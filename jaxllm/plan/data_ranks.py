@@ -18,8 +18,6 @@ batch, and that gradients are equally noisy in all directions that matter. The r
 branched runs found critical batches far above the noise scale (Merrill et al. 2025, "Critical Batch Size Revisited").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise

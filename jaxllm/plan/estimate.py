@@ -5,8 +5,6 @@ report.fits, report.memory.peak_bytes, report.speed.tokens_per_s_per_gpu
 print("\\n".join(report.lines()))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ A trial is a configuration without its remat, and says whether activations may w
 estimated and does not fit keeps so little more that the rung cannot fit either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

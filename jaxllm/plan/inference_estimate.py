@@ -5,8 +5,6 @@ report.fits, report.peak_bytes, report.host_bytes
 print("\\n".join(report.lines()))
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

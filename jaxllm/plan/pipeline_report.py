@@ -1,7 +1,5 @@
 """A config's pipeline in a few lines: ticks, idle share, residual slots. `jaxllm schedule` prints it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

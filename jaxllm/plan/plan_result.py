@@ -1,7 +1,5 @@
 """Results of a search: the candidates that fit, and the rejected ones with reasons. search.py fills them in."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass

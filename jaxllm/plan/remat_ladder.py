@@ -11,8 +11,6 @@ Bytes follow from cost_model/activations.py. Sums over a block's parts are exact
 others. Rungs that differ by less than GRAIN count as equal, so that dozens are left of thousands.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@ with the same mesh, ZeRO, schedule and microbatch, one that has more on the host
 The caller may pass other estimates. confirm.py confirms the result by compiling.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

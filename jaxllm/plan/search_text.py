@@ -1,7 +1,5 @@
 """A plan as terminal text, as `jaxllm plan` prints it, and as HTML for a notebook."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Mapping
 

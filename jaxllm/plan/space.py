@@ -9,8 +9,6 @@ tensors of a block are kept is the matter of remat_ladder.py.
 Divisibility is plain arithmetic here, with the same rules that Config checks, so that a config costs microseconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Searches over several numbers of GPUs or sequence lengths."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import asdict, dataclass, replace

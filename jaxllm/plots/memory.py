@@ -6,8 +6,6 @@ candidates against their speed. All are drawn from plain data.
 Each *_figure returns a matplotlib Figure (a notebook shows it), as new_figure (schedule.py) makes it. GiB are 2^30 bytes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate

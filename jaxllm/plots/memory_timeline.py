@@ -3,8 +3,6 @@
 The step is compiled as in training. The GPUs need not be present.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 matplotlib is optional (extra `notebook`) and is imported only when a figure is drawn.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ run finishes, every step has the loss and gradient norm of a run without faults,
 lost, and each fault is named, with its host and cause, within NAMED_WITHIN_S.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -6,8 +6,6 @@
 This process starts no JAX. It watches the run directory and what the hosts print, and acts at the planned moments.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -7,8 +7,6 @@ Mesh, ZeRO level, pipeline schedule, remat, optimizer, DiLoCo and packing stay. 
 splits in the same way: ragged pipelines, repeated key-value heads and windows that alternate stay what they are. No JAX.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ for gives the tokens of the run: grown batches read at least these, in the fewes
 function of tokens that ends with the last of those steps.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any

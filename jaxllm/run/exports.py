@@ -1,7 +1,5 @@
 """Exports beside training (checkpoint.export_every_steps): a process for each reads a complete checkpoint from the disk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ remat where nothing fits otherwise. A run with replicas (parallel.replica) may l
 their mesh, and otherwise the planner looks for one with as many replicas as possible.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

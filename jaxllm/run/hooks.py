@@ -21,8 +21,6 @@ may then use the devices, or wait for other processes. What may take longer than
 with progress.phase("evaluate"). `every` sees to that. What a function raises ends the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field

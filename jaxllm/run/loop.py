@@ -1,7 +1,5 @@
 """`jaxllm train`: the training loop, and what a run does beside its steps (run/hooks.py)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ when a device runs out of memory.
 On CPU devices, for which there is no estimate, only what no machine of this size can hold is refused.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Iterator

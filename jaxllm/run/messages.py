@@ -1,7 +1,5 @@
 """A run's lines: the header before the first step, the steps' in metrics.jsonl, trackers and the console, and notes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

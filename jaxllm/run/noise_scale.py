@@ -17,8 +17,6 @@ model: measured critical batches can be far larger (Merrill et al., 2025, arXiv 
 run; run/batch_growth.py does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

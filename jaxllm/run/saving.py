@@ -2,8 +2,6 @@
 before the first step, saved when they are due, and at the end.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

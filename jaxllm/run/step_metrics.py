@@ -1,7 +1,5 @@
 """Reads the metrics of a step on the host, once the devices have them, and keeps what depends on earlier steps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ In DiLoCo's rounds replicas wait for each other in outer steps alone. So there t
 tells which replica is slow, whatever the cause.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

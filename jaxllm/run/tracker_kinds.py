@@ -1,7 +1,5 @@
 """The kinds of tracker: TensorBoard, Weights & Biases, MLflow, Trackio, gauges for Prometheus, and sinks of the user's own."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """What a Trainer writes when its program asks (Trainer.save and Trainer.export). `fit` writes by itself."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import closing
 from dataclasses import replace

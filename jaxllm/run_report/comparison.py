@@ -7,8 +7,6 @@ write(comparison_page(comparison), "comparison.html")
 Everything comes from metrics.jsonl and config.yaml of each run (history.py). No JAX.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -2,8 +2,6 @@
 resolved, but for that of `fastest`. No JAX.
 """
 
-from __future__ import annotations
-
 from jaxllm.config import Config, ConfigError
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host

@@ -7,8 +7,6 @@ any machine.
 A start that repeats steps leaves metrics-1.jsonl and so on behind. They contain the lost lines.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """HTML page of `jaxllm report RUN`: one file with its charts inside, which loads nothing from a server."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -8,8 +8,6 @@ Everything comes from metrics.jsonl and config.yaml (history.py) and closed form
 run did not measure. `jaxllm inspect` is about a config, this module about a run. No JAX.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

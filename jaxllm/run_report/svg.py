@@ -7,8 +7,6 @@ Not-a-number interrupts a curve. A curve of more than MOST_POINTS points is aver
 minimum and maximum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

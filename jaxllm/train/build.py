@@ -1,7 +1,5 @@
 """Builds training on a mesh from one config: the same parts for a run, a test and a compilation without devices."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

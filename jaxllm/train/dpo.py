@@ -9,8 +9,6 @@ before the first step, and stored with the run. In a batch `reference` holds eac
 elsewhere.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -4,8 +4,6 @@
 The config that a run keeps has the value `documents` or `given` for each of them, so nothing else resumes the run.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

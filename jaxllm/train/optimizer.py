@@ -1,7 +1,5 @@
 """The optimizers, Muon's matrices among owners, and the learning-rate schedule, counted in tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

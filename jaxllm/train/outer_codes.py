@@ -19,8 +19,6 @@ Blocks are of one array. The records of all arrays travel in one buffer, so an e
 any mesh: each device sends its own part of every array.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

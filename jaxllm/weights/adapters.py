@@ -5,8 +5,6 @@ PEFT's folder has adapter_config.json and adapter_model.safetensors, with A as [
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`jaxllm export` and `jaxllm.export`: the weights of a run or a model, as others load them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature

@@ -15,8 +15,6 @@ merged. jaxllm stacks them in one or two leading dims. Each Hugging Face matrix 
 matrix: the first `columns` dims of that are the matrix's columns in Hugging Face, and the other dims are its rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ llama.cpp computes some networks otherwise than transformers. What it would comp
 source (src/models/*.cpp, src/llama-model.cpp).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -6,8 +6,6 @@ compared. The destination gets its final name last. A round trip is exact: names
 `rotary_emb.inv_freq` of old folders is dropped.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress

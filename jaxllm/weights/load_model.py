@@ -4,8 +4,6 @@ loaded = open_model("smollm2", ["parallel.tensor=3", "model.compute_dtype=float3
 loss, tokens = jax.jit(loaded.functions.loss_sum)(loaded.params, batch)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loads a model folder into sharded arrays. Each process reads only the bytes that its devices hold."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """New folders and files: written under a temporary name and renamed at the end; and the files that accompany weights in one."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

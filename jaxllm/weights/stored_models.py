@@ -10,8 +10,6 @@
 The folder gets its name when it is whole. Objects that change have another hash, so that a process never sees its model change.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -4,8 +4,6 @@ Weights are stored in a run directory, in one of its checkpoints, in a Hugging F
 (weights/folder.py describes its format). `export` writes jaxllm's own format.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
