@@ -218,6 +218,8 @@ class DataConfig(Section):
             raise refuse(f"data.mixture and data.{sorted(extra)[0]} both name text to read: remove one of them.")
         for number, part in enumerate(self.mixture):
             _check_paths(f"data.mixture[{number}]", part.source, part.paths)
+            if part.source == DOCUMENTS and DOCUMENTS in [other.source for other in self.mixture[:number]]:
+                raise refuse("data.mixture has two sources of kind documents, and a program hands over one: remove the other.")
             if part.name in [other.name for other in self.mixture[:number]]:
                 raise refuse(f"data.mixture holds two sources named {part.name}: give each its own name.")
         if self.chat_template is not None:

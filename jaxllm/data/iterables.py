@@ -4,6 +4,7 @@ memory. Training on either is exact and resumes, which no iterable promises: eac
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from jaxllm.data.shards import unwritable
 from jaxllm.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from jaxllm.untrusted import shown
 
+log = logging.getLogger(__name__)
 _FILE = re.compile(r"\S{1,1000}\.(txt|json|jsonl|ndjson|csv|parquet|arrow|gz|zst)")
 
 
@@ -157,19 +159,19 @@ def given_documents(items: Iterable[Any], tokenizer: Tokenizer | None, vocab_siz
     Args:
       items: of each document its ids [tokens], or a row with input_ids. Of a row's other columns, tokens whose attention_mask
         is 0 are left out, and those whose labels are -100 or whose completion_mask or assistant_masks is 0 are not scored.
-        The description names columns that have no effect.
+        A warning counts what is left out, and names columns that have no effect.
       tokenizer: whose ids they are, if that is known.
 
     Raises:
       ConfigError: an item is something else or has an id outside the vocabulary, or there is none, or no end of them.
     """
-    if isinstance(items, str | bytes | Mapping):
+    if isinstance(items, str | bytes | Mapping) or not (hasattr(items, "__iter__") or hasattr(items, "__getitem__")):
         raise ConfigError(f"documents= is {type(items).__name__}: give a list of documents, each a list of token ids.")
     _require_end("documents=", items)
     # PyTorch's map-style datasets have no __iter__, and may raise no IndexError at their end.
     numbered: Any = items
     rows = items if hasattr(items, "__iter__") else (numbered[number] for number in range(len(numbered)))
-    ids, scored, padded, unused = list[np.ndarray](), list[np.ndarray](), 0, set[str]()
+    ids, scored, padded, empty, unused = list[np.ndarray](), list[np.ndarray](), 0, 0, set[str]()
     for number, item in enumerate(rows):
         row = item if isinstance(item, Mapping) else {IDS: item}
         columns = _columns(row, number, vocab_size)
@@ -181,17 +183,23 @@ def given_documents(items: Iterable[Any], tokenizer: Tokenizer | None, vocab_siz
             counts &= columns.get(name, 1) != 0
         if LABELS in columns and (columns[LABELS] != columns[IDS])[counts].any():
             raise _refusal(number, f"has other {LABELS} than {IDS}: give such targets by batches=")
+        empty += not kept.any()
         if kept.any():
             ids.append(columns[IDS][kept].astype(token_dtype(vocab_size)))
             scored.append(counts[kept])
     if not ids:
         raise ConfigError("documents= holds no token ids: give at least one document.")
+    if not any(map(np.any, scored)):
+        raise ConfigError("documents= has no token that is learnt: all labels or masks leave it out.")
     keys = [int.from_bytes(hashlib.sha256(these.tobytes()).digest()[:8]) for these in ids]
     without = [f"{padded:,} padding tokens"] if padded else []
+    without += [f"{empty:,} empty documents"] if empty else []
     without += [f"the columns {shown(', '.join(sorted(unused)), 200)}"] if unused else []
-    description = "documents of the caller" + (f" (without {' and '.join(without)})" if without else "")
+    if without:
+        log.warning("documents= is read without %s.", ", ".join(without))
     all_count = all(map(np.all, scored))
-    return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, description, None if all_count else scored)
+    what = "documents of the caller"
+    return DocumentsInMemory(ids, np.array(keys, np.uint64), tokenizer, what, None if all_count else scored)
 
 
 def _columns(row: Mapping[str, Any], number: int, vocab_size: int) -> dict[str, np.ndarray]:
@@ -202,12 +210,15 @@ def _columns(row: Mapping[str, Any], number: int, vocab_size: int) -> dict[str, 
             continue
         try:
             columns[name] = found = np.asarray(value)
-        except ValueError:
-            # Lists of unlike lengths.
-            columns[name] = found = np.asarray(value, object)
-        if found.ndim != 1 or found.shape != columns.get(IDS, found).shape or (found.size and found.dtype.kind not in "biu"):
+        except (TypeError, ValueError, RuntimeError):
+            # Lists of unlike lengths, or a tensor that is not in this process's memory.
+            columns[name] = found = np.array(value, object)
+        kinds = "iu" if name in (IDS, LABELS) else "biu"
+        if found.ndim != 1 or found.shape != columns.get(IDS, found).shape or (found.size and found.dtype.kind not in kinds):
             what = f"has {name} of {found.dtype} and shape {list(found.shape)}: it needs an integer for each token"
             raise _refusal(number, f"{what}; texts are made into ids by jaxllm.prepare")
+        if kinds == "biu" and ((found != 0) & (found != 1)).any():
+            raise _refusal(number, f"has {name} other than 0 and 1, whose meaning is not known: leave it out, or give 0 and 1")
     if IDS not in columns:
         raise _refusal(number, f"has the columns {shown(', '.join(map(str, row)), 400)}: it needs {IDS}, the token ids")
     outside = columns[IDS][(columns[IDS] < 0) | (columns[IDS] >= vocab_size)]

@@ -182,8 +182,9 @@ def keep_companions(folder: Path, trainer: Any) -> None:
     home, aside, before = folder / TOKENIZER, folder / ".tokenizer", folder / ".tokenizer-before"
     beside = None if trainer.start.weights is None else trainer.start.weights.outline.companions
     if trainer.step:
-        # Left by a start that was killed between the two renames below.
-        beside = home if home.exists() else before
+        # `before` was left by a start that was killed between the two renames below. The last is that of a run that resumed.
+        places = home, before, beside, Path(trainer.config.run.dir) / TOKENIZER
+        beside = next((place for place in places if place is not None and place.exists()), None)
     shutil.rmtree(aside, ignore_errors=True)
     # If the data is only token IDs, the tokenizer is that of the weights.
     copy_companions(beside, aside, tokenizer=trainer.data.tokenizer is None)

@@ -42,11 +42,11 @@ class StepMetrics:
         meta = meta or {}
         self.watch = Watch(config, meta.get("skipped_steps", 0))
         self.noise = NoiseScale(meta.get("noise_scale", ()) if config.log.noise_scale_every is not None else ())
-        self._pending: Pending | None = None
+        self._pending: Pending | Record | None = None
         self._last_finish_s: float | None = None
 
-    def replace_pending(self, new: Pending | None) -> Pending | None:
-        """Returns the previous step, if its metrics are not read yet."""
+    def replace_pending(self, new: Pending | Record | None) -> Pending | Record | None:
+        """Returns the previous step, if its metrics are not read yet, or if what was read is not handed on yet."""
         before, self._pending = self._pending, new
         return before
 

@@ -221,7 +221,7 @@ class Trainer:
             record = None if finished else self._read(previous)
         return finished or self._handed_over(record)
 
-    def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> Pending | None:
+    def _start_step(self, batch: Any, norms: dict[str, jax.Array]) -> Pending | Record | None:
         """Returns the previous step, if its metrics are not read yet."""
         progress.at_step(self.step + 1)
         self.metrics.starts()
@@ -246,9 +246,9 @@ class Trainer:
             record = self._read(self.metrics.replace_pending(None))
         return self._handed_over(record)
 
-    def _read(self, pending: Pending | None) -> Record | None:
-        if pending is None:
-            return None
+    def _read(self, pending: Pending | Record | None) -> Record | None:
+        if not isinstance(pending, Pending):
+            return pending
         return self.metrics.read(pending, self.config, self.mesh) | data_keys(self.config, self.stream, pending.step)
 
     def _handed_over(self, record: Record | None) -> Record | None:
@@ -337,14 +337,17 @@ class Trainer:
           The checkpoint's folder.
 
         Raises:
-          ConfigError: `fit` or another process holds the directory, it has another run or a checkpoint of this step or a later
-            one, or it cannot be written.
+          ConfigError: `fit` or another process holds the directory, it has a checkpoint that this Trainer did not save, or
+            one of this step or a later one, or it cannot be written.
         """
+        # So that the averages in the checkpoint have the last step too. Its metrics come when they are asked for.
+        self.metrics.replace_pending(self._read(self.metrics.replace_pending(None)))
         return import_module("jaxllm.run.trainer_files").save(self, run_dir)
 
     def export(self, destination: str | Path, to: str = "hf", **options: Any) -> Any:
         """Writes the present weights as `jaxllm.export` writes those of a run: hf, a folder for transformers; peft, gguf,
-        jaxllm. All processes call it, and process 0 writes. The weights are first written beside the destination, and removed.
+        jaxllm. All processes call it, and process 0 writes. The weights are first written beside the destination, on a disk
+        that all share, and removed.
 
         Args:
           options: dtype, force, ...: as `jaxllm.export` has them.

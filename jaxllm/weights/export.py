@@ -24,6 +24,8 @@ FLAGS = {"largest_file": "--max-shard-size", "adapters": "--adapter"}
 def require_format(to: str) -> None:
     if to not in WRITERS:
         raise ConfigError(f"--to={to} is not one of the choices: use {', '.join(WRITERS)}.")
+    if to == "gguf" and find_spec("gguf") is None:
+        raise ConfigError("`jaxllm export --to gguf` needs the library gguf: pip install 'jaxllm[gguf]'.")
 
 
 def export(source: str | Path, destination: str | Path, to: str, **options: Any) -> Conversion:
@@ -38,8 +40,6 @@ def export(source: str | Path, destination: str | Path, to: str, **options: Any)
       ConfigError: as to_hf; or an option has no effect on that format.
     """
     require_format(to)
-    if to == "gguf" and find_spec("gguf") is None:
-        raise ConfigError("`jaxllm export --to gguf` needs the library gguf: pip install 'jaxllm[gguf]'.")
     module, name = WRITERS[to]
     write = getattr(import_module(f"jaxllm.weights.{module}"), name)
     # Not by `in`: 0, which is refused or a step, equals False.

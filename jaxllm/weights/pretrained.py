@@ -5,8 +5,6 @@ logits_BSV = model(token_ids_BS)
 model.save_pretrained("smollm2-changed")
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,9 +21,72 @@ from jaxllm.model.llama import Llama
 from jaxllm.weights.folder import Folder, Index
 from jaxllm.weights.hf_convert import write_hf
 from jaxllm.weights.load_model import config_of, load, shared_out
+from jaxllm.weights.safetensors import CODES
 from jaxllm.weights.staging import require_new
 from jaxllm.weights.streaming import Conversion
 from jaxllm.weights.weights import Adapters, about, dtype_named, find_weights, without_lora
+
+
+class Origin:
+    """What came with the weights. All are equal, so that models of two folders have one structure for JAX."""
+
+    def __init__(self, outline: Folder):
+        self.outline = outline
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class PretrainedLlama(Llama):
+    """A Llama that was read from a disk."""
+
+    origin: Origin
+
+    def save_pretrained(self, folder: str | Path, *, dtype: str | None = None, force: bool = False) -> Conversion:
+        """Writes the present parameters as a Hugging Face folder, with the tokenizer and the other files of the model that was
+        read. Needs all parameters in this process.
+
+        Args:
+          dtype: float32, bfloat16 or float16; default: that of the arrays.
+          force: move an existing folder aside, to FOLDER.before-<n>.
+
+        Raises:
+          ConfigError: the folder exists or cannot be written, the files beside the weights are gone, or the parameters are
+            those of another network, as with adapters beside the layers.
+        """
+        require_new(str(folder), force)
+        outline = self.origin.outline
+        if outline.companions is not None and not outline.companions.is_dir():
+            raise ConfigError(f"{outline.companions} is gone, which has the tokenizer of {outline.description}: put it back.")
+        arrays = {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(self)))}
+        # The dtypes that it was converted from do not hold for values that may have changed.
+        names = {key: value for key, value in outline.hugging_face.items() if key != "dtypes"}
+        said: dict[str, Any] = about(outline) | {"model": without_lora(outline.model), "hugging_face": names}
+        present = _ArraysFolder(**said)
+        if unlike := sorted(arrays.keys() ^ present.entries.keys()):
+            name = ".".join(unlike[0])
+            raise ConfigError(f"The model has other parameters than {outline.description}: {name} is one of them.")
+        for path, array in arrays.items():
+            if array.shape != (shape := present.entries[path].shape) or np.dtype(array.dtype) not in CODES:
+                found = f"{'.'.join(path)} is {array.dtype} of shape {list(array.shape)}"
+                raise ConfigError(f"{found}: only {list(shape)} of float32, bfloat16 or float16 can be written.")
+        present.arrays = arrays
+        return write_hf(present, str(folder), None if dtype is None else dtype_named(dtype), force=force)
+
+
+class _ArraysFolder(Folder):
+    """Arrays in this process."""
+
+    arrays: dict[tuple[str, ...], jax.Array]
+
+    def dtype(self, path: tuple[str, ...]) -> np.dtype:
+        return np.dtype(self.arrays[path].dtype)
+
+    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        return np.asarray(self.arrays[path] if index is None else self.arrays[path][tuple(index)])
 
 
 def load_model(
@@ -63,48 +124,5 @@ def load_model(
         devices = devices[: config.devices]
     model: Any = load(source, config, devices, follows=True).model
     model.__class__ = PretrainedLlama
-    model.origin = str(path), step, source.adapters
+    model.origin = Origin(source.outline)
     return model
-
-
-class PretrainedLlama(Llama):
-    """A Llama that was read from a disk."""
-
-    origin: tuple[str, int | None, tuple[str, ...]]
-    """Path, step and adapters of the weights."""
-
-    def save_pretrained(self, folder: str | Path, *, dtype: str | None = None, force: bool = False) -> Conversion:
-        """Writes the present parameters as a Hugging Face folder, with the tokenizer and the other files of the model that was
-        read. Needs all parameters in this process.
-
-        Args:
-          dtype: float32, bfloat16 or float16; default: that of the arrays.
-          force: move an existing folder aside, to FOLDER.before-<n>.
-
-        Raises:
-          ConfigError: the folder exists or cannot be written, what was read is gone, or the parameters are those of another
-            network, as with adapters beside the layers.
-        """
-        require_new(str(folder), force)
-        source = find_weights("load_model", *self.origin)
-        arrays = {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(self)))}
-        said: dict[str, Any] = about(source.outline) | {"model": without_lora(source.model)}
-        present = _ArraysFolder(**said)
-        if unlike := sorted(arrays.keys() ^ present.entries.keys()):
-            raise ConfigError(
-                f"The model has other parameters than {source.description}: {'.'.join(unlike[0])} is one of them."
-            )
-        present.arrays = arrays
-        return write_hf(present, str(folder), None if dtype is None else dtype_named(dtype), force=force)
-
-
-class _ArraysFolder(Folder):
-    """Arrays in this process."""
-
-    arrays: dict[tuple[str, ...], jax.Array]
-
-    def dtype(self, path: tuple[str, ...]) -> np.dtype:
-        return np.dtype(self.arrays[path].dtype)
-
-    def read(self, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
-        return np.asarray(self.arrays[path] if index is None else self.arrays[path][tuple(index)])

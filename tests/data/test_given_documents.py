@@ -69,7 +69,7 @@ def test_samples_are_those_of_a_file_of_the_same_tokens(tmp_path, form):
     assert found.description.startswith(f"documents of the caller: {sum(map(len, ids)):,} tokens of 40 documents to train on")
 
 
-def test_padding_is_left_out_and_masks_say_what_counts():
+def test_padding_is_left_out_and_masks_say_what_counts(caplog):
     rows = [
         {"input_ids": [1, 2, 3, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "labels": [-100, 2, 3, -100, -100], "text": "a"},
         {"input_ids": [4, 5, 6], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]},
@@ -80,7 +80,7 @@ def test_padding_is_left_out_and_masks_say_what_counts():
     spans = numbers, np.zeros_like(numbers), found.lengths
     assert [one.tolist() for one in found.read(*spans)] == [[1, 2, 3], [4, 5, 6]]
     assert [one.tolist() for one in found.scored(*spans)] == [[False, True, True], [False, True, False]]
-    assert found.description == ("documents of the caller (without 2 padding tokens and the columns text, url)")
+    assert caplog.messages == ["documents= is read without 2 padding tokens, 1 empty documents, the columns text, url."]
     # All count: the text alone decides what is read.
     assert given_documents([[1, 2]], None, 8).scored(*(np.zeros(1, int),) * 2, np.array([2])) is None
 
@@ -103,9 +103,20 @@ def test_a_mixture_has_them_beside_files(tmp_path):
     data = load_data(mixed, given=[one[::-1] for one in ids])
     assert [source.name for source in data.sources] == ["files", "mine"]
     assert data.sources[1].text(np.array([3])).tolist() == ids[3][::-1].tolist()
+    with pytest.raises(ConfigError, match=r"data.mixture has two sources of kind documents, and a program hands over one"):
+        load_config(config.model_dump(mode="json") | {"data": {"mixture": [parts[1], {**parts[1], "name": "again"}]}})
 
 
+MASK = "other than 0 and 1, whose meaning is not known: leave it out, or give 0 and 1"
 REFUSED = {
+    "documents= is int: give a list of documents": 5,
+    "documents= has no token that is learnt: all labels or masks leave it out.": [
+        {"input_ids": [1, 2], "labels": [-100, -100]}
+    ],
+    f"Document 0 of documents= has attention_mask {MASK}": [{"input_ids": [1, 2], "attention_mask": [0, -10000]}],
+    f"Document 1 of documents= has completion_mask {MASK}": [[1], {"input_ids": [1, 2], "completion_mask": [1, 2]}],
+    "Document 0 of documents= has input_ids of bool and shape [2]: it needs an integer": [[True, False]],
+    "Document 0 of documents= has the columns input_ids: it needs input_ids": [None],
     "documents= is str: give a list of documents, each a list of token ids.": "a text",
     "documents= has no end: give them once": range(sys.maxsize),
     "documents= holds no token ids: give at least one document.": [[], []],
