@@ -344,6 +344,7 @@ def test_a_card_shows_its_figures(tmp_path, monkeypatch):
     compiled |= {"fits": True, "warnings": ["much"], "collectives": [line, line | {"asynchronous": False, "sent_bytes": 1}]}
     planned = dict.fromkeys(recipes.PLANNED, 0) | {"candidates": [candidate] * 5, "unconfirmed_because": None}
     planned |= {"cost": {"days": 2.0, "gpu_hours": 384.0}}
+    planned |= {"tokens_per_s_per_gpu_range": [1000.0, 1500.0], "extrapolated": ["long", "wide"]}
     monkeypatch.setattr(recipes, "CHECKOUT", tmp_path)
     (tmp_path / card.question).parent.mkdir(parents=True)
     for one in recipes.CARDS:
@@ -364,6 +365,7 @@ def test_a_card_shows_its_figures(tmp_path, monkeypatch):
     assert "| memory by XLA | 1.5 GiB, 50% of what a step may take: fits |" in page
     assert "| bytes sent behind matmuls | 75% |" in page
     assert "1,234 tokens/s/GPU" in page
+    assert "| range for four of five runs | 1,000 to 1,500 tokens/s/GPU; extrapolated: long; wide |" in page
     assert page.count("Not planned yet") == len(recipes.CARDS) - 1
     (tmp_path / card.question).write_text("model: {name: other}\n")
     assert not recipes.is_current(card)

@@ -110,8 +110,7 @@ def estimate(
     prompt_tokens: opt.PromptTokens = None,
     max_new_tokens: opt.NewTokens = None,
     over: Annotated[
-        str | None,
-        option("WHAT", "Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot)."),
+        str | None, option("WHAT", "Draw bytes over sequence, microbatch or step; step compiles for --gpu (needs extra aot).")
     ] = None,
     tokens: opt.Tokens = None,
     price: opt.Price = None,
@@ -244,8 +243,7 @@ def plan(
     gpus_per_host: opt.GpusPerHost = None,
     compile_: Annotated[int, option("K", "Confirm the best K by compiling the real step; 0: estimates only.", "--compile")] = 8,
     objective: Annotated[
-        str,
-        option("GOAL", "speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest."),
+        str, option("GOAL", "speed; gpus: the fewest, up to --gpus, that fit; sequence: the longest; microbatch: the largest.")
     ] = "speed",
     keep: Annotated[
         list[str] | None, option("NAME", "Do not change this setting of the config: tensor, zero, remat ... Repeatable.")

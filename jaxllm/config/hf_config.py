@@ -81,11 +81,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def hugging_face_config(
-    model: Mapping[str, Any],
-    *,
-    dtype: str,
-    max_position: int | None,
-    original: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any], *, dtype: str, max_position: int | None, original: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Builds the content of a config.json that transformers 5 loads as this network; and 4, from the version on that has its
     class (Llama: 4.43).

@@ -13,15 +13,7 @@ from jaxllm.cost_model.activations import XLA_ROWS, is_blockwise
 from jaxllm.cost_model.flops import causal_pairs
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.network import Group, group_of, links_of
-from jaxllm.cost_model.step_parts import (
-    ATTENTION_ROWS,
-    BANDWIDTH_SHARE,
-    KERNEL_S,
-    LARGE_HEAD,
-    MEMORY_SHARE,
-    Fitted,
-    tile_share,
-)
+from jaxllm.cost_model.step_parts import ATTENTION_ROWS, BANDWIDTH_SHARE, KERNEL_S, LARGE_HEAD, MEMORY_SHARE, Fitted, tile_share
 
 BLOCK_NORM_MOVES = {"before": (9, 12), "after": (7, 14), "both": (10, 20)}
 """Reads and writes of a token's width by norms and residual sums, forward and backward, by model.block_norms. Counted for

@@ -40,16 +40,7 @@ from jaxllm.data.manifest import (
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
 from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import BROKEN_SHARE, inspected, require_ends, require_few_broken, require_share
-from jaxllm.data.shards import (
-    PrepareProgress,
-    Task,
-    described,
-    read_shard,
-    run_tasks,
-    strict_error,
-    unwritable,
-    write_shard,
-)
+from jaxllm.data.shards import PrepareProgress, Task, described, read_shard, run_tasks, strict_error, unwritable, write_shard
 from jaxllm.data.stores import find_in_store, is_address
 from jaxllm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from jaxllm.machine.host import available_cpus

@@ -100,11 +100,7 @@ class TemplateProcess:
         try:
             # In a session of its own: Ctrl-C in a terminal is for the process that may want to finish what it does.
             process = subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:
             raise TemplateStopped(f"cannot be rendered: no process can be started ({error.strerror})") from None

@@ -347,12 +347,7 @@ def run_tasks(
     evaluate: Any = simple_evaluate
     with redirect_stdout(sys.stderr):
         return evaluate(
-            model=model,
-            tasks=list(tasks),
-            task_manager=manager,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            apply_chat_template=chat,
+            model=model, tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=num_fewshot, apply_chat_template=chat
         )
 
 

@@ -212,10 +212,7 @@ def require_ids(ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def stop_ids(
-    tokenizer: Tokenizer,
-    generation: Mapping[str, Any],
-    template: ChatTemplate | None = None,
-    stop_texts: Sequence[str] = (),
+    tokenizer: Tokenizer, generation: Mapping[str, Any], template: ChatTemplate | None = None, stop_texts: Sequence[str] = ()
 ) -> frozenset[int]:
     """Ids that end a text: the tokenizer's EOS, those of generation_config.json and, with a template, its end of turn.
 

@@ -104,58 +104,58 @@ log = logging.getLogger(__name__)
 BLACKWELL = (10, 0)
 GPU_ENVIRONMENT = {
     # NVIDIA's NCCL user guide, Troubleshooting, Logging: WARN prints warnings and errors, and is the "production minimum".
-    "NCCL_DEBUG": "WARN",
+    "NCCL_DEBUG": "WARN"
 }
 GPU_ENVIRONMENT_OF = {
     # NVIDIA's JAX-Toolbox, docs/GPU_performance.md: Hopper needs all streams in one hardware queue to run collectives beside
     # compute; Blackwell does not, and is slower with it. NVIDIA's pull request 1249 there sets it for compute capability 9.0
     # alone. Not measured here.
-    HOPPER: {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    HOPPER: {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 }
 GPU_FLAGS_OF = {
     # The same document, "Additional XLA Flags" of its tips for B200: CUDA graphs for these two kinds of command alone were
     # faster "in all the models tested". Speed not measured here; the step's memory is the same to the byte (ZeRO 3 x tensor,
     # and a pipeline, compiled for B200s with JAX 0.10.2).
-    BLACKWELL: {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL"},
+    BLACKWELL: {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL"}
 }
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 MORE_AT_ONCE = {
     # By default a loop with collectives inside may not run beside another collective: no message between stages would overlap
     # with a layer loop, nor would the reduction of the head's gradient.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4
 }
 CUBLAS_GPU_OPTIONS = {
     # Only cuBLAS adds a product to a float32 sum in the same kernel; a kernel that XLA generates leaves the sum to another. And
     # XLA times dozens of kernels that it generates for each matmul: the step of ten layers of 8B in FP8 was not compiled on an
     # H100 after two minutes, and with cuBLAS alone after 14 s (JAX 0.11.2). Not in a loop over layers, where JAX 0.11's slice
     # fusion computes some of cuBLAS's matmuls twice.
-    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_triton_gemm": False
 }
 ALONE_GPU_OPTIONS = {
     # It hides transfers, and one GPU has none. With JAX 0.11.2 it lets the gradients of weights wait, and with them their
     # inputs: compiled for an H100, 1B takes 53.5 instead of 49.5 GiB with packed documents, 60.7 instead of 49.9 with documents
     # by halves, and 52.5 instead of 49.1 with sequences of 32,768 tokens.
-    "xla_gpu_enable_latency_hiding_scheduler": False,
+    "xla_gpu_enable_latency_hiding_scheduler": False
 }
 TENSOR_RING_GPU_OPTIONS = MORE_AT_ONCE | {
     # XLA would make one matmul of those of a ring's chunks, which then hide nothing.
-    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_dot_merger_threshold_mb": 0
 }
 OFFLOAD_GPU_OPTIONS = {
     # A block has up to nine tensors to fetch from the host; by default each waits for the previous one, at the top of the loop.
-    "xla_gpu_experimental_parallel_async_compute_limit": 16,
+    "xla_gpu_experimental_parallel_async_compute_limit": 16
 }
 ALL_ON_HOST_GPU_OPTIONS = {
     # Its nine weights and their sums are fetched too, and nine sums written. With 16, weights wait for sums.
-    "xla_gpu_experimental_parallel_async_compute_limit": 48,
+    "xla_gpu_experimental_parallel_async_compute_limit": 48
 }
 NO_REMAT_GPU_OPTIONS = {
     # Percent of XLA's limit, itself 80% of the GPU's memory, beyond which XLA rematerialises; by default 95. So every step that
     # fills more than 76% of the card would repeat matmuls: 8B's layers on an H100, 97% of what a step may take, 1,449 TFLOP a
     # step for 1,064 and 2 GiB less (JAX 0.11.2, compiled). XLA also counts tensors in the host's memory, and would recompute
     # for a limit that recomputation cannot reach: 280 instructions of 8B's step that offloads 46 GiB (JAX 0.10.2).
-    "xla_gpu_memory_limit_slop_factor": 2000,
+    "xla_gpu_memory_limit_slop_factor": 2000
 }
 LAYER_COMBINED = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce"))
 OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int]] = {

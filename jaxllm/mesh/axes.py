@@ -39,9 +39,7 @@ T = TypeVar("T")
 
 
 def make_mesh(
-    parallel: ParallelConfig,
-    devices: Sequence[jax.Device] | None = None,
-    host_of: Mapping[int, Hashable] | None = None,
+    parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None, host_of: Mapping[int, Hashable] | None = None
 ) -> Mesh:
     """The mesh ([replica,] pipe, data, context, tensor) of a resolved config.
 

@@ -62,8 +62,7 @@ fp8_matmul = jax.custom_vjp(product, nondiff_argnums=(0,))
 # x and w are kept unrounded, as for a bfloat16 matmul: x is a named tensor or follows from one, and the backward pass has w. A
 # rounded w among the residuals would fill every slot of a pipeline's ring.
 fp8_matmul.defvjp(
-    lambda spec, x, w: (product(spec, x, w), (x, w)),
-    lambda spec, kept, dy: gradients(spec, kept[0], kept[1], dy),
+    lambda spec, x, w: (product(spec, x, w), (x, w)), lambda spec, kept, dy: gradients(spec, kept[0], kept[1], dy)
 )
 
 

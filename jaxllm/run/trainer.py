@@ -327,18 +327,12 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------ to a disk
 
     def save(self, run_dir: str | Path | None = None) -> Path:
-        """Saves a checkpoint as `fit` does, from which `fit` and `jaxllm train RUN_DIR/config.yaml` resume. All processes call
-        it, on a disk that they share. Older checkpoints go by checkpoint.keep.
-
-        Args:
-          run_dir: default: run.dir.
-
-        Returns:
-          The checkpoint's folder.
+        """Saves a checkpoint as `fit` does into `run_dir` (default: run.dir), from which `fit` and `jaxllm train
+        RUN_DIR/config.yaml` resume, and returns its folder. All processes call it, on a disk that they share. Older ones go by
+        checkpoint.keep.
 
         Raises:
-          ConfigError: `fit` or another process holds the directory, it has a checkpoint that this Trainer did not save, or
-            one of this step or a later one, or it cannot be written.
+          ConfigError: the directory is held, has a checkpoint of this step or of another Trainer, or cannot be written.
         """
         # So that the averages in the checkpoint have the last step too. Its metrics come when they are asked for.
         self.metrics.replace_pending(self._read(self.metrics.replace_pending(None)))
@@ -350,10 +344,7 @@ class Trainer:
         that all share, and removed.
 
         Args:
-          options: dtype, force, ...: as `jaxllm.export` has them.
-
-        Returns:
-          What was written (jaxllm.weights.streaming.Conversion); None on other processes.
+          options: dtype, force, ...: as `jaxllm.export` has them, which also says what is returned; None on other processes.
 
         Raises:
           ConfigError: the destination exists, or cannot be written.

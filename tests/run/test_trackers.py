@@ -280,6 +280,23 @@ def test_trackio_has_one_run_with_each_line(restarted):
     assert config["train"]["sequence_length"] == 16
 
 
+def test_what_counts_as_sent_to_trackio_survives_a_kill(tmp_path):
+    """Its `log` queues, and its thread writes later."""
+    pytest.importorskip("trackio")
+    sends = (
+        "import os; from types import SimpleNamespace as N; from jaxllm.run.tracker_kinds import Trackio; "
+        "config = N(run=N(dir='run'), log=N(trackio_project='p'), model_dump=lambda mode: {}); tracker = Trackio(config); "
+        "tracker.connect('r', 1); tracker.send([{'step': step, 'loss': 0.5} for step in (1, 2, 3)]); os._exit(0)"
+    )
+    reads = "from trackio.sqlite_storage import SQLiteStorage as S; print([row['step'] for row in S.get_logs('p', 'r')])"
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    outputs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment).stdout
+        for program in (sends, reads)
+    ]
+    assert outputs[1] == "[1, 2, 3]\n"
+
+
 def repr_of(row):
     return repr(sorted(row.items()))
 
