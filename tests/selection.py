@@ -288,6 +288,13 @@ SLOW: dict[str, tuple[str, ...]] = {
     "weights/test_hub.py": ("test_the_shape_needs_no_weights_and_a_run_keeps_its_commit",),
     "model/test_packed_documents.py": ("test_documents_of_all_lengths_fill_their_calls",),
     "compile/test_pretend.py": ("test_the_step_that_runs_is_the_runs_own",),
+    "run/test_trainer_files.py": (
+        "test_a_saved_run_continues_as_one_that_never_stopped",
+        "test_a_save_between_steps_has_the_last_step_and_loses_no_metrics",
+        "test_files_beside_the_first_weights_go_out_after_a_step",
+        "test_what_was_changed_is_written",
+    ),
+    "data/test_given_documents.py": ("test_a_run_resumes_on_the_same_documents_alone",),
     "run/test_hooks.py": (
         "test_after_the_last_step_a_hook_stops_nothing",
         "test_a_hook_stops_the_run_which_saves_and_resumes[when]",

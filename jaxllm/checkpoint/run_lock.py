@@ -141,8 +141,6 @@ class HolderLock(ABC):
                 continue
             if verdict == "holds":
                 assert found is not None, "a missing holder has no verdict"
-                if (found.pid, found.machine) == (self._me.pid, self._me.machine):
-                    raise ConfigError(f"{self._what} is held by this process: jaxllm.fit saves there by itself.")
                 in_use = ConfigError(
                     f"{self._what} is in use by {found.name}: wait for it, stop it, or choose another {self._key}."
                 )

@@ -229,14 +229,15 @@ def test_a_run_on_conversations_keeps_its_template_and_the_end_of_its_turns(temp
     folder = write(tmp_path / "small", tokenizer_config=said | {"chat_template": CHATML if "tok" in template else "{{ 'x' }}"})
     (tmp_path / "own.jinja").write_text(CHATML)
     data = read(folder, 259, "chat", None if "tok" in template else str(tmp_path / "own.jinja"))
-    trainer = SimpleNamespace(start=SimpleNamespace(weights=None), step=0, data=data)
+    trainer = SimpleNamespace(start=SimpleNamespace(weights=None), step=0, data=data, config=data.config)
     keep_companions(tmp_path / "run", trainer)
     trainer.step = 1
     keep_companions(tmp_path / "run", trainer)
     kept = tmp_path / "run" / "tokenizer"
     assert (kept / "chat_template.jinja").read_text() == CHATML
     assert json.loads((kept / "generation_config.json").read_text()) == {"eos_token_id": [256, 258]}
-    texts = SimpleNamespace(start=SimpleNamespace(weights=None), step=0, data=read(folder, 259, "files"))
+    of_files = read(folder, 259, "files")
+    texts = SimpleNamespace(start=SimpleNamespace(weights=None), step=0, data=of_files, config=of_files.config)
     keep_companions(tmp_path / "texts", texts)
     assert not (tmp_path / "texts" / "tokenizer" / "generation_config.json").exists()
     (tmp_path / "base").mkdir()

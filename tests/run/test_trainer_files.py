@@ -112,7 +112,7 @@ def test_files_beside_the_first_weights_go_out_after_a_step(trained, tmp_path):
     def hook(run):
         def write(moment):
             run.trainer.export(tmp_path / "of-hook")
-            with pytest.raises(ConfigError, match="is held by this process") as found:
+            with pytest.raises(ConfigError, match="is in use by pid") as found:
                 run.trainer.save()
             refused.append(found)
 
