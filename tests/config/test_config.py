@@ -178,7 +178,7 @@ PART = {"name": "x", "source": "files", "paths": [__file__], "weight": 1}
         (
             PART | {"source": "fils"},
             "data.mixture[0].source=fils is not one of the choices: use python_stdlib, files, chat, preferences, prepared, "
-            "megatron, tokens.",
+            "megatron, tokens, documents.",
         ),
         (PART | {"path": "x"}, "Unknown key data.mixture[0].path: did you mean data.mixture[0].paths?"),
         (PART | {"steps": 3}, "Unknown key data.mixture[0].steps: did you mean train.steps?"),
