@@ -149,6 +149,7 @@ def _again(folder: Path, tokenizer: str, reuse: bool) -> Summary:
 IDS, PADDING, LABELS = "input_ids", "attention_mask", "labels"
 SCORED = "completion_mask", "assistant_masks"
 """TRL's columns: 1 where a token counts in the loss."""
+KNOWN = IDS, PADDING, LABELS, *SCORED
 NOT_SCORED = -100
 """The label of a token that does not count, as in PyTorch and transformers."""
 
@@ -175,7 +176,7 @@ def given_documents(items: Iterable[Any], tokenizer: Tokenizer | None, vocab_siz
     for number, item in enumerate(rows):
         row = item if isinstance(item, Mapping) else {IDS: item}
         columns = _columns(row, number, vocab_size)
-        unused |= row.keys() - columns.keys() - {IDS, PADDING, LABELS, *SCORED}
+        unused |= row.keys() - {*KNOWN}
         kept = columns.get(PADDING, np.ones(len(columns[IDS]))) != 0
         padded += len(kept) - int(kept.sum())
         counts = kept & (columns.get(LABELS, 0) != NOT_SCORED)
@@ -205,7 +206,7 @@ def given_documents(items: Iterable[Any], tokenizer: Tokenizer | None, vocab_siz
 def _columns(row: Mapping[str, Any], number: int, vocab_size: int) -> dict[str, np.ndarray]:
     """What a row says of its tokens, each [tokens]."""
     columns = {}
-    for name in (IDS, PADDING, LABELS, *SCORED):
+    for name in KNOWN:
         if (value := row.get(name)) is None:
             continue
         try:

@@ -22,7 +22,6 @@ from jaxllm.weights.folder import Folder, Index
 from jaxllm.weights.hf_convert import write_hf
 from jaxllm.weights.load_model import config_of, load, shared_out
 from jaxllm.weights.safetensors import CODES
-from jaxllm.weights.staging import require_new
 from jaxllm.weights.streaming import Conversion
 from jaxllm.weights.weights import Adapters, about, dtype_named, find_weights, without_lora
 
@@ -57,7 +56,6 @@ class PretrainedLlama(Llama):
           ConfigError: the folder exists or cannot be written, the files beside the weights are gone, or the parameters are
             those of another network, as with adapters beside the layers.
         """
-        require_new(str(folder), force)
         outline = self.origin.outline
         if outline.companions is not None and not outline.companions.is_dir():
             raise ConfigError(f"{outline.companions} is gone, which has the tokenizer of {outline.description}: put it back.")
