@@ -147,11 +147,11 @@ def evaluated(monkeypatch):
         samples = samples[samples < source.packing.num_samples]
         return np.float32(samples.sum()), np.int32(len(samples)), 0
 
-    def run(sizes, **options):
+    def run(sizes, stages=1, **options):
         batches.clear()
         sources = [SimpleNamespace(name=f"s{n}", packing=SimpleNamespace(num_samples=size)) for n, size in enumerate(sizes)]
-        parallel, train = SimpleNamespace(pipe=1), SimpleNamespace(loss="cross_entropy")
-        config = SimpleNamespace(parallel=parallel, train=train, microbatch_rows=2)
+        parallel, train = SimpleNamespace(pipe=stages), SimpleNamespace(loss="cross_entropy")
+        config = SimpleNamespace(parallel=parallel, train=train, microbatch_rows=2, evaluated_microbatches=4 if stages > 1 else 1)
         trainer = SimpleNamespace(config=config, mesh=None, data=SimpleNamespace(held_out=sources))
         return evaluation.evaluate(trainer, **options), [*batches]
 
@@ -169,6 +169,13 @@ def test_an_evaluation_shows_each_batch_of_all_and_counts_the_last_one(evaluated
     shown.clear()
     found, batches = evaluated([5, 2], max_batches=1, show=lambda *call: shown.append(call))
     assert (found.loss, [call[1:] for call in shown]) == (0.5, [(1, 2), (2, 2)])
+
+
+def test_batches_of_a_pipeline_are_scored_together_and_no_more_samples_than_are_asked_for(evaluated):
+    """Two stages, two samples in a microbatch, four microbatches at a time: a batch of train.eval_batches has four samples."""
+    _, batches = evaluated([99], stages=2, max_batches=3)
+    assert batches == [(0, [*range(8)]), (0, [*range(8, 12), 99, 99, 99, 99])]
+    assert evaluated([10], stages=2)[0].tokens == evaluated([10])[0].tokens == 10
 
 
 def test_an_evaluation_ends_where_it_is_told_to(evaluated):

@@ -55,11 +55,13 @@ def evaluate(
     Raises:
       ConfigError: nothing is held out.
     """
-    # A pipeline gets as many microbatches as it has stages; with fewer, most stages would be idle.
-    together = trainer.config.parallel.pipe * trainer.config.microbatch_rows
-    score = _pairs if trainer.config.train.loss == "dpo" else _text
+    config = trainer.config
+    batch, together = (count * config.microbatch_rows for count in (config.parallel.pipe, config.evaluated_microbatches))
+    score = _pairs if config.train.loss == "dpo" else _text
     sums: dict[str, np.ndarray] = {}
-    batches = [range(0, source.packing.num_samples, together)[:max_batches] for source in trainer.data.held_out]
+    ends = [source.packing.num_samples for source in trainer.data.held_out]
+    ends = [min(end, max_batches * batch) if max_batches else end for end in ends]
+    batches = [range(0, end, together) for end in ends]
     done, count = 0, sum(map(len, batches))
     with jax.set_mesh(trainer.mesh):
         for number, source in enumerate(trainer.data.held_out):
@@ -69,7 +71,10 @@ def evaluate(
                 # Each batch counts as progress for the watchdog, because an evaluation may take hours.
                 with progress.phase("evaluate"):
                     # One behind, so that a batch is read while the devices score the one before it.
-                    before, pending = pending, score(trainer, number, source, first + np.arange(together))
+                    samples = first + np.arange(together)
+                    # Numbers past the last sample give empty rows.
+                    samples = np.where(samples < ends[number], samples, source.packing.num_samples)
+                    before, pending = pending, score(trainer, number, source, samples)
                     total += jax.device_get(before)
                 show("evaluation", done := done + 1, count)
                 if stop():
@@ -96,8 +101,7 @@ def token_losses(
 ) -> np.ndarray:
     """-log p of each target of these samples, float32 [samples, S], on every process."""
     config = trainer.config
-    M, R, S = config.parallel.pipe, config.microbatch_rows, config.train.sequence_length
-    # Numbers past the last sample give empty rows.
+    M, R, S = config.evaluated_microbatches, config.microbatch_rows, config.train.sequence_length
     padded = np.concatenate([samples, np.full(-len(samples) % (M * R), source.packing.num_samples)])
     found, batches = [], padded.reshape(-1, M, R)
     for numbers in batches:
@@ -110,7 +114,7 @@ def token_losses(
 
 def _text(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> tuple[jax.Array, jax.Array, int]:
     config = trainer.config
-    rows = samples.reshape(config.parallel.pipe, config.microbatch_rows)
+    rows = samples.reshape(-1, config.microbatch_rows)
     batch = put_global_batch(trainer.mesh, source.in_order, rows, config.train.sequence_length)
     return *trainer.programs.loss_sum(trainer.state.params, batch), 0
 

@@ -130,7 +130,7 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
                 norms = jit_function(training.functions.layer_norms, mesh)
                 yield RunProgram(layer_norms_name(length), norms, (training.layout().params, batch))
     last = trainings[-1][0][1]
-    batch = batch_layout(config, mesh, config.parallel.pipe, config.microbatch_rows, trains=False)
+    batch = batch_layout(config, mesh, config.evaluated_microbatches, config.microbatch_rows, trains=False)
     pairs, functions = config.train.loss == "dpo", last.functions
     name, function = (TOKEN_LOSSES, functions.token_losses) if pairs else (EVALUATION, functions.loss_sum)
     yield RunProgram(name, jit_function(function, mesh), (last.layout().params, batch))
