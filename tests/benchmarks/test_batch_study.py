@@ -83,3 +83,13 @@ def test_seconds_to_the_loss_are_those_of_the_stored_runs():
     step_s = first["seconds a step"]
     assert f"16 devices need {last['steps']:.0f} steps of {step_s} s, {last['seconds on them']:.0f} s in place of 17" in shown
     assert f"S = {least_steps:.0f} steps of the law, {least_steps * step_s:.0f} s" in shown
+
+
+def test_the_page_has_the_stored_curves_of_one_two_and_four_devices():
+    curves = scripts.load("benchmarks/loss_over_seconds.py")
+    runs = curves.read(SCRIPT.with_name("loss_over_seconds.jsonl"))
+    assert [run["devices"] for run in runs] == list(curves.DEVICES)
+    page = (SCRIPT.parents[1] / "docs" / "why-many-gpus.md").read_text(encoding="utf-8")
+    assert curves.table(runs) in page
+    assert max(run["held_out"] for run in runs) - min(run["held_out"] for run in runs) < 0.0075
+    assert "within 0.007\nnats" in page
