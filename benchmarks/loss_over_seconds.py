@@ -1,6 +1,6 @@
 """Loss over seconds of the quickstart on 1, 2 and 4 CPU devices, a core for each device as far as there are cores.
 
-python benchmarks/loss_over_seconds.py RESULTS.jsonl      trains what the file lacks, on an idle machine; seven minutes on two cores
+python benchmarks/loss_over_seconds.py RESULTS.jsonl      trains what it lacks; ten minutes on two idle cores
 python benchmarks/loss_over_seconds.py RESULTS.jsonl --table
 
 A point is the mean of ten steps. Compilation is left out. `python docs/pictures.py loss_over_seconds` draws it.

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from megatron_stages import megatron_memory_by_stage
@@ -43,6 +44,7 @@ from jaxllm.config import Config, ConfigError, load_config
 from jaxllm.config.attention import require_trains
 from jaxllm.config.model_spec import has_experts
 from jaxllm.config.types import BLOCK_TENSORS
+from jaxllm.cost_model import step_sizes
 from jaxllm.cost_model.hardware import Gpu, find_gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
@@ -336,14 +338,26 @@ def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Est
         **{"gpu": case.gpu, "gpus": case.gpus, "gpus_per_host": case.gpus_per_host, **case.knobs},
         "microbatches": case.config.num_microbatches,
         "capacity_bytes": case.capacity_bytes,
-        **estimated(case, estimate),
+        **estimated(case, estimate, compiled.get("versions", "")),
         **compiled,
     }
     return {column: result.get(column, "") for column in COLUMNS}
 
 
-def estimated(case: Case, estimate: Estimate = ESTIMATES["jaxllm"]) -> dict[str, Any]:
-    result = estimate(case.config, find_gpu(case.gpu))
+def older_xla(versions: str) -> bool:
+    """Of 'jax 0.10.2, jax-cuda13-plugin 0.10.2'."""
+    return [*map(int, versions.removeprefix("jax ").split(".")[:2])] < [0, 12]
+
+
+def rescored(row: Row, estimate: Estimate = ESTIMATES["jaxllm"]) -> dict[str, Any]:
+    """The columns ESTIMATED by today's estimate, for the JAX that compiled the row."""
+    return estimated(case_of(row), estimate, row["versions"])
+
+
+def estimated(case: Case, estimate: Estimate = ESTIMATES["jaxllm"], versions: str = "") -> dict[str, Any]:
+    """For the JAX here, if no `versions` name another."""
+    with patch.object(step_sizes, "has_older_xla", (lambda: older_xla(versions)) if versions else step_sizes.has_older_xla):
+        result = estimate(case.config, find_gpu(case.gpu))
     peak = result.peak_stage
     values = (result.peak_bytes, peak.stage, result.moment, dict(peak.terms_bytes), result.host_bytes)
     return dict(zip(ESTIMATED, values, strict=True))
@@ -777,7 +791,7 @@ def main() -> None:
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if options.json else (lambda text: print(text, flush=True))
     estimate, rows = ESTIMATES[options.estimate], read_table(options.table)
     if options.rescore:
-        rows = [{**row, **estimated(case_of(row), estimate)} for row in rows]
+        rows = [row | rescored(row, estimate) for row in rows]
         write_table(options.table, rows)
     elif options.subset:
         rows = compile_subset(rows, options, say)

@@ -240,14 +240,6 @@ class Config(Section):
             raise _batch_does_not_divide(self)
         return self.train.global_batch_sequences // per_microbatch
 
-    @property
-    def evaluated_microbatches(self) -> int:
-        """Microbatches that an evaluation scores at a time: 1 without a pipeline. A pipeline of P stages gets P, so that no
-        stage is idle for more than half of the time, and up to 4 P where a step has as many: three quarters of its ticks work
-        then, or more."""
-        stages = self.parallel.pipe
-        return stages * max(1, min(self.num_microbatches // stages, 4)) if stages > 1 else 1
-
     def resolve(self, num_devices: int) -> Config:
         """This config with parallel.data filled in for a number of devices.
 

@@ -16,7 +16,7 @@ A fourth, `turn`, is before the layers: stacks that stay on the device are trans
 ROWS has a row for each kind of buffer: its size (sizes_of), how many of it are live at each moment, and in which steps (facts).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from jaxllm.config.layer_stack import rings_tensor
 from jaxllm.config.model_spec import has_experts
 from jaxllm.config.types import EXPERT_CHOICE
 from jaxllm.cost_model.activations import context_method
-from jaxllm.cost_model.step_sizes import SMALLEST_HALF, StepSizes, halvings
+from jaxllm.cost_model.step_sizes import StepSizes, halvings
 
 MOMENTS = ("feed_forward", "feed_forward_end", "attention", "turn")
 HELD = {
@@ -40,8 +40,7 @@ HELD = {
     "mlp_down": "last_output",
     EXPERT_CHOICE: "hidden",
 }
-"""Named tensor of a block -> its group, whose tensors are copied and freed together. Rows count kept and offloaded tensors by
-group."""
+"""Named tensor of a block -> its group, whose tensors are copied and freed together. Rows count tensors by group."""
 
 
 class Row(NamedTuple):
@@ -60,29 +59,21 @@ class Row(NamedTuple):
         return all(word[1:] not in known if word[0] == "-" else word in known for word in self.when.split())
 
 
-def row_for_each(groups: str, what: str, place: str, counts: tuple[float, ...], when: str) -> Iterable[Row]:
-    """A row for each group of HELD, of tensors that are `kept` or `offloaded`."""
-    return (Row(f"{what}: {group}", f"{place}.{group}", counts, when) for group in groups.split())
-
-
 ROWS: Mapping[str, tuple[Row, ...]] = {
     "layer_copies": (
-        # Activations copied from their stack or ring, where they are not read in place. A single layer's or single
-        # microbatch's products are. Offloaded ones are fetched one layer ahead, so two layers of them are live (one is among
-        # the activations).
-        *row_for_each("hidden queries keys", "copied from the stack", "kept", (1, 1, 1), "-own_layers"),
-        Row("copied from the stack: last output", "kept.last_output", (1, 1, 0), "-own_layers"),
-        Row("copied from the stack: products", "kept.products", (1, 1, 0), "-own_layers -reads_in_place"),
-        Row("copied from own arrays", "kept.queries", (0, 0, 1), "own_layers"),
-        *row_for_each("hidden queries keys", "fetched ahead", "offloaded", (1, 1, 1), "fetches_ahead"),
-        Row("fetched ahead: last output", "offloaded.last_output", (1, 1, 0), "fetches_ahead"),
-        Row("fetched ahead: products", "offloaded.products", (1, 1, 0), "fetches_ahead -reads_in_place"),
-        *row_for_each("last_output products", "fetched, already freed", "offloaded", (0, 0, -1), "-fetches_ahead"),
+        # Activations copied from their stack or ring; products are read in place. Offloaded ones are fetched one layer ahead,
+        # so two layers of them are live (one is among the activations).
+        Row("copied from the stack", "kept.hidden", (1, 1, 1), "-own_layers"),
+        Row("copied from the stack", "kept.queries", (1, 1, 1), "-own_layers"),
+        Row("fetched ahead", "offloaded.hidden", (1, 1, 1), "fetches_ahead"),
+        Row("fetched ahead", "offloaded.queries", (1, 1, 1), "fetches_ahead"),
+        Row("fetched ahead", "offloaded.products", (1, 1, 0), "fetches_ahead -reads_in_place"),
+        Row("fetched, already freed", "offloaded.products", (0, 0, -1), "-fetches_ahead"),
         Row("a product counted as recomputed, but kept", "mlp", (-1, -1, 0), "recomputes_gate -recomputes_up"),
-        # Autodiff's normed inputs (attention and feed-forward). Chunks in a ring are counted too: of such a step no buffer
-        # listing shows that they stay in row-major order.
-        Row("transposed stack of one normed input", "stack", (1, 1, 1), "everything gathers_several -pipelined"),
-        Row("transposed stacks of both, in all slots", "slots", (2, 2, 2), "everything gathers_several interleaved chunked"),
+        # Autodiff's normed inputs; chunks in a ring too, as no buffer listing shows that they stay in row-major order.
+        Row("transposed stack of one normed input", "stack", (1, 1, 1), "everything gathers_several -pipelined older_xla"),
+        Row("transposed stacks of both, in all slots", "slots", (2, 2, 2), "everything gathers_several interleaved older_xla"),
+        Row("the same of chunks of one layer", "slots", (2, 2, 2), "everything gathers_several interleaved single -older_xla"),
     ),
     "working_set": (
         # remat=none counts as recomputed: in a loop its residuals are copied.
@@ -108,20 +99,27 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded -runs_ahead"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded runs_ahead -sums_late"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products single -rings_tensor -runs_ahead"),
-        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products single -rings_tensor runs_ahead one_pass"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products chunked one_pass -runs_ahead"),
-        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products chunked one_pass runs_ahead -sharded"),
-        Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked one_pass runs_ahead sharded"),
-        Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked -one_pass runs_ahead -tensor"),
+        Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked one_pass runs_ahead -sharded"),
+        Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked runs_ahead -tensor"),
+        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -recomputes_query chunked one_pass runs_ahead sharded"),
+        # Since JAX 0.12 more, where transfers start late: the gradients of weights come before attention runs backward.
+        Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads -runs_ahead -older_xla"),
+        Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads documents -runs_ahead -older_xla"),
+        Row("overwritten", "mlp", (0, -2, 0), "offloads chunked one_microbatch -experts -older_xla"),
+        Row("gathered later", "weights", (-1.5, -1.5, -1.5), "offloads chunked one_microbatch zero_3 -runs_ahead -older_xla"),
+        Row("overwritten", "mlp", (-4, -4, -4), "recomputes_products -recomputes_query chunked -runs_ahead -older_xla"),
+        Row("overwritten", "mlp", (-2, -2, -2), "keeps_products single one_microbatch documents -runs_ahead -older_xla"),
+        Row("overwritten", "mlp", (-1, -1, -2), "everything single -interleaved -runs_ahead -older_xla"),
         # In an interleaved pipeline whose chunk is one layer, no loop keeps both passes of a tick apart, and their rings run at
         # the same time: gate and up of the forward pass wait in chunks. Steps of 1F1B did not show it, and no interleaved step
         # that keeps products was compiled.
         Row("products of the forward pass", "mlp", (2, 2, 2), "recomputes_products single rings_tensor interleaved"),
-        Row("the third product, for its weights' gradient", "mlp", (0, 0, 1), "single keeps_products documents"),
+        Row("a fetched product, overwritten", "mlp", (0, -1, 0), "single keeps_products offloads"),
         Row("a gathered sequence that waits", "whole", (0, 0, 1), "recomputes_early context tensor"),
         # Several sequences are gathered along their second dim, which moves first.
         Row("transposed sequence", "whole", (1, 1, 1), "transposes"),
-        Row("gradients through q, k, v that wait for each other", "whole", (0, 3, 0), "transposes sends_late"),
+        Row("gradients through q, k, v that wait for each other", "whole", (0, 3, 0), "transposes sends_late older_xla"),
         # Gradients of weights are about to be added to the sums, or reduce-scattered behind the next layer. With sums on the
         # host those of the last layer wait beside this layer's weights, of which the feed-forward's are done at attention.
         Row("gathered weights, gradients", "weights", (0.5, 0.5, 0.5), "single"),
@@ -142,25 +140,20 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("keys, values, gradients, sent and received", "key", (0, 0, 12), "context -all_gather"),
         Row("keys, values, gradients of all ranks", "all_keys", (0, 0, 6), "all_gather"),
         # A block on the diagonal is split, and its parts are concatenated again.
-        Row("parts of blocks with documents", "query", (0, 0, 2), "-context halves"),
         Row("halves of queries and outputs", "halves", (0, 0, 2), "halves"),
-        # Two in float32 and two in the compute dtype.
-        Row("scores of the smallest blocks", "smallest_scores", (0, 0, 6), "halves context recomputes_early -sequences"),
         # Queries, outputs and their gradients; with one sequence no copy is needed.
         Row("zigzag chunks", "query", (0, 0, 3), "context sequences"),
         Row("zigzag chunks in a ring", "query", (0, 0, 3), "context sequences -all_gather recomputes_early"),
         # While the feed-forward runs backward.
-        Row("an output", "query", (0.5, 0.5, 0), "-recomputes_attention_out"),
         Row("recomputed queries", "query", (3, 3, 0), "recomputes_attention_out"),
         Row("recomputed queries with documents", "query", (3, 3, 0), "recomputes_attention_out documents"),
-        Row("recomputed zigzag chunks", "query", (1, 1, 0), "recomputes_attention_out context sequences"),
         Row("recomputed halves", "halves", (1, 1, 0), "recomputes_attention_out halves"),
     ),
     "packed_documents": (Row("log-sum-exp for which cuDNN packs documents", "packing", (0, 0, 1)),),
     "attention_workspace": (Row("cuDNN's workspace", "workspace", (0, 0, 1)),),
     # In plain XLA attention: float32 before and after softmax, and the compute dtype.
     "attention_scores": (Row("bytes of scores", "scores", (0, 0, 10)),),
-    "relayout": (Row("transposed stacks", "kept_stacks", (0, 0, 0, 1), "offloads transposes -pipelined"),),
+    "relayout": (Row("transposed stacks", "kept_stacks", (0, 0, 0, 1), "offloads transposes -pipelined older_xla"),),
 }
 """Term of the estimate -> its rows. Rows whose facts hold together are added up."""
 
@@ -201,7 +194,7 @@ def facts(step: StepSizes) -> dict[str, bool]:
     rings = rings_tensor(config, step.capability)
     gathers_several = sequences > 1 and p.tensor > 1
     all_gather = p.context > 1 and context_method(config) == "all_gather"
-    hosts = step.layers_on_host
+    hosts, older = step.layers_on_host, step.is_older_xla
     return {
         "everything": policy.everything,
         "keeps_products": keeps_products,
@@ -214,8 +207,8 @@ def facts(step: StepSizes) -> dict[str, bool]:
         # Most of a layer is recomputed while transfers start early, so that more tensors wait.
         "recomputes_early": step.runs_ahead and recomputed,
         "offloads": bool(policy.offload),
-        # In pipeline steps for A100s, only behind attention with documents that gathers its keys.
-        "fetches_ahead": several and (step.runs_ahead or (step.pipelined and all_gather and step.in_blocks)),
+        # In pipeline steps for A100s, only before JAX 0.12 behind attention with documents that gathers its keys.
+        "fetches_ahead": several and (step.runs_ahead or (older and step.pipelined and all_gather and step.in_blocks)),
         "pipelined": step.pipelined,
         "single": single,
         "chunked": chunked,
@@ -247,6 +240,7 @@ def facts(step: StepSizes) -> dict[str, bool]:
         # Transfers start late, and a sequence is wider than a rank's part of the feed-forward.
         "sends_late": recomputed and units["mlp"] < units["whole"] and not (step.runs_ahead or step.pipelined),
         "norms_heads": step.model.qk_norm is not None,
+        "older_xla": older,
     }
 
 
@@ -257,10 +251,8 @@ def sizes_of(step: StepSizes) -> dict[str, float]:
         **units,
         "weights": units["layer" if step.zero == 3 else "trained_layer"],
         "all_keys": step.parallel.context * units["key"],
-        # Half of a tensor per halving. The smallest scores are in units of queries, if heads are as wide as these blocks are
-        # long; observed with one sequence per microbatch and a recomputed layer.
+        # Half of a tensor per halving.
         "halves": halved / 2 * units["query"],
-        "smallest_scores": (halved > 0) * SMALLEST_HALF / step.model.head_dim * units["query"],
         "stack": layers * units["whole"],
         "slots": step.slots * layers * units["whole"],
         "host_sums": step.host_sums,

@@ -40,9 +40,8 @@ from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 
 MANY_RANKS = {2: 128, 3: 96}
-"""For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently, by steps of Llama 3 8B and 70B: of level 2, 96
-are few and 128 many; of level 3, 88 and 96. At level 3 only where XLA starts transfers late: elsewhere a layer's transfers are
-combined."""
+"""For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently (Llama 3 8B, 70B): of level 2, 96 are few and 128
+many; of level 3, 88 and 96, where XLA starts transfers late: elsewhere a layer's transfers are combined."""
 Terms = dict[str, int]
 """Name of a term -> bytes."""
 
@@ -124,21 +123,16 @@ class Step(StepSizes):
 
     def waiting_head_gradient(self) -> float:
         """The part of the head gradient that is live while layers run backward, with ZeRO 2 and 3: the float32 sum, or one
-        product in the compute dtype, as with several context ranks (by compiled steps). For few tokens the gradient of the
-        logits waits instead, because it is smaller."""
-        if not self.trained_head.compute:
-            return 0
-        if self.loss_chunks == 1:
-            return self.itemsize * self.rows * min(self.tokens, self.model.hidden_size)
+        product in the compute dtype, as with several context ranks (by compiled steps)."""
         summed = self.parallel.context == 1 or self.model.tie_embeddings
         return (FLOAT32 if summed else self.itemsize) * self.trained_head.compute
 
     def embedding_gradient(self) -> float:
-        """Bytes of the embedding gradient, allocated before it is needed. With ZeRO 2 and 3 this happens only where XLA starts
-        transfers early (not for an A100), and if the embedding is also the head or the ranks are many, but not with layers on
-        the host (by compiled steps; the reason is not understood)."""
+        """Bytes of the embedding gradient, allocated before it is needed (by compiled steps; why is not understood). With ZeRO 2
+        and 3 only where XLA starts transfers early and the head is tied or ranks are many; since JAX 0.12 only with `none`."""
         if self.zero >= 2:
-            early = self.runs_ahead and (self.model.tie_embeddings or self.many_ranks) and not self.layers_on_host
+            early = (self.is_older_xla or self.policy.everything) and self.runs_ahead and not self.layers_on_host
+            early = early and (self.model.tie_embeddings or self.many_ranks)
         else:
             early = (self.shared_out or self.parallel.tensor > 1) and self.runs_ahead and not self.accumulates
             early = early and not self.sends_once
@@ -223,7 +217,9 @@ class Step(StepSizes):
         return {2: 1, 3: 2}.get(self.zero, int(self.layers_on_host))
 
     def gather(self, held: dict[str, float]) -> dict[str, float]:
-        """Terms while the weights arrive; empty if that is never the fullest moment."""
+        """Terms while the weights arrive; empty if that is never the fullest moment, as where XLA takes them in one layout."""
+        if self.zero in (1, 2) and not (self.is_older_xla or has_experts(self.model)):
+            return {}
         if self.zero in (1, 2) and self.accumulates and self.runs_ahead and not self.sends_once:
             if self.pipelined:
                 # Gathered weights in a second layout for the matmuls: the largest stack and a vocabulary matrix.
@@ -249,9 +245,6 @@ class Step(StepSizes):
 
     def logits(self) -> float:
         """Logits of a chunk of tokens: float32, and their gradient in the compute dtype."""
-        tokens = -(-self.tokens // self.loss_chunks)
-        size = (FLOAT32 + self.itemsize) * tokens * self.rows
-        if self.parallel.virtual_stages > 1:
-            # That gradient and the head's in a second layout each, as buffer listings of interleaved steps have them.
-            size += self.itemsize * tokens * self.rows + FLOAT32 * self.head.compute
-        return size
+        # Interleaved steps have the gradient in two layouts, by their buffer listings.
+        layouts = 1 + (self.parallel.virtual_stages > 1)
+        return (FLOAT32 + layouts * self.itemsize) * -(-self.tokens // self.loss_chunks) * self.rows

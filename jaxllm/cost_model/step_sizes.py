@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -95,11 +97,20 @@ def halvings(causal_block_length: int) -> int:
     return max(0, (causal_block_length // SMALLEST_HALF).bit_length() - 1)
 
 
+@cache
+def has_older_xla() -> bool:
+    """Whether the JAX here is older than 0.12: it transposes stacks of weights and activations, and keeps more products."""
+    with suppress(PackageNotFoundError):
+        return [*map(int, version("jax").split(".")[:2])] < [0, 12]
+    return False
+
+
 class StepSizes:
     """Sizes of a train step's tensors, in bytes on one device."""
 
     def __init__(self, config: Config, gpu: Gpu | None = None, capability: Capability = None, on_device: bool = True):
         self.config, self.model, self.parallel = config, config.model, config.parallel
+        self.is_older_xla = has_older_xla()
         self.runs_ahead = gpu is None or gpu.chip.runs_ahead
         self.capability = gpu.chip.compute_capability if gpu else capability or HOPPER
         self.packed = packed_documents(config, self.capability) or 0

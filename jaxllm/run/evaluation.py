@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from jaxllm.data.manifest import read_npy, sync
 from jaxllm.inference.generate import printable, sample
 from jaxllm.json_lines import read_lines
 from jaxllm.mesh.axes import CONTEXT
-from jaxllm.parallel.device_batches import put_global_batch
+from jaxllm.parallel.device_batches import evaluated_microbatches, put_global_batch
 from jaxllm.parallel.zigzag import inverse
 from jaxllm.run.hooks import Moment, Run, is_multiple
 from jaxllm.run.memory_check import is_out_of_memory
@@ -56,12 +57,11 @@ def evaluate(
       ConfigError: nothing is held out.
     """
     config = trainer.config
-    batch, together = (count * config.microbatch_rows for count in (config.parallel.pipe, config.evaluated_microbatches))
+    batch, together = (count * config.microbatch_rows for count in (config.parallel.pipe, evaluated_microbatches(config)))
     score = _pairs if config.train.loss == "dpo" else _text
     sums: dict[str, np.ndarray] = {}
-    ends = [source.packing.num_samples for source in trainer.data.held_out]
-    ends = [min(end, max_batches * batch) if max_batches else end for end in ends]
-    batches = [range(0, end, together) for end in ends]
+    most = sys.maxsize if max_batches is None else max_batches * batch
+    batches = [range(0, min(source.packing.num_samples, most), together) for source in trainer.data.held_out]
     done, count = 0, sum(map(len, batches))
     with jax.set_mesh(trainer.mesh):
         for number, source in enumerate(trainer.data.held_out):
@@ -73,7 +73,7 @@ def evaluate(
                     # One behind, so that a batch is read while the devices score the one before it.
                     samples = first + np.arange(together)
                     # Numbers past the last sample give empty rows.
-                    samples = np.where(samples < ends[number], samples, source.packing.num_samples)
+                    samples = np.where(samples < batches[number].stop, samples, source.packing.num_samples)
                     before, pending = pending, score(trainer, number, source, samples)
                     total += jax.device_get(before)
                 show("evaluation", done := done + 1, count)
@@ -101,7 +101,7 @@ def token_losses(
 ) -> np.ndarray:
     """-log p of each target of these samples, float32 [samples, S], on every process."""
     config = trainer.config
-    M, R, S = config.evaluated_microbatches, config.microbatch_rows, config.train.sequence_length
+    M, R, S = evaluated_microbatches(config), config.microbatch_rows, config.train.sequence_length
     padded = np.concatenate([samples, np.full(-len(samples) % (M * R), source.packing.num_samples)])
     found, batches = [], padded.reshape(-1, M, R)
     for numbers in batches:
@@ -113,9 +113,8 @@ def token_losses(
 
 
 def _text(trainer: Any, number: int, source: PackedDocuments, samples: np.ndarray) -> tuple[jax.Array, jax.Array, int]:
-    config = trainer.config
-    rows = samples.reshape(-1, config.microbatch_rows)
-    batch = put_global_batch(trainer.mesh, source.in_order, rows, config.train.sequence_length)
+    rows, S = samples.reshape(-1, trainer.config.microbatch_rows), trainer.config.train.sequence_length
+    batch = put_global_batch(trainer.mesh, source.in_order, rows, S)
     return *trainer.programs.loss_sum(trainer.state.params, batch), 0
 
 

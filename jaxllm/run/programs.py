@@ -37,6 +37,7 @@ from jaxllm.machine.program_cache import MANIFEST, ProgramStore, identity, is_op
 from jaxllm.machine.xla_flags import compile_options
 from jaxllm.mesh.axes import batch_sharding, replicated
 from jaxllm.mesh.placement import hosts_of
+from jaxllm.parallel.device_batches import evaluated_microbatches
 from jaxllm.run.memory_check import total_bytes
 from jaxllm.run.rounds import Rounds, early_exchange, layout_of_number
 from jaxllm.train import diloco
@@ -130,7 +131,7 @@ def run_programs(config: Config, mesh: Mesh) -> Iterator[RunProgram]:
                 norms = jit_function(training.functions.layer_norms, mesh)
                 yield RunProgram(layer_norms_name(length), norms, (training.layout().params, batch))
     last = trainings[-1][0][1]
-    batch = batch_layout(config, mesh, config.evaluated_microbatches, config.microbatch_rows, trains=False)
+    batch = batch_layout(config, mesh, evaluated_microbatches(config), config.microbatch_rows, trains=False)
     pairs, functions = config.train.loss == "dpo", last.functions
     name, function = (TOKEN_LOSSES, functions.token_losses) if pairs else (EVALUATION, functions.loss_sum)
     yield RunProgram(name, jit_function(function, mesh), (last.layout().params, batch))

@@ -233,13 +233,6 @@ def test_microbatches_follow_from_the_batch():
     assert load_config(BASE).resolve(4).num_microbatches == 1
 
 
-@pytest.mark.parametrize(("pipe", "microbatches", "together"), [(1, 64, 1), (4, 2, 4), (4, 10, 8), (4, 64, 16), (2, 2, 2)])
-def test_an_evaluation_scores_as_many_microbatches_as_fill_a_pipeline(pipe, microbatches, together):
-    train = {"global_batch_sequences": microbatches, "microbatch_sequences": 1}
-    config = load_config(BASE, [f"train.{key}={value}" for key, value in train.items()] + [f"parallel.pipe={pipe}"])
-    assert config.resolve(pipe).evaluated_microbatches == together
-
-
 def test_published_shapes_are_the_contract():
     contract = (
         "llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3.1-8b llama-3.1-70b llama-3.1-405b "

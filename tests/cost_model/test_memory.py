@@ -203,18 +203,18 @@ def test_what_lies_there_between_steps_is_what_xla_was_given(compiled):
         assert 0 <= row["argument_bytes"] - sum(Step(cfg).resident().values()) < 1024
 
 
-def test_the_counts_on_the_steps_they_were_counted_for(compiled):
+def test_the_counts_on_the_steps_they_were_counted_for(compiled, older_xla):
     errors = np.array(
         [estimate_memory(cfg, gpu, on_device=False).peak_bytes / row["total_bytes"] - 1 for cfg, gpu, row in compiled]
     )
     assert len(errors) >= 150
     assert np.median(np.abs(errors)) < 0.015
     assert np.percentile(np.abs(errors), 95) < 0.07
-    # 12 and 11%: 70B at ZeRO 3 over two tensor ranks in a ring, with few tokens. 1.7 layers of weights are not counted.
-    assert errors.min() > -0.12
+    # 11%: 70B at ZeRO 3 over two tensor ranks in a ring, with few tokens. 1.7 layers of weights are not counted.
+    assert errors.min() > -0.11
 
 
-def test_each_moment_is_the_fullest_of_some_step(compiled):
+def test_each_moment_is_the_fullest_of_some_step(compiled, older_xla):
     found = {estimate_memory(cfg, gpu, on_device=False).moment for cfg, gpu, _ in compiled}
     # But "reduce", of steps that measure the noise scale, and "update", of layers on the host: none of these was compiled.
     assert found == {"gather", "loss", "turn", "feed_forward", "feed_forward_end", "attention", "head", "embedding"}
@@ -235,7 +235,7 @@ def vocabulary(gpu=None, model=MODEL, length=2048, batch=64, **parallel):
 TIED = {**MODEL, "tie_embeddings": True}
 
 
-def test_room_for_the_embeddings_gradient_is_made_early_by_some():
+def test_room_for_the_embeddings_gradient_is_made_early_by_some(older_xla):
     room = FLOAT32 * vocabulary().embedding.compute
     assert vocabulary().embedding_gradient() == 0
     many = {"data": 128, "batch": 128}
@@ -247,6 +247,8 @@ def test_room_for_the_embeddings_gradient_is_made_early_by_some():
     alone = {"data": 1, "tensor": 2, "zero": 0, "batch": 1}
     assert vocabulary(**alone).embedding_gradient() == FLOAT32 * vocabulary(**alone).embedding.compute
     assert vocabulary(A100, **alone).embedding_gradient() == 0
+    older_xla(False)
+    assert vocabulary(model=TIED).embedding_gradient() == vocabulary(zero=2, **many).embedding_gradient() == 0
 
 
 def test_a_single_microbatch_of_zero_1_keeps_the_shards_of_its_gradients():
@@ -264,10 +266,7 @@ def test_a_single_microbatch_of_zero_1_keeps_the_shards_of_its_gradients():
 
 
 def test_of_few_tokens_the_logits_gradient_waits_for_its_product():
-    few = vocabulary(length=128)
-    assert few.waiting_head_gradient() == 2 * 128 * few.rows
-    assert vocabulary(length=512).waiting_head_gradient() == 2 * few.head.compute
-    assert "head" not in few.moments()
+    assert "head" not in vocabulary(length=128).moments()
     assert {"head", "embedding"} <= vocabulary(length=512).moments().keys()
     assert "head" in vocabulary(A100, length=128, data=128, batch=128).moments()
     assert "head" not in vocabulary(length=128, data=128, batch=128).moments()
@@ -276,11 +275,9 @@ def test_of_few_tokens_the_logits_gradient_waits_for_its_product():
     assert "head" in vocabulary(A100, length=256).moments()
 
 
-def test_several_chunks_sum_the_heads_gradient_in_float32():
-    many = {"length": 8192}
-    assert vocabulary(**many).loss_chunks > 1
+def test_the_heads_gradient_waits_in_float32_but_for_context_ranks():
     head = vocabulary().head.compute
-    assert vocabulary(**many).waiting_head_gradient() == FLOAT32 * head
+    assert vocabulary(length=512).waiting_head_gradient() == vocabulary(length=8192).waiting_head_gradient() == FLOAT32 * head
     longer = {"length": 16384, "data": 4, "context": 2}
     assert vocabulary(**longer).waiting_head_gradient() == 2 * head
     assert vocabulary(**longer, model=TIED).waiting_head_gradient() == FLOAT32 * head
@@ -303,7 +300,7 @@ def test_the_embeddings_gradient_lies_beside_the_heads():
     assert vocabulary(length=512, model=TIED).scattered() == FLOAT32 * (2 * table + share) + 2 * head
 
 
-def test_weights_arrive_in_one_stack_more():
+def test_weights_arrive_in_one_stack_more(older_xla):
     def gather(*args, **options):
         return vocabulary(*args, **options).moments().get("gather")
 
@@ -317,6 +314,9 @@ def test_weights_arrive_in_one_stack_more():
     assert late["vocabulary_weights"] == 2 * (step.embedding.compute + step.head.compute)
     assert gather(A100, model=TIED)["vocabulary_weights"] == 2 * step.embedding.compute
     assert gather() is None
+    older_xla(False)
+    assert gather(zero=2) is None
+    assert gather(A100) == late
 
 
 def test_float32_weights_are_read_where_they_lie():
