@@ -71,9 +71,9 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("fetched, already freed", "offloaded.products", (0, 0, -1), "-fetches_ahead"),
         Row("a product counted as recomputed, but kept", "mlp", (-1, -1, 0), "recomputes_gate -recomputes_up"),
         # Autodiff's normed inputs; chunks in a ring too, as no buffer listing shows that they stay in row-major order.
-        Row("transposed stack of one normed input", "stack", (1, 1, 1), "everything gathers_several -pipelined older_xla"),
-        Row("transposed stacks of both, in all slots", "slots", (2, 2, 2), "everything gathers_several interleaved older_xla"),
-        Row("the same of chunks of one layer", "slots", (2, 2, 2), "everything gathers_several interleaved single -older_xla"),
+        Row("transposed stack of one normed input", "stack", (1, 1, 1), "everything gathers_several -pipelined older"),
+        Row("transposed stacks of both, in all slots", "slots", (2, 2, 2), "everything gathers_several interleaved older"),
+        Row("the same of chunks of one layer", "slots", (2, 2, 2), "everything gathers_several interleaved single -older"),
     ),
     "working_set": (
         # remat=none counts as recomputed: in a loop its residuals are copied.
@@ -104,13 +104,13 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked runs_ahead -tensor"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -recomputes_query chunked one_pass runs_ahead sharded"),
         # Since JAX 0.12 more, where transfers start late: the gradients of weights come before attention runs backward.
-        Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads -runs_ahead -older_xla"),
-        Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads documents -runs_ahead -older_xla"),
-        Row("overwritten", "mlp", (0, -2, 0), "offloads chunked one_microbatch -experts -older_xla"),
-        Row("gathered later", "weights", (-1.5, -1.5, -1.5), "offloads chunked one_microbatch zero_3 -runs_ahead -older_xla"),
-        Row("overwritten", "mlp", (-4, -4, -4), "recomputes_products -recomputes_query chunked -runs_ahead -older_xla"),
-        Row("overwritten", "mlp", (-2, -2, -2), "keeps_products single one_microbatch documents -runs_ahead -older_xla"),
-        Row("overwritten", "mlp", (-1, -1, -2), "everything single -interleaved -runs_ahead -older_xla"),
+        Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads -runs_ahead -older"),
+        Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads documents -runs_ahead -older"),
+        Row("overwritten", "mlp", (0, -2, 0), "offloads chunked one_microbatch -experts -older"),
+        Row("gathered later", "weights", (-1.5, -1.5, -1.5), "offloads chunked one_microbatch zero_3 -runs_ahead -older"),
+        Row("freed", "mlp", (-4, -4, -4), "recomputes_products -recomputes_query chunked one_microbatch -runs_ahead -older"),
+        Row("overwritten", "mlp", (-2, -2, -2), "keeps_products single one_microbatch documents -runs_ahead -older"),
+        Row("overwritten", "mlp", (-1, -1, -2), "everything single -interleaved -runs_ahead -older"),
         # In an interleaved pipeline whose chunk is one layer, no loop keeps both passes of a tick apart, and their rings run at
         # the same time: gate and up of the forward pass wait in chunks. Steps of 1F1B did not show it, and no interleaved step
         # that keeps products was compiled.
@@ -119,7 +119,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("a gathered sequence that waits", "whole", (0, 0, 1), "recomputes_early context tensor"),
         # Several sequences are gathered along their second dim, which moves first.
         Row("transposed sequence", "whole", (1, 1, 1), "transposes"),
-        Row("gradients through q, k, v that wait for each other", "whole", (0, 3, 0), "transposes sends_late older_xla"),
+        Row("gradients through q, k, v that wait for each other", "whole", (0, 3, 0), "transposes sends_late older"),
         # Gradients of weights are about to be added to the sums, or reduce-scattered behind the next layer. With sums on the
         # host those of the last layer wait beside this layer's weights, of which the feed-forward's are done at attention.
         Row("gathered weights, gradients", "weights", (0.5, 0.5, 0.5), "single"),
@@ -153,7 +153,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "attention_workspace": (Row("cuDNN's workspace", "workspace", (0, 0, 1)),),
     # In plain XLA attention: float32 before and after softmax, and the compute dtype.
     "attention_scores": (Row("bytes of scores", "scores", (0, 0, 10)),),
-    "relayout": (Row("transposed stacks", "kept_stacks", (0, 0, 0, 1), "offloads transposes -pipelined older_xla"),),
+    "relayout": (Row("transposed stacks", "kept_stacks", (0, 0, 0, 1), "offloads transposes -pipelined older"),),
 }
 """Term of the estimate -> its rows. Rows whose facts hold together are added up."""
 
@@ -240,7 +240,7 @@ def facts(step: StepSizes) -> dict[str, bool]:
         # Transfers start late, and a sequence is wider than a rank's part of the feed-forward.
         "sends_late": recomputed and units["mlp"] < units["whole"] and not (step.runs_ahead or step.pipelined),
         "norms_heads": step.model.qk_norm is not None,
-        "older_xla": older,
+        "older": older,
     }
 
 

@@ -40,7 +40,7 @@ from jaxllm.cost_model.layer_backward import layer_backward
 from jaxllm.cost_model.step_sizes import FLOAT32, StepSizes
 
 MANY_RANKS = {2: 128, 3: 96}
-"""For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently (Llama 3 8B, 70B): of level 2, 96 are few and 128
+"""For ZeRO 2 and 3 the number of ranks from which XLA plans buffers differently (Llama 3 8B, 70B): of level 2, 96 are few, 128
 many; of level 3, 88 and 96, where XLA starts transfers late: elsewhere a layer's transfers are combined."""
 Terms = dict[str, int]
 """Name of a term -> bytes."""
@@ -128,7 +128,7 @@ class Step(StepSizes):
         return (FLOAT32 if summed else self.itemsize) * self.trained_head.compute
 
     def embedding_gradient(self) -> float:
-        """Bytes of the embedding gradient, allocated before it is needed (by compiled steps; why is not understood). With ZeRO 2
+        """Bytes of the embedding gradient, allocated before it is needed (by compiled steps; why is not known). With ZeRO 2
         and 3 only where XLA starts transfers early and the head is tied or ranks are many; since JAX 0.12 only with `none`."""
         if self.zero >= 2:
             early = (self.is_older_xla or self.policy.everything) and self.runs_ahead and not self.layers_on_host
