@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from markdown_sections import write_between
 from memory_accuracy import TABLE, case_of, read_table
@@ -23,6 +24,7 @@ from published_rule import MODEL, SEQUENCE_LENGTH, megatron_fits, read_rows, rec
 from step_time import Row, predict, published_rows, spearman
 
 from jaxllm.config import load_config
+from jaxllm.cost_model import step_sizes
 from jaxllm.cost_model.flops import parameter_count
 from jaxllm.cost_model.hardware import find_gpu
 from jaxllm.cost_model.megatron import (
@@ -312,6 +314,20 @@ def memory_line(gpu: str, rows: Sequence[Row]) -> str:
 
 def zero_table(gpus: int = 64) -> Iterator[str]:
     """Why data parallelism with ZeRO 3 comes first: bytes and speeds of `jaxllm estimate`."""
+    # As the compiled steps of these pages, whichever JAX is here.
+    with patch.object(step_sizes, "has_older_xla", lambda: False):
+        yield from _zero_rows(gpus)
+    rows = [row for row in read_rows() if row.tflops_per_gpu]
+    ranks = [(row.mesh.gpu, row.mesh.gpus // row.mesh.data) for row in rows]
+    fewest = " and ".join(f"{min(n for kind, n in ranks if kind == gpu)} on {gpu}" for gpu in sorted(dict(ranks)))
+    yield ""
+    yield (
+        f"Weights and float32 gradients alone take {6 * parameter_count(rows[0].config.model) / GIB:.1f} GiB on a GPU without "
+        f"model parallelism. The fewest tensor x context x pipe ranks of a published run are {fewest}."
+    )
+
+
+def _zero_rows(gpus: int) -> Iterator[str]:
     head = (f"{gpus} GPUs", "mesh", "by the rule, GiB", "verdict", "ZeRO", "jaxllm's estimate, GiB", "of the capacity")
     yield _table_row(*head, "tokens/s a GPU, predicted")
     yield "|---" * (len(head) + 1) + "|"
@@ -329,14 +345,6 @@ def zero_table(gpus: int = 64) -> Iterator[str]:
                 *(gpu.name, mesh, *(by_rule if zero == 1 else ("", "")), zero),
                 *(f"{own / GIB:.1f}", f"{own / gpu.capacity_bytes:.1%}", f"{speed:,.0f}" if own <= gpu.capacity_bytes else ""),
             )
-    rows = [row for row in read_rows() if row.tflops_per_gpu]
-    ranks = [(row.mesh.gpu, row.mesh.gpus // row.mesh.data) for row in rows]
-    fewest = " and ".join(f"{min(n for kind, n in ranks if kind == gpu)} on {gpu}" for gpu in sorted(dict(ranks)))
-    yield ""
-    yield (
-        f"Weights and float32 gradients alone take {6 * parameter_count(rows[0].config.model) / GIB:.1f} GiB on a GPU without "
-        f"model parallelism. The fewest tensor x context x pipe ranks of a published run are {fewest}."
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks

@@ -3,7 +3,7 @@
 python benchmarks/loss_over_seconds.py RESULTS.jsonl      trains what it lacks; ten minutes on two idle cores
 python benchmarks/loss_over_seconds.py RESULTS.jsonl --table
 
-A point is the mean of ten steps. Compilation is left out. `python docs/pictures.py loss_over_seconds` draws it.
+A point is the mean of ten steps. Compilation is left out. Needs taskset (Linux). `python docs/pictures.py loss_over_seconds` draws it.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     rows.append("|---|---|---|---|---|---|---|")
     for run in runs:
         seconds, losses = np.array(run["points"]).T
-        to = [f"{seconds[np.argmax(losses <= target)]:.0f}" for target in (2.5, 2.0)]
+        to = [f"{min(seconds[losses <= target], default=np.inf):.0f}" for target in (2.5, 2.0)]
         apart = np.abs(losses - first).max()
         cells = [run["devices"], run["cores"], *to, f"{seconds[-1]:.0f}", f"{run['held_out']:.3f}", f"{apart:.3f}"]
         rows.append(f"| {' | '.join(map(str, cells))} |")

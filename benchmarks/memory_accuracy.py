@@ -344,19 +344,15 @@ def row_of(case: Case, compiled: dict[str, Any], seed: int = SEED, estimate: Est
     return {column: result.get(column, "") for column in COLUMNS}
 
 
-def older_xla(versions: str) -> bool:
-    """Of 'jax 0.10.2, jax-cuda13-plugin 0.10.2'."""
-    return [*map(int, versions.removeprefix("jax ").split(".")[:2])] < [0, 12]
-
-
 def rescored(row: Row, estimate: Estimate = ESTIMATES["jaxllm"]) -> dict[str, Any]:
     """The columns ESTIMATED by today's estimate, for the JAX that compiled the row."""
     return estimated(case_of(row), estimate, row["versions"])
 
 
 def estimated(case: Case, estimate: Estimate = ESTIMATES["jaxllm"], versions: str = "") -> dict[str, Any]:
-    """For the JAX here, if no `versions` name another."""
-    with patch.object(step_sizes, "has_older_xla", (lambda: older_xla(versions)) if versions else step_sizes.has_older_xla):
+    """For the JAX here, if no `versions` name another: 'jax 0.10.2, jax-cuda13-plugin 0.10.2'."""
+    older = step_sizes.has_older_xla(versions)
+    with patch.object(step_sizes, "has_older_xla", lambda: older):
         result = estimate(case.config, find_gpu(case.gpu))
     peak = result.peak_stage
     values = (result.peak_bytes, peak.stage, result.moment, dict(peak.terms_bytes), result.host_bytes)

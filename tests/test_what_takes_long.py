@@ -147,10 +147,10 @@ def evaluated(monkeypatch):
         samples = samples[samples < source.packing.num_samples]
         return np.float32(samples.sum()), np.int32(len(samples)), 0
 
-    def run(sizes, stages=1, microbatches=5, **options):
+    def run(sizes, stages=1, microbatches=5, eval_batches=None, **options):
         batches.clear()
         sources = [SimpleNamespace(name=f"s{n}", packing=SimpleNamespace(num_samples=size)) for n, size in enumerate(sizes)]
-        parallel, train = SimpleNamespace(pipe=stages), SimpleNamespace(loss="cross_entropy")
+        parallel, train = SimpleNamespace(pipe=stages), SimpleNamespace(loss="cross_entropy", eval_batches=eval_batches)
         config = SimpleNamespace(parallel=parallel, train=train, microbatch_rows=2, num_microbatches=microbatches)
         trainer = SimpleNamespace(config=config, mesh=None, data=SimpleNamespace(held_out=sources))
         return evaluation.evaluate(trainer, **options), [*batches]
@@ -181,6 +181,8 @@ def test_batches_of_a_pipeline_are_scored_together_and_no_more_samples_than_are_
 @pytest.mark.parametrize(("pipe", "microbatches", "together"), [(1, 64, 1), (4, 2, 4), (4, 10, 8), (4, 64, 16), (2, 2, 2)])
 def test_an_evaluation_scores_as_many_microbatches_as_keep_a_pipeline_busy(evaluated, pipe, microbatches, together):
     assert len(evaluated([99], stages=pipe, microbatches=microbatches)[1][0][1]) == 2 * together
+    # No more than an evaluation during the run asks for.
+    assert len(evaluated([99], stages=pipe, microbatches=microbatches, eval_batches=1)[1][0][1]) == 2 * pipe
 
 
 def test_an_evaluation_ends_where_it_is_told_to(evaluated):

@@ -1,9 +1,9 @@
 """Memory that XLA needs to run one layer backward, beside the tensors that the step keeps: counts of tensors of each size.
 
-The counts were read in XLA's buffer listings at a step's fullest moment (CONTRIBUTING, "How to add an activation", says how).
-They follow from the program, not from a theory: recomputed tensors, products that wait for the gradients of weights, gathered
-sequences, attention blocks, copies in another layout. They are whole or half numbers, and none is fitted.
-benchmarks/memory_accuracy.py measures their error on steps that were not used for the counts.
+The counts were read in XLA's buffer listings at a step's fullest moment (CONTRIBUTING, "How to add an activation"), some of JAX
+0.12 from differences between steps: whole or half numbers of recomputed tensors, products that wait for the gradients of
+weights, gathered sequences, attention blocks, copies in another layout. benchmarks/memory_accuracy.py measures their error;
+memory_held_out.csv has steps that no count was taken from.
 
 A layer is fullest at one of three moments:
 
@@ -67,7 +67,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("copied from the stack", "kept.queries", (1, 1, 1), "-own_layers"),
         Row("fetched ahead", "offloaded.hidden", (1, 1, 1), "fetches_ahead"),
         Row("fetched ahead", "offloaded.queries", (1, 1, 1), "fetches_ahead"),
-        Row("fetched ahead", "offloaded.products", (1, 1, 0), "fetches_ahead -reads_in_place"),
+        Row("fetched ahead", "offloaded.products", (1, 1, 0), "fetches_ahead"),
         Row("fetched, already freed", "offloaded.products", (0, 0, -1), "-fetches_ahead"),
         Row("a product counted as recomputed, but kept", "mlp", (-1, -1, 0), "recomputes_gate -recomputes_up"),
         # Autodiff's normed inputs; chunks in a ring too, as no buffer listing shows that they stay in row-major order.
@@ -98,12 +98,11 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         # overwrite.
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded -runs_ahead"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded runs_ahead -sums_late"),
-        Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products single -rings_tensor -runs_ahead"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products chunked one_pass -runs_ahead"),
         Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked one_pass runs_ahead -sharded"),
         Row("overwritten", "mlp", (-1, -1, -1), "recomputes_products chunked runs_ahead -tensor"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -recomputes_query chunked one_pass runs_ahead sharded"),
-        # Since JAX 0.12 more, where transfers start late: the gradients of weights come before attention runs backward.
+        # Since JAX 0.12 more: gradients of weights come before attention runs backward. Differences of two to twenty steps.
         Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads -runs_ahead -older"),
         Row("overwritten", "mlp", (-1, -1, -1), "keeps_products chunked -offloads documents -runs_ahead -older"),
         Row("overwritten", "mlp", (0, -2, 0), "offloads chunked one_microbatch -experts -older"),
@@ -218,7 +217,6 @@ def facts(step: StepSizes) -> dict[str, bool]:
         "experts": has_experts(step.model),
         "expert_parallel": p.expert > 1,
         "zero_3": step.zero == 3,
-        "reads_in_place": single or (step.pipelined and one_pass),
         "own_layers": step.has_own_layers,
         "runs_ahead": step.runs_ahead,
         "sums_late": step.zero >= 2 or step.microbatches == 1 or hosts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,10 +99,10 @@ def halvings(causal_block_length: int) -> int:
 
 
 @cache
-def has_older_xla() -> bool:
-    """Whether the JAX here is older than 0.12: it transposes stacks of weights and activations, and keeps more products."""
+def has_older_xla(jax: str = "") -> bool:
+    """Whether this JAX, or that here, is older than 0.12, whose XLA transposes fewer stacks and keeps fewer products."""
     with suppress(PackageNotFoundError):
-        return [*map(int, version("jax").split(".")[:2])] < [0, 12]
+        return [*map(int, re.findall(r"\d+", jax or version("jax"))[:2])] < [0, 12]
     return False
 
 

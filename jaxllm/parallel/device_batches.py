@@ -16,10 +16,10 @@ Read = Callable[[Any], Mapping[str, np.ndarray]]
 
 
 def evaluated_microbatches(config: Config) -> int:
-    """Microbatches that an evaluation scores at a time: 1 without a pipeline. A pipeline of P stages gets P, or up to 4 P where
-    a step has as many: a stage then works in four fifths of the ticks or more."""
-    stages = config.parallel.pipe
-    return stages * max(1, min(config.num_microbatches // stages, 4)) if stages > 1 else 1
+    """Microbatches that an evaluation scores at a time: 1 without a pipeline. A pipeline of P stages gets P, with which a stage
+    works in half of the ticks, up to 4 P (four fifths) where a step of the first phase and train.eval_batches have as many."""
+    stages, most = config.parallel.pipe, config.train.eval_batches or 4
+    return stages * max(1, min(config.num_microbatches // stages, most, 4)) if stages > 1 else 1
 
 
 def put_global_batch(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: int) -> dict[str, jax.Array]:

@@ -50,8 +50,9 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     show: Callable[..., None] = lambda *_: None,
 ) -> Evaluation | None:
-    """Held-out loss of the present state, on all held-out text or on max_batches per source. Returns None if `stop` returns
-    True after a batch; it must return the same on all processes. `show` is told ("evaluation", batches done, of all).
+    """Held-out loss of the present state on max_batches per source (of parallel.pipe microbatches), or on all. Returns None if
+    `stop`, equal on all processes, returns True after up to four batches. `show` is told ("evaluation", of these groups done,
+    of all).
 
     Raises:
       ConfigError: nothing is held out.

@@ -147,7 +147,7 @@ def require_bounds(summary):
 
 
 def test_the_stored_estimates_are_todays(accuracy, table):
-    """If this fails: python benchmarks/memory_accuracy.py --rescore [--table benchmarks/memory_calibration.csv]"""
+    """If this fails: python benchmarks/memory_accuracy.py --rescore [--table benchmarks/TABLE.csv, for each table]"""
     assert [row["index"] for row in table if accuracy.rescored(row)["estimate_bytes"] != row["estimate_bytes"]] == []
 
 
@@ -202,3 +202,19 @@ def test_the_estimate_against_twenty_steps_compiled_now(accuracy, tmp_path):
     summary = accuracy.summary(accuracy.read_table(tmp_path / "subset.csv"))
     assert summary["configurations"] == 20
     require_bounds(summary)
+
+
+def test_the_steps_that_no_count_was_taken_from(accuracy):
+    rows = accuracy.read_table(BENCHMARKS / "memory_held_out.csv")
+    test_the_stored_estimates_are_todays(accuracy, rows)
+    test_a_row_says_all_of_its_case(accuracy, rows)
+    summary = accuracy.summary(rows)
+    assert (summary["configurations"], summary["called_safe_and_above_capacity"]) == (40, 0)
+    assert summary["median_error_percent"] <= 3
+    assert summary["underestimated_by_more_than_10_percent"] <= 1
+
+
+def test_a_version_names_its_xla(accuracy):
+    older = accuracy.step_sizes.has_older_xla.__wrapped__
+    assert all(map(older, ("jax 0.10.2, jax-cuda13-plugin 0.12.0", "0.11.2")))
+    assert not any(map(older, ("0.12rc1", "0.12.0.1", "1.0")))

@@ -143,7 +143,7 @@ def test_products_wait_less_in_a_pipeline_and_on_an_a100():
     assert products(pipe=4, batch=1) == products(pipe=4, batch=1, gpu=A100) == 3
     assert products(pipe=4, batch=1, documents=True) == 4
     # Chunks of one layer.
-    assert products(pipe=8, gpu=A100) == 3
+    assert products(pipe=8, gpu=A100) == 5
     assert products(pipe=8) == 5
     # In an interleaved pipeline whose tensor ranks send in a ring, those of the tick's forward pass are there too.
     rings, whole = ({"pipe": 8, "tensor": 2, "batch": 1, "tensor_ring": ring} for ring in (True, False))

@@ -15,6 +15,7 @@ import jaxllm
 from jaxllm.config import ConfigError
 from jaxllm.config.batch_schedule import phase_at, phases_of, sequences_before
 from jaxllm.mesh.axes import make_mesh
+from jaxllm.parallel.device_batches import evaluated_microbatches
 from jaxllm.parallel.zigzag import order
 from jaxllm.run import loop
 from jaxllm.run.messages import batch_notes
@@ -112,6 +113,17 @@ def test_the_programs_before_a_run_are_those_of_its_lengths(tiny_config):
             assert one.arguments[1]["tokens"].shape == (1, 128 // length, length)
     (evaluation,) = [program for program in found if program.name == "evaluation"]
     assert evaluation.arguments[1]["tokens"].shape[-1] == 16
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "dpo"])
+def test_the_evaluation_made_before_a_run_is_of_the_microbatches_that_it_scores_together(tiny_config, loss):
+    pipeline = ("parallel.pipe=2", "train.global_batch_sequences=32", "train.microbatch_sequences=1")
+    text = ("train.loss=dpo", "data.source=preferences", "train.init_from=runs/first", "data.tokenizer=x")
+    config = tiny_config(*pipeline, "train.batch_schedule=[[256, 16]]", *(text if loss == "dpo" else ())).resolve(8)
+    (first, *_, evaluation) = run_programs(config, make_mesh(config.parallel, jax.devices()))
+    assert first.arguments[1]["tokens"].shape[0] == 4
+    assert evaluation.name == ("token losses" if loss == "dpo" else "evaluation")
+    assert evaluation.arguments[1]["tokens"].shape[0] == evaluated_microbatches(config) == 4
 
 
 def test_the_lengths_are_announced(tiny_config):
