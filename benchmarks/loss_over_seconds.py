@@ -3,7 +3,7 @@
 python benchmarks/loss_over_seconds.py RESULTS.jsonl      trains what it lacks; ten minutes on two idle cores
 python benchmarks/loss_over_seconds.py RESULTS.jsonl --table
 
-A point is the mean of ten steps. Compilation is left out. Needs taskset (Linux). `python docs/pictures.py loss_over_seconds` draws it.
+Points are means of ten steps, without compilation. Linux only. `python docs/pictures.py loss_over_seconds` draws it.
 """
 
 import argparse
