@@ -118,7 +118,13 @@ def test_the_programs_before_a_run_are_those_of_its_lengths(tiny_config):
 @pytest.mark.parametrize("loss", ["cross_entropy", "dpo"])
 def test_the_evaluation_made_before_a_run_is_of_the_microbatches_that_it_scores_together(tiny_config, loss):
     pipeline = ("parallel.pipe=2", "train.global_batch_sequences=32", "train.microbatch_sequences=1")
-    text = ("train.loss=dpo", "data.source=preferences", "train.init_from=runs/first", "data.tokenizer=x")
+    text = (
+        "train.loss=dpo",
+        "data.source=preferences",
+        "data.packing=best_fit",
+        "train.init_from=runs/first",
+        "data.tokenizer=x",
+    )
     config = tiny_config(*pipeline, "train.batch_schedule=[[256, 16]]", *(text if loss == "dpo" else ())).resolve(8)
     (first, *_, evaluation) = run_programs(config, make_mesh(config.parallel, jax.devices()))
     assert first.arguments[1]["tokens"].shape[0] == 4
