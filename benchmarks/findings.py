@@ -314,20 +314,6 @@ def memory_line(gpu: str, rows: Sequence[Row]) -> str:
 
 def zero_table(gpus: int = 64) -> Iterator[str]:
     """Why data parallelism with ZeRO 3 comes first: bytes and speeds of `jaxllm estimate`."""
-    # As the compiled steps of these pages, whichever JAX is here.
-    with patch.object(step_sizes, "has_older_xla", lambda: False):
-        yield from _zero_rows(gpus)
-    rows = [row for row in read_rows() if row.tflops_per_gpu]
-    ranks = [(row.mesh.gpu, row.mesh.gpus // row.mesh.data) for row in rows]
-    fewest = " and ".join(f"{min(n for kind, n in ranks if kind == gpu)} on {gpu}" for gpu in sorted(dict(ranks)))
-    yield ""
-    yield (
-        f"Weights and float32 gradients alone take {6 * parameter_count(rows[0].config.model) / GIB:.1f} GiB on a GPU without "
-        f"model parallelism. The fewest tensor x context x pipe ranks of a published run are {fewest}."
-    )
-
-
-def _zero_rows(gpus: int) -> Iterator[str]:
     head = (f"{gpus} GPUs", "mesh", "by the rule, GiB", "verdict", "ZeRO", "jaxllm's estimate, GiB", "of the capacity")
     yield _table_row(*head, "tokens/s a GPU, predicted")
     yield "|---" * (len(head) + 1) + "|"
@@ -336,7 +322,9 @@ def _zero_rows(gpus: int) -> Iterator[str]:
     for gpu in map(find_gpu, ("a100-40gb", "h100-80gb")):
         for mesh, zero in (*((mesh, 1) for mesh in meshes), ("data only", 3)):
             config = load_config({"model": {"name": MODEL}, "parallel": {**meshes[mesh], "zero": zero}, "train": train})
-            found = estimate(config, gpu, gpus, convention="megatron")
+            # As the compiled steps of these pages, whichever JAX is here.
+            with patch.object(step_sizes, "has_older_xla", lambda: False):
+                found = estimate(config, gpu, gpus, convention="megatron")
             rule, own = found.by_convention["megatron"], found.by_convention["jaxllm"].memory.peak_bytes
             # Megatron-LM's distributed optimizer is ZeRO 1; of ZeRO 3 its rule has no figure.
             by_rule = f"{rule.memory.peak_bytes / GIB:.1f}", "safe" if rule.fits else "not safe"
@@ -345,6 +333,14 @@ def _zero_rows(gpus: int) -> Iterator[str]:
                 *(gpu.name, mesh, *(by_rule if zero == 1 else ("", "")), zero),
                 *(f"{own / GIB:.1f}", f"{own / gpu.capacity_bytes:.1%}", f"{speed:,.0f}" if own <= gpu.capacity_bytes else ""),
             )
+    rows = [row for row in read_rows() if row.tflops_per_gpu]
+    ranks = [(row.mesh.gpu, row.mesh.gpus // row.mesh.data) for row in rows]
+    fewest = " and ".join(f"{min(n for kind, n in ranks if kind == gpu)} on {gpu}" for gpu in sorted(dict(ranks)))
+    yield ""
+    yield (
+        f"Weights and float32 gradients alone take {6 * parameter_count(rows[0].config.model) / GIB:.1f} GiB on a GPU without "
+        f"model parallelism. The fewest tensor x context x pipe ranks of a published run are {fewest}."
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks

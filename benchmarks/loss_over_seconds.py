@@ -1,9 +1,9 @@
 """Loss over seconds of the quickstart on 1, 2 and 4 CPU devices, a core for each device as far as there are cores.
 
 python benchmarks/loss_over_seconds.py RESULTS.jsonl      trains what it lacks; ten minutes on two idle cores
-python benchmarks/loss_over_seconds.py RESULTS.jsonl --table
+python benchmarks/loss_over_seconds.py RESULTS.jsonl --table [--picture FILE.png]
 
-Points are means of ten steps, without compilation. Linux only. `python docs/pictures.py loss_over_seconds` draws it.
+Points are means of ten steps, without compilation. Linux only.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.json_lines import read_lines
+from jaxllm.plots.schedule import BLUE, GREEN, ORANGE, new_figure, save
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DEVICES = (1, 2, 4)
@@ -62,10 +63,31 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def picture(runs: list[dict[str, Any]], path: str) -> None:
+    """Training loss over steps and over seconds."""
+    figure = new_figure(8.4, 3.2, dpi=150)
+    over_steps, over_seconds = figure.subplots(1, 2, sharey=True)
+    for run, color, dashes in zip(runs, (BLUE, ORANGE, GREEN), ((), (6, 2), (2, 2)), strict=True):
+        seconds, losses = np.array(run["points"]).T
+        devices, cores = run["devices"], run["cores"]
+        label = f"{devices} device{'s' * (devices > 1)}, {cores} core{'s' * (cores > 1)}"
+        for axes, x in ((over_steps, MEAN_OF * np.arange(1, 1 + len(losses))), (over_seconds, seconds)):
+            axes.plot(x, losses, color=color, linewidth=1.2, dashes=dashes, label=label)
+    over_steps.set_xlabel("steps", fontsize=9)
+    over_seconds.set_xlabel("seconds", fontsize=9)
+    over_steps.set_ylabel("training loss, nats per byte", fontsize=9)
+    over_seconds.legend(fontsize=8, frameon=False)
+    for axes in (over_steps, over_seconds):
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--picture", metavar="FILE.png")
     options = parser.parse_args()
     runs = read(options.results)
     for devices in () if options.table else DEVICES:
@@ -73,7 +95,10 @@ def main() -> None:
             run = train(devices)
             with options.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(run) + "\n")
-    print(table(read(options.results)))
+    runs = read(options.results)
+    print(table(runs))
+    if options.picture:
+        picture(runs, options.picture)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Pictures use the program's own results: executed schedule tables, the estimate, 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -157,41 +156,21 @@ def zigzag(path: Path) -> None:
 
 
 def memory_accuracy(path: Path) -> None:
-    command = [sys.executable, "benchmarks/memory_accuracy.py", "--picture", str(path.resolve())]
-    subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)
+    _by_script(path, "memory_accuracy.py")
 
 
 def batch_study(path: Path) -> None:
-    command = [
-        sys.executable,
-        "benchmarks/batch_study.py",
-        "benchmarks/batch_study.jsonl",
-        "--table",
-        "--picture",
-        str(path.resolve()),
-    ]
-    subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)
+    _by_script(path, "batch_study.py", "benchmarks/batch_study.jsonl", "--table")
 
 
 def loss_over_seconds(path: Path) -> None:
-    """The quickstart's loss on 1, 2 and 4 CPU devices, over steps and over seconds (stored)."""
-    lines = (CHECKOUT / "benchmarks" / "loss_over_seconds.jsonl").read_text(encoding="utf-8").splitlines()
-    figure = new_figure(8.4, 3.2, dpi=150)
-    over_steps, over_seconds = figure.subplots(1, 2, sharey=True)
-    for run, color, dashes in zip(map(json.loads, lines), HUES, ((), (6, 2), (2, 2)), strict=False):
-        seconds, losses = np.array(run["points"]).T
-        devices, cores = run["devices"], run["cores"]
-        label = f"{devices} device{'s' * (devices > 1)}, {cores} core{'s' * (cores > 1)}"
-        for axes, x in ((over_steps, 10 * np.arange(1, 1 + len(losses))), (over_seconds, seconds)):
-            axes.plot(x, losses, color=color, linewidth=1.2, dashes=dashes, label=label)
-    over_steps.set_xlabel("steps", fontsize=9)
-    over_seconds.set_xlabel("seconds", fontsize=9)
-    over_steps.set_ylabel("training loss, nats per byte", fontsize=9)
-    over_seconds.legend(fontsize=8, frameon=False)
-    for axes in (over_steps, over_seconds):
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
+    _by_script(path, "loss_over_seconds.py", "benchmarks/loss_over_seconds.jsonl", "--table")
+
+
+def _by_script(path: Path, script: str, *arguments: str) -> None:
+    """A picture of stored measurements, drawn by the script under benchmarks/ that made them."""
+    command = [sys.executable, f"benchmarks/{script}", *arguments, "--picture", str(path.resolve())]
+    subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)
 
 
 def _schedule(config: Config, path: Path) -> None:

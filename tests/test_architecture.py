@@ -15,7 +15,7 @@ PACKAGE = CHECKOUT / "jaxllm"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 80, 10
-PACKAGE_LINES, ROOMS, FOLDER_FILES, LOOSE_FILES = 53_205, 21, 22, 8
+PACKAGE_LINES, ROOMS, FOLDER_FILES, LOOSE_FILES = 53_203, 21, 22, 8
 """They may only fall. What is added is earned by what goes; experts alone were granted 2,000 lines, and took 1,225."""
 LONG_FILES: dict[str, tuple[int, str]] = {}
 """Path -> (maximum lines, reason). A number here may only fall."""

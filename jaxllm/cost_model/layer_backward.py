@@ -94,8 +94,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("a layer of experts that arrives", "weights", (1, 1, 1), "experts pipelined zero_3"),
         Row("another, or its gradients", "weights", (1, 1, 1), "experts pipelined zero_3 -one_microbatch"),
         # Recomputed products that do not wait. Fewer of them wait in a pipeline, whose layer loop is explicit, and where XLA
-        # starts no transfers early. In a ring a product is an array for each chunk, which its gradient, one array, cannot
-        # overwrite.
+        # starts no transfers early.
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded -runs_ahead"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products -pipelined -documents -sharded runs_ahead -sums_late"),
         Row("overwritten", "mlp", (-2, -2, -2), "recomputes_products chunked one_pass -runs_ahead"),

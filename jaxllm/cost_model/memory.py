@@ -5,8 +5,7 @@
 
 It describes jaxllm's own program as XLA compiles it for NVIDIA GPUs, and is compared with XLA's figures
 (benchmarks/memory_accuracy.py). State, weights, gradients, named activations and pipeline slots follow from shapes and
-shardings, to the byte. The other buffers of one layer's backward are counted in tensors: layer_backward.py. Nothing is fitted.
-No JAX.
+shardings, to the byte. The other buffers of one layer's backward are counted in tensors: layer_backward.py. No JAX.
 
 Transfer buffers count with their data: gathered weights in `weights`, `waiting_layer` and `working_set`, pipeline messages in
 `stage_messages`. NCCL's own buffers are outside XLA's memory and belong to the reserve (cost_model/hardware.py). cuDNN's
