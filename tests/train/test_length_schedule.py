@@ -117,7 +117,7 @@ def test_the_programs_before_a_run_are_those_of_its_lengths(tiny_config):
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "dpo"])
 def test_the_evaluation_made_before_a_run_is_of_the_microbatches_that_it_scores_together(tiny_config, loss):
-    pipeline = ("parallel.pipe=2", "train.global_batch_sequences=32", "train.microbatch_sequences=1")
+    pipeline = ("parallel.pipe=2", "train.global_batch_sequences=16", "train.microbatch_sequences=1")
     text = (
         "train.loss=dpo",
         "data.source=preferences",
@@ -125,8 +125,8 @@ def test_the_evaluation_made_before_a_run_is_of_the_microbatches_that_it_scores_
         "train.init_from=runs/first",
         "data.tokenizer=x",
     )
-    config = tiny_config(*pipeline, "train.batch_schedule=[[256, 16]]", *(text if loss == "dpo" else ())).resolve(8)
-    (first, *_, evaluation) = run_programs(config, make_mesh(config.parallel, jax.devices()))
+    config = tiny_config(*pipeline, "train.batch_schedule=[[256, 32]]", *(text if loss == "dpo" else ())).resolve(8)
+    (_initial, first, *_, evaluation) = run_programs(config, make_mesh(config.parallel, jax.devices()))
     assert first.arguments[1]["tokens"].shape[0] == 4
     assert evaluation.name == ("token losses" if loss == "dpo" else "evaluation")
     assert evaluation.arguments[1]["tokens"].shape[0] == evaluated_microbatches(config) == 4
