@@ -1,14 +1,13 @@
 """Transfers of a step that no compute hides: the real step is compiled for 8 and 64 H100s without a GPU, and its schedule is
 simulated (jaxllm/compile/overlap.py). Nothing runs on a GPU: the schedule is XLA's own, the times are from a model.
 
-python benchmarks/overlap.py [NAME ...] [--write | --check | --bounds | --options] [--json FILE]
+python benchmarks/overlap.py [NAME ...] [--write | --check | --bounds] [--json FILE]
 (needs the extra aot; a few minutes)
 
     NAME         steps to compile, of those in STEPS; default: all
     --write      puts the table into benchmarks/RESULTS.md, between its markers
     --check      compares the exposed seconds of each step with its bound; a sentence for each that is above, and exit code 1
     --bounds     writes the bounds of these steps for the installed minor version of JAX into benchmarks/overlap_bounds.json
-    --options    instead: the effect of each of run.xla_options (jaxllm/machine/xla_flags.py) on a step
 
 Columns: bytes that a GPU sends in a step; the fraction of collectives without a matmul or attention between start and done
 (bare); the fraction of bytes whose time shows (shows); FLOPs of matmuls and attention between starts and dones.
@@ -36,7 +35,6 @@ from jaxllm.compile.hlo import Module
 from jaxllm.compile.overlap import Overlap, by_kind, simulate_overlap, total
 from jaxllm.config import Config, load_config
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.machine.xla_flags import OPTIONAL_GPU_OPTIONS
 from jaxllm.mesh.axes import axis_sizes
 
 GPU = GPUS["h100-80gb"]
@@ -148,22 +146,6 @@ def above_bounds(exposed_s: Mapping[str, float | None], bounds_s: Mapping[str, f
     return sentences
 
 
-def compare_options(names: Sequence[str]) -> None:
-    print(f"JAX {jax.__version__}, for {GPU.name}\n")
-    print("| step | run.xla_options | GiB sent | bare | shows | s of transfers that show | GiB of temporaries |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for name in names:
-        for what in ("none", *OPTIONAL_GPU_OPTIONS):
-            more = () if what == "none" else (f"run.xla_options=[{what}]",)
-            lines, temporary_bytes, _, unknown_loops = compiled(configured(name, *more))
-            every = total(lines)
-            figures = [f"{every.sent_bytes / 2**30:.3g}", f"{every.bare_share:.0%}", f"{every.exposed_share:.0%}"]
-            figures += [f"{every.exposed_s:.3f}"]
-            # Transfers in a loop with an unknown number of iterations are counted once.
-            figures = ["unknown"] * len(figures) if unknown_loops else figures
-            print(f"| {name} | {what} | {' | '.join([*figures, f'{temporary_bytes / 2**30:.2f}'])} |", flush=True)
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(STEPS))
@@ -171,15 +153,11 @@ def main(arguments: Sequence[str]) -> int:
     instead.add_argument("--write", action="store_true", help="write the table into benchmarks/RESULTS.md")
     instead.add_argument("--check", action="store_true", help="compare with benchmarks/overlap_bounds.json")
     instead.add_argument("--bounds", action="store_true", help="write benchmarks/overlap_bounds.json")
-    instead.add_argument("--options", action="store_true", help="compare XLA's options")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     chosen = parser.parse_args(arguments)
     names = chosen.names or list(STEPS)
     if unknown := [name for name in names if name not in STEPS]:
         parser.error(f"there is no step {unknown[0]}: choose from {', '.join(STEPS)}")
-    if chosen.options:
-        compare_options(names)
-        return 0
     found, exposed_s = {}, {}
     for name in names:
         found[name], _, taken_s, unknown_loops = compiled(configured(name))

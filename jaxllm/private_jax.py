@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 log = logging.getLogger(__name__)
 
@@ -166,3 +167,8 @@ def number_collectives() -> bool:
 
     _lower = mlir.lower_jaxpr_to_module = lower_jaxpr_to_module
     return True
+
+
+def in_row_major(x: jax.Array) -> jax.Array:
+    """`x` in the memory layout in which its last dim is the fastest. JAX's layouts are public, but experimental."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -77,7 +77,7 @@ LIKELY: dict[str, Any] = {
         "log.wandb_tags": ([], ["a"]),
     },
     **{f"log.{key}": (None,) for key in ("wandb_project", "mlflow_experiment")},
-    **{"run.dir": ("run",), "run.cpu_devices": (None, 8), "run.compilation_cache": ("off",), "run.xla_options": ([],)},
+    **{"run.dir": ("run",), "run.cpu_devices": (None, 8), "run.compilation_cache": ("off",)},
     **{"run.deterministic": (False,), "checkpoint.store": (None,), "log.tensorboard": (False,)},
 }
 KEYS = {

@@ -219,7 +219,7 @@ def load(recipe: list[str], read: Callable[[Any, list[str]], Config] = load_conf
 def sketch(name: str) -> dict[str, int]:
     """Keys of `train` for a published model, as in docs/recipes.md: 8,192 tokens, or 4,096 with fast rotary frequencies, and
     2^20 tokens a step, from 30B parameters on 2^22, from 200B on 2^24."""
-    from jaxllm.cost_model.flops import parameter_count
+    from jaxllm.config.model_spec import parameter_count
 
     model = as_named(name)
     size, length = parameter_count(model), 8192 if model.rope_theta >= 5e5 else 4096

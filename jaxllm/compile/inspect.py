@@ -25,12 +25,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxllm.cluster import distributed
 from jaxllm.config import ATTENTION_RESULTS, Config, ModelConfig
 from jaxllm.config.layer_stack import host_sum_itemsize
-from jaxllm.config.model_spec import has_experts
+from jaxllm.config.model_spec import has_experts, parameter_count
 from jaxllm.config.model_spec import parameters as model_parameters
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise
-from jaxllm.cost_model.flops import parameter_count, train_flops_per_token
+from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu, find_gpu
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, named_devices
 from jaxllm.cost_model.shape_waste import ShapeWaste, matmul_parts, shape_waste

@@ -2,7 +2,6 @@
 
 from jaxllm.config.attention import HOPPER, Capability, packed_documents
 from jaxllm.config.config import Config
-from jaxllm.config.model_config import ModelConfig
 from jaxllm.config.model_spec import has_experts
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
@@ -105,8 +104,8 @@ def host_sum_itemsize(config: Config) -> int:
     return 4 if config.num_microbatches > 1 or ranks > 1 else ITEMSIZE[config.model.compute_dtype]
 
 
-def adds_in_matmuls(model: ModelConfig) -> bool:
+def adds_in_matmuls(config: Config) -> bool:
     """Whether the matmuls of layers with arrays of their own add their gradients, so that products are not rounded before. In
-    float32 nothing is rounded, and FP8's matmuls scale their results: there each gradient is made first. So is that of the
-    microbatch whose backward pass reduces (regions.py), where it is rounded once."""
-    return model.compute_dtype == "bfloat16" and not model.multiplies_fp8
+    float32 nothing is rounded, and in FP8 tensor ranks add partial products: there each gradient is made first. So is that of
+    the microbatch whose backward pass reduces (regions.py), where it is rounded once."""
+    return config.parallel.tensor == 1 if config.model.multiplies_fp8 else config.model.compute_dtype == "bfloat16"

@@ -208,8 +208,6 @@ class ModelConfig(Section):
     def _derive(cls, values: Any):
         if not isinstance(values, Mapping):
             return values
-        if values.get("matmul_dtype") == "mxfp8":
-            raise refuse("model.matmul_dtype=mxfp8 was removed, because fp8 rounds in less time: set model.matmul_dtype=fp8.")
         values = dict(values)
         heads, width = values.get("num_heads"), values.get("hidden_size")
         if values.get("num_kv_heads") is None and isinstance(heads, int):

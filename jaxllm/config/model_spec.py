@@ -204,3 +204,10 @@ def layer_parameters(model: Shape) -> tuple[ParameterSpec, ...]:
 def layer_matmuls(model: Shape) -> tuple[ParameterSpec, ...]:
     """The matrices of one layer."""
     return tuple(spec for spec in layer_parameters(model) if spec.output)
+
+
+def parameter_count(model: Shape, frozen: frozenset[str] = frozenset()) -> int:
+    """All parameters but those of the paths `frozen`, without the padding a mesh may add; a tied embedding and head count
+    once."""
+    sizes = {spec.path: spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model)}
+    return sum(size for path, size in sizes.items() if path not in frozen)

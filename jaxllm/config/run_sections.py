@@ -1,15 +1,14 @@
 """The sections of a config that say where a run writes, what it logs, and how its processes start and stop."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from jaxllm.config.types import Count, PositiveInt, Section, Switch, one_or_more
+from jaxllm.config.types import Count, PositiveInt, Section, Switch
 
 Name = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 """Up to 30 years, which is also what a lock of Python's can wait."""
-XlaOptions = Literal["latency_hiding", "pipelined_collectives", "double_buffering", "layer_combined", "more_at_once"]
 MOST_CPU_DEVICES = 4096
 """Each has its own threads: JAX takes a minute and a gigabyte to make 20,000."""
 
@@ -104,9 +103,6 @@ class RunConfig(Section):
     """Run on this many CPU devices of this machine, to try any mesh at home. With several processes, each has this many."""
     deterministic: Switch = False
     """Bit-equal reruns on GPUs, at a cost in speed (docs/precision.md)."""
-    xla_options: Annotated[tuple[XlaOptions, ...], BeforeValidator(one_or_more)] = ()
-    """Sets of XLA options to try on GPUs beside a step's own (jaxllm/machine/xla_flags.py). They change the memory: `jaxllm
-    compile` reports that change, the estimate does not."""
     compilation_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Folder of compiled programs, for faster restarts. auto: JAX_COMPILATION_CACHE_DIR, or ~/.cache/jaxllm/programs (with
     $XDG_CACHE_HOME, there); off: none. Hosts with disks of their own each keep theirs."""
@@ -122,3 +118,5 @@ class RunConfig(Section):
     phase_timeout_s: Seconds = 3600
     """Seconds that other work may take before the process counts as stuck: start, compilation, a batch of data or of an
     evaluation, a save."""
+
+    retired = {"xla_options": ([], "run.xla_options was removed, as its sets hid no more: leave it out, or set XLA_FLAGS.")}

@@ -103,10 +103,7 @@ class ParallelConfig(Section):
     remat=none and scan_layers=false (docs/tensor.md)."""
 
     retired = {
-        "overlap_passes": (
-            False,
-            "parallel.overlap_passes was removed, because tensor ranks that send in a ring wait less: leave it out.",
-        )
+        "overlap_passes": (False, "parallel.overlap_passes was removed, as tensor ranks in a ring wait less: leave it out.")
     }
 
     @property

@@ -8,7 +8,7 @@ D width, F feed-forward width, N query heads, K key-value heads, H head size, L 
 
 from jaxllm.config import Config, ModelConfig
 from jaxllm.config.attention import window_shares
-from jaxllm.config.model_spec import ParameterSpec, has_experts, layer_parameters, parameters
+from jaxllm.config.model_spec import ParameterSpec, has_experts, layer_parameters, parameter_count, parameters
 from jaxllm.config.types import ITEMSIZE
 
 
@@ -21,13 +21,6 @@ def layer_matmul_parameters(model: ModelConfig) -> int:
 def layer_parameter_count(model: ModelConfig) -> int:
     """The same with norms and biases: D H (2 N + 2 K) + 3 D F + 2 D for a Llama."""
     return sum(spec.size for spec in layer_parameters(model))
-
-
-def parameter_count(model: ModelConfig, frozen: frozenset[str] = frozenset()) -> int:
-    """All parameters but those of the paths `frozen`, without the padding a mesh may add; a tied embedding and head count
-    once."""
-    sizes = {spec.path: spec.size * (model.num_layers if spec.in_layer else 1) for spec in parameters(model)}
-    return sum(size for path, size in sizes.items() if path not in frozen)
 
 
 def parameter_words(model: ModelConfig) -> str:

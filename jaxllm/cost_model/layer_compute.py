@@ -159,13 +159,13 @@ class LayerCompute:
         """The same for a matmul of a block: in FP8, if the config asks for it."""
         return self.matmul_s(rows, columns, length, self.is_fp8)
 
-    def rounding_s(self) -> float:
-        """FP8 rounding, forward and backward: an array is read for its maximum, then read again and written in one byte. This
-        happens for each input and weight in both passes, and once for each output's gradient. Queries, keys and values
-        share an input, and so do gate and up. Savings by fusion and recomputation are not counted."""
+    def rounding_s(self, weights: float = 2) -> float:
+        """FP8 rounding, forward and backward: an array is read for its maximum, then read again and written in one byte: each
+        input in both passes, each weight `weights` times a microbatch, and once each output's gradient. Queries, keys and
+        values share an input, and so do gate and up. Savings by fusion and recomputation are not counted."""
         D, N, K, F = self.model.hidden_size, self.query_width, self.key_width, self.mlp_width
         inputs, gradients = 2 * D + N + F, N + 2 * K + D + 2 * F + D
-        numbers = self.rows * (2 * inputs + gradients) + 2 * self.layer_parameters
+        numbers = self.rows * (2 * inputs + gradients) + weights * self.layer_parameters
         slower = self.fitted.hopper_memory_share / self.fitted.hopper_rounding_share if self.is_hopper else 1.0
         return slower * self.moved_s(numbers * (2 * self.itemsize + 1))
 

@@ -173,7 +173,7 @@ class Step(StepSizes):
 
     def moments(self) -> dict[str, dict[str, float]]:
         """Terms of each moment that may be the fullest."""
-        held = {"weights": self.weights(), **self.gradients(), **self.activations(), **self.fp8_layouts()}
+        held = {"weights": self.weights(), **self.gradients(), **self.activations()}
         gather = self.gather(held)
         moments = {"gather": gather} if gather else {}
         if self.pipelined:

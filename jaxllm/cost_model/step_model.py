@@ -54,6 +54,7 @@ class StepModel(LayerCompute):
         super().__init__(config, gpu, gpus_per_host, fitted or self.constants(config, gpu))
         self.context_method = context_method(config)
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
+        self.adds_in_matmuls = self.has_own_layers and adds_in_matmuls(config)
         self.rings_tensor = rings_tensor(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
@@ -123,7 +124,7 @@ class StepModel(LayerCompute):
             "matmuls": sum(matmuls_s),
             "attention": sum(attention_s),
             "memory_bound": sum(moves_s) + self.chunks_s(),
-            "fp8_rounding": self.rounding_s() if self.is_fp8 else 0.0,
+            "fp8_rounding": self.rounding_s(1 / self.M if self.adds_in_matmuls else 2) if self.is_fp8 else 0.0,
             "gradient_sums": self.gradient_sums_s(),
             "stacks": self.stacks_s(),
             "recomputation": repeated_s,
@@ -208,10 +209,10 @@ class StepModel(LayerCompute):
 
     def gradient_sums_s(self) -> float:
         """As in LayerCompute; the matmuls of layers with arrays of their own add to the sums instead of writing gradients, but
-        for queries, keys and values (by profiles of an H100)."""
-        if not self.has_own_layers or not adds_in_matmuls(self.model):
+        for queries, keys and values in bfloat16 (by profiles of an H100)."""
+        if not self.adds_in_matmuls:
             return super().gradient_sums_s()
-        apart = self.model.hidden_size * (self.query_width + 2 * self.key_width)
+        apart = 0 if self.is_fp8 else self.model.hidden_size * (self.query_width + 2 * self.key_width)
         return self.moved_s(apart * (4 + 8)) if self.M > 1 else 0.0
 
     def stacks_s(self) -> float:

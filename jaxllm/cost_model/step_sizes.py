@@ -387,16 +387,6 @@ class StepSizes:
         whole = head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
         return self.itemsize * (layers + (share if self.accumulates else 0) + whole + self.turned)
 
-    def fp8_layouts(self) -> dict[str, float]:
-        """Transposed weights for FP8 matmuls, which need the contracted dim last: one dim forward, the other backward. XLA
-        transposes the stacks of query, key, value, gate and up weights before the loop, in the compute dtype (observed in one
-        step compiled for H100s; not fitted). Weights gathered by layer are transposed by layer."""
-        if not self.model.multiplies_fp8 or self.zero == 3 or self.sends_once or self.has_own_layers or self.layers_on_host:
-            return {}
-        u, layers = self.units, self.config.chunk_layers * self.parallel.virtual_stages
-        columns = (u["query"] + 2 * u["key"] + 2 * u["mlp"]) / self.tokens
-        return {"fp8_layouts": layers * self.model.hidden_size * columns}
-
     @property
     def fp8_rounded(self) -> float:
         """One byte per element of the gradients of SwiGLU's products, of the gathered sequence, and of one layer's weights."""

@@ -5,16 +5,14 @@ The user's settings take precedence, and a flag that the installed jaxlib does n
 or its maker documents it; a comment says which.
 
 Options that change the order of the step, and with it the memory that `jaxllm estimate` predicts, are on where compiled
-schedules show that they hide transfers (`_collective_options`), and else only if run.xla_options asks for them:
-OPTIONAL_GPU_OPTIONS. `python benchmarks/overlap.py --options` shows without a GPU what each does to a step's transfers and
-memory; only a GPU shows what it does to speed. JAX_OPTIMIZATION_LEVEL, which sets several of them at once, is left to the user.
+schedules show that they hide transfers (`_collective_options`). JAX_OPTIMIZATION_LEVEL, which sets several of them at once, is
+left to the user.
 
 All sets of options were compiled with JAX 0.10.2, 0.11.2 and 0.12.0, for H100s. A comment names a version where its figures are
 of one.
 """
 
 import functools
-import logging
 import mmap
 import os
 import re
@@ -31,7 +29,7 @@ from jaxllm.config.attention import HOPPER, Capability, window_shares
 from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
 from jaxllm.config.model_spec import LAYERS, layer_parameters
 from jaxllm.config.remat_policy import policy_of
-from jaxllm.config.run_sections import MOST_CPU_DEVICES, XlaOptions
+from jaxllm.config.run_sections import MOST_CPU_DEVICES
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.hardware import XLA_MEMORY_FRACTION, compute_capability, gpu_from_device_kind
 from jaxllm.cost_model.step_sizes import parameters
@@ -99,7 +97,6 @@ DETERMINISTIC_GPU_FLAGS = {
     "xla_gpu_enable_dynamic_slice_fusion": "false",
 }
 
-log = logging.getLogger(__name__)
 
 BLACKWELL = (10, 0)
 GPU_ENVIRONMENT = {
@@ -128,8 +125,8 @@ MORE_AT_ONCE = {
 CUBLAS_GPU_OPTIONS = {
     # Only cuBLAS adds a product to a float32 sum in the same kernel; a kernel that XLA generates leaves the sum to another. And
     # XLA times dozens of kernels that it generates for each matmul: the step of ten layers of 8B in FP8 was not compiled on an
-    # H100 after two minutes, and with cuBLAS alone after 14 s (JAX 0.11.2). Not in a loop over layers, where JAX 0.11's slice
-    # fusion computes some of cuBLAS's matmuls twice.
+    # H100 after two minutes, and with cuBLAS alone after 14 s (JAX 0.11.2). In bfloat16 not in a loop over layers, where JAX
+    # 0.11's slice fusion computes some of cuBLAS's matmuls twice.
     "xla_gpu_enable_triton_gemm": False
 }
 ALONE_GPU_OPTIONS = {
@@ -158,29 +155,6 @@ NO_REMAT_GPU_OPTIONS = {
     "xla_gpu_memory_limit_slop_factor": 2000
 }
 LAYER_COMBINED = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-OPTIONAL_GPU_OPTIONS: dict[XlaOptions, dict[str, int]] = {
-    # Moves starts up and dones down past compute. From Hopper on XLA schedules this way by itself, by the speeds of the target
-    # GPU; on an A100 the starts stay late without it.
-    "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    # Moves a loop's collective one iteration ahead or behind. The layer loop of ZeRO 2 and 3 does that by hand, both ways
-    # (parallel/layer_loop.py): XLA's version left the backward's exposed where it was tried (JAX 0.11.2). What remains are the
-    # tensor ranks' collectives.
-    "pipelined_collectives": {
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_enable_pipelined_all_reduce": True,
-    },
-    # Unrolls loops by two, so that values passed from one iteration to the next need no copy.
-    "double_buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
-    # With the bytes of a layer, layer_combined(config), in their place.
-    "layer_combined": dict.fromkeys(LAYER_COMBINED, 0),
-    "more_at_once": MORE_AT_ONCE,
-}
-RENAMED_GPU_OPTIONS = {
-    f"xla_gpu_enable_pipelined_{kind}": (f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON")
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-}
-"""Option of JAX 0.10 -> (option of JAX 0.11 and 0.12, its value where the old one is True)."""
 
 
 def layer_combined(config: Config) -> dict[str, int]:
@@ -219,30 +193,15 @@ def compile_options(config: Config, device: jax.Device, fits: bool = True) -> di
     options = options | (ALL_ON_HOST_GPU_OPTIONS if config.parallel.offload_state == "all" else {})
     if uses_host or fits:
         options = options | NO_REMAT_GPU_OPTIONS
-    if has_own_layers(config, compute_capability(device)):
+    if config.model.multiplies_fp8 or has_own_layers(config, compute_capability(device)):
         options = options | CUBLAS_GPU_OPTIONS
     if config.devices == 1 and not uses_host:
         options = options | ALONE_GPU_OPTIONS
     if config.run.deterministic:
         # For steps compiled on another machine: in a run the flags are set from the start.
         options = options | {name: value == "true" for name, value in DETERMINISTIC_GPU_FLAGS.items()}
-    asked: dict[str, Any] = {}
-    for name in config.run.xla_options:
-        asked |= layer_combined(config) if name == "layer_combined" else OPTIONAL_GPU_OPTIONS[name]
-    options = options | asked
     given = set(flag_names())
-    accepted, lacking = {}, []
-    for name, value in options.items():
-        ways = (name, value), RENAMED_GPU_OPTIONS.get(name, (name, value))
-        if given & {way[0] for way in ways}:
-            continue
-        if (way := next((way for way in ways if is_accepted(*way)), None)) is not None:
-            accepted[way[0]] = way[1]
-        elif name in asked:
-            lacking.append(name)
-    if lacking:
-        log.warning("jaxlib %s has no %s: run.xla_options goes without.", jaxlib.__version__, ", ".join(lacking))
-    return accepted
+    return {name: value for name, value in options.items() if name not in given and is_accepted(name, value)}
 
 
 def _collective_options(config: Config, capability: Capability) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout as row_major
-from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
@@ -41,6 +39,8 @@ class Parameter:
     is_matrix: bool
     """False: a norm's scale or a bias."""
     trainable: bool = True
+    inputs: int = 0
+    """Dims that a matmul sums over, the first ones of a layer's matrix."""
 
     @property
     def is_lora(self) -> bool:
@@ -257,11 +257,6 @@ def tensor_shard_map(function: Callable, in_specs: Any, out_specs: Any) -> Calla
         return jax.shard_map(function, mesh=mesh, axis_names={TENSOR}, **specs, check_vma=False)(*inputs)
 
     return mapped
-
-
-def in_row_major(x: jax.Array) -> jax.Array:
-    """`x` in the memory layout in which its last dim is the fastest."""
-    return with_layout_constraint(x, row_major(tuple(range(x.ndim))))
 
 
 def constrainer(sizes: Mapping[str, int]) -> Callable[[jax.Array, Dims], jax.Array]:

@@ -12,21 +12,25 @@ gradients outruns, and nothing for checkpoints, accumulation, a pipeline's ring 
 array before it is rounded. Scales are powers of two, so that FP8 changes values by rounding alone. That costs no precision,
 only up to a bit of range, and a block's tensors need little range.
 
-The API is public: `lax.dot_general` takes FP8 arrays, and XLA makes the multiplication by the inverse scales the matmul's
-epilogue. XLA times Triton's kernel and cuBLASLt's (`__cublas$lt$matmul$f8`) and takes the faster one; with Triton disabled it
-takes cuBLASLt for all three. Patterns that are slower: benchmarks/RESULTS.md,
-"FP8, by kernel account".
+A product is written in the pattern of which XLA makes one call of cuBLASLt (`__cublas$lt$matmul$f8`), with Triton disabled: the
+FP8 arrays are cast back, scaled and multiplied. The call scales, and adds what the product is added to. Slower patterns:
+benchmarks/RESULTS.md, "FP8, by kernel account".
 
 Every rank of a mesh scales its own parts (parallel/kernels.py), so that no maximum is sent. Losses on two meshes therefore
 differ by FP8's rounding, not by float32's.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config.types import FP8_ROUNDING
+from jaxllm.private_jax import in_row_major
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST_SCALE = 2.0**100
@@ -35,26 +39,62 @@ EXPONENT_BITS = 0x7F800000
 """The exponent bits of a float32."""
 
 
-def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "turned", "inverse"], meta_fields=[])
+@dataclass(frozen=True)
+class RoundedMatrix:
+    """A matrix in FP8, in the place of the matrix in a network where it is rounded once for all microbatches of a step.
+
+    Hopper's FP8 matmuls read both operands along the dims that they sum over. So it is there twice, which takes the bytes of
+    one in bfloat16: `array` as the matrix was, for gradients of inputs; `turned` with its inputs last, for the forward pass.
+    """
+
+    array: jax.Array
+    turned: jax.Array
+    inverse: jax.Array
+    """The scale's."""
+
+    @classmethod
+    def of(cls, w: jax.Array, inputs: int) -> RoundedMatrix:
+        """`inputs`: how many of the first dims the forward pass sums over."""
+        array, inverse = _rounded(w, FORWARD)
+        return cls(array, jnp.moveaxis(array, range(inputs), range(-inputs, 0)), inverse)
+
+    def astype(self, dtype: Any) -> RoundedMatrix:
+        """Itself: products have the dtype of the activations."""
+        return self
+
+
+def product(spec: str, x: jax.Array, w: jax.Array | RoundedMatrix) -> jax.Array:
     """An einsum of two arrays of one dtype, on one device. The result has that dtype.
 
     `spec` is for jnp.einsum, as in "BSD,DNH->BSNH". Every letter is in exactly two of the three, so that the gradients are
-    einsums too.
+    einsums too. The first dims of w are those that are summed over.
     """
-    return _multiply(spec, *_rounded(x, FORWARD), *_rounded(w, FORWARD), x.dtype)
+    of_x, of_w, result = letters(spec)
+    outputs = of_w.lstrip(of_x)
+    w = w if isinstance(w, RoundedMatrix) else RoundedMatrix.of(w, len(of_w) - len(outputs))
+    spec = f"{of_x},{outputs}{of_w.removesuffix(outputs)}->{result}"
+    return _multiply(spec, _rounded(x, FORWARD), (w.turned, w.inverse), x.dtype)
 
 
-def gradients(spec: str, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradients (dx, dw), from the gradient dy of the result.
+def gradients(spec: str, x: jax.Array, w: jax.Array | RoundedMatrix, dy: jax.Array, dtype: Any = None) -> Any:
+    """Gradients (dx, dw), from the gradient dy of the result. dw has `dtype`, or x's.
 
     HIGHEST turns cuBLASLt's fast accumulation off, as Flax's FP8 and Transformer Engine do for gradients. On Hopper fast
     accumulation keeps some 14 bits of a running sum.
     """
     of_x, of_w, result = letters(spec)
-    rounded = _rounded(dy, GRADIENT)
-    dx = _multiply(f"{result},{of_w}->{of_x}", *rounded, *_rounded(w, FORWARD), x.dtype, jax.lax.Precision.HIGHEST)
-    dw = _multiply(f"{of_x},{result}->{of_w}", *_rounded(x, FORWARD), *rounded, w.dtype, jax.lax.Precision.HIGHEST)
-    return dx, dw
+    x8, dy8, high = _rounded(x, FORWARD), _rounded(dy, GRADIENT), jax.lax.Precision.HIGHEST
+    w8 = (w.array, w.inverse) if isinstance(w, RoundedMatrix) else _rounded(w, FORWARD)
+    dx = _multiply(f"{result},{of_w}->{of_x}", dy8, w8, x.dtype, high)
+    # With their tokens last. One kernel rounds and writes both layouts.
+    x_last, dy_last = ("".join(sorted(part, key=lambda letter: letter not in of_w)) for part in (of_x, result))
+    with jax.named_scope(FP8_ROUNDING):
+        x8, dy8 = (
+            (array.transpose([part.index(letter) for letter in last]), inverse)
+            for (array, inverse), part, last in ((x8, of_x, x_last), (dy8, result, dy_last))
+        )
+    return dx, _multiply(f"{x_last},{dy_last}->{of_w}", x8, dy8, dtype or x.dtype, high)
 
 
 fp8_matmul = jax.custom_vjp(product, nondiff_argnums=(0,))
@@ -80,18 +120,20 @@ def _rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     If one number is not finite, the inverse is NaN, and so is the whole product, whether or not a kernel's rounding saturates.
     The step is then skipped.
     """
+    # In another layout XLA would transpose in kernels of their own, and whole stacks of weights in each microbatch.
+    x = in_row_major(x)
     largest = jnp.max(jnp.abs(x.astype(jnp.float32)))
     room = jnp.minimum(float(jnp.finfo(dtype).max) / jnp.where(largest == 0, 1.0, largest), LARGEST_SCALE)
     # The exponent bits alone are the value rounded down to a power of two. exp2 and log2 are not exact on all devices.
     bits = jax.lax.bitcast_convert_type(room, jnp.int32) & EXPONENT_BITS
     scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return (x.astype(jnp.float32) * scale).astype(dtype), jnp.where(jnp.isfinite(largest), 1.0 / scale, jnp.nan)
+    return in_row_major((x.astype(jnp.float32) * scale).astype(dtype)), jnp.where(jnp.isfinite(largest), 1.0 / scale, jnp.nan)
 
 
-def _multiply(
-    spec: str, x: jax.Array, from_x: jax.Array, w: jax.Array, from_w: jax.Array, dtype: Any, precision: Any = None
-) -> jax.Array:
-    # The matmul's result has `dtype`, or cuBLASLt would write float32 for another kernel to read. Multiplying by a power of two
-    # afterwards changes no digit. One inverse at a time: their product may leave float32.
-    y = jnp.einsum(spec, x, w, precision=precision, preferred_element_type=dtype)
-    return y * from_x.astype(dtype) * from_w.astype(dtype)
+def _multiply(spec: str, x: tuple[jax.Array, ...], w: tuple[jax.Array, ...], dtype: Any, precision: Any = None) -> jax.Array:
+    # Without the barrier XLA would take the casts to and from FP8 together, and multiply bfloat16. No digit is lost in it: an
+    # FP8 number has 4, and an inverse is a power of two.
+    with jax.named_scope(FP8_ROUNDING):
+        arrays = jax.lax.optimization_barrier((in_row_major(x[0]), in_row_major(w[0])))
+    scaled = [a.astype(jnp.bfloat16) * inverse.astype(jnp.bfloat16) for a, inverse in zip(arrays, (x[1], w[1]), strict=True)]
+    return jnp.einsum(spec, *scaled, precision=precision, preferred_element_type=dtype)

@@ -19,8 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.config.model_spec import parameters
-from jaxllm.cost_model.flops import parameter_count
+from jaxllm.config.model_spec import parameter_count, parameters
 from jaxllm.display import table
 from jaxllm.model.attention import plain_attention
 from jaxllm.model.layers import (

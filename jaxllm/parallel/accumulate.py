@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.mesh.sharding import Parameter
-from jaxllm.model.fp8 import letters
+from jaxllm.model.fp8 import RoundedMatrix, gradients, letters, product
 from jaxllm.model.layers import Ops
 from jaxllm.model.loss import sums_and_gradients
 from jaxllm.parallel.kernels import add_over_ranks
@@ -35,7 +35,8 @@ from jaxllm.parallel.types import Tree
 class Accumulating:
     """A matrix and its accumulator, in the place of the matrix in a network. Only `matmul` can use it."""
 
-    weight: jax.Array
+    weight: Any
+    """An array, or a RoundedMatrix."""
     sum: jax.Array
 
     def __getitem__(self, key: Any) -> Accumulating:
@@ -47,22 +48,25 @@ class Accumulating:
         return Accumulating(self.weight.astype(dtype), self.sum)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(spec: str, x: jax.Array, w: jax.Array, total: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, x, w)
+def _product(spec: str, x: jax.Array, w: jax.Array | RoundedMatrix, total: jax.Array) -> jax.Array:
+    return product(spec, x, w) if isinstance(w, RoundedMatrix) else jnp.einsum(spec, x, w)
 
 
-def _matmul_backward(spec: str, kept: tuple[jax.Array, ...], dy: jax.Array):
+def _matmul_backward(spec: str, kept: tuple[Any, ...], dy: jax.Array):
     x, w, total = kept
+    if isinstance(w, RoundedMatrix):
+        dx, dw = gradients(spec, x, w, dy, total.dtype)
+        return dx, None, total + dw
     of_x, of_w, result = letters(spec)
     dx = jnp.einsum(f"{result},{of_w}->{of_x}", dy, w)
     with jax.named_scope("gradient_sums"):
         # The order of the operands is that of autodiff, so that results are the same to the bit.
-        product = jnp.einsum(f"{result},{of_x}->{of_w}", dy, x, preferred_element_type=total.dtype)
-        return dx, None, total + product
+        dw = jnp.einsum(f"{result},{of_x}->{of_w}", dy, x, preferred_element_type=total.dtype)
+        return dx, None, total + dw
 
 
-_matmul.defvjp(lambda spec, x, w, total: (jnp.einsum(spec, x, w), (x, w, total)), _matmul_backward)
+_matmul = jax.custom_vjp(_product, nondiff_argnums=(0,))
+_matmul.defvjp(lambda spec, x, w, total: (_product(spec, x, w, total), (x, w, total)), _matmul_backward)
 
 
 def matmul(spec: str, x: jax.Array, w: Accumulating) -> jax.Array:
@@ -80,9 +84,9 @@ def accumulated(weights: Tree, sums: Tree) -> Tree:
     return weights
 
 
-def _accumulated_backward(sums: Tree, gradients: Tree):
+def _accumulated_backward(sums: Tree, made: Tree):
     with jax.named_scope("gradient_sums"):
-        return None, jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients)
+        return None, jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, made)
 
 
 accumulated.defvjp(lambda weights, sums: (weights, sums), _accumulated_backward)
@@ -138,8 +142,8 @@ def with_sums(weights: Tree, sums: Tree, table: Tree, in_matmuls: bool) -> Tree:
       table: their entries in the parameter table.
     """
 
-    def one(w: jax.Array, total: jax.Array, parameter: Parameter) -> Any:
+    def one(parameter: Parameter, w: Any, total: jax.Array) -> Any:
         is_multiplied = parameter.is_matrix and not parameter.of_mixture
         return Accumulating(w, total) if in_matmuls and is_multiplied else accumulated(w, total)
 
-    return jax.tree.map(one, weights, sums, table)
+    return jax.tree.map(one, table, weights, sums)

@@ -147,12 +147,13 @@ def parameter_table(config: Config) -> tuple[nnx.GraphDef, Any]:
     # Not nnx.eval_shape: inside a mesh it reads our dim names as mesh axes.
     graph, state = jax.eval_shape(lambda: nnx.split(build_model(config, jax.random.key(0))))
 
-    matrices = {spec.path for spec in parameters(config.model) if spec.is_matrix}
+    specs = {spec.path: spec for spec in parameters(config.model)}
 
     def describe(keys, variable: nnx.Param) -> Parameter:
         path, dims = ".".join(str(getattr(key, "key", key)) for key in keys), tuple(variable.get_metadata("out_sharding"))
         dtype = config.model.compute_dtype if path in config.frozen else variable.dtype
-        return Parameter(path, tuple(variable.shape), np.dtype(dtype), dims, path in matrices, path not in config.frozen)
+        trainable, spec = path not in config.frozen, specs[path]
+        return Parameter(path, tuple(variable.shape), np.dtype(dtype), dims, spec.is_matrix, trainable, spec.inputs)
 
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     table = nnx.to_pure_dict(jax.tree_util.tree_map_with_path(describe, state, is_leaf=is_variable))

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.mesh.axes import TENSOR
-from jaxllm.mesh.sharding import in_row_major, split_spec, tensor_shard_map
+from jaxllm.mesh.sharding import split_spec, tensor_shard_map
 from jaxllm.model.fp8 import letters
 from jaxllm.parallel.ordering import zero_of
+from jaxllm.private_jax import in_row_major
 
 SHARDED = P(None, TENSOR)
 """PartitionSpec of hidden states between the halves of a block."""

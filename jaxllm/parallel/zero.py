@@ -27,11 +27,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.mesh.axes import DATA, ZERO_AXES
-from jaxllm.mesh.sharding import Layout, in_row_major, tensor_shard_map, tensor_specs, unstack_layout
+from jaxllm.mesh.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 from jaxllm.parallel.expert_parallel import alike
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
 from jaxllm.parallel.ordering import after, weights_token
 from jaxllm.parallel.types import Accumulators, Tree, WeightAccess
+from jaxllm.private_jax import in_row_major
 
 
 class Phase(NamedTuple):

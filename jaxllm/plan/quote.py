@@ -18,9 +18,10 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError
 from jaxllm.config.attention import AMPERE
+from jaxllm.config.model_spec import parameter_count
 from jaxllm.config.rounds import sends_codes
 from jaxllm.cost_model.error_range import ErrorRange, error_range
-from jaxllm.cost_model.flops import parameter_count, state_bytes, train_flops_per_token
+from jaxllm.cost_model.flops import state_bytes, train_flops_per_token
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.display import readable

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.flops import parameter_count
+from jaxllm.config.model_spec import parameter_count
 from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import gpus_beside
 from jaxllm.cost_model.network import ALL_REDUCES, group_of, links_of

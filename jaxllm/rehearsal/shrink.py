@@ -66,9 +66,8 @@ def shrink(config: Config, hosts: int, steps: int, folder: Path) -> Config:
     values["log"] = {"every_steps": 1}
     # Every host returns.
     values.pop("launch", None)
-    run = {key: value for key, value in values.get("run", {}).items() if key != "xla_options"}
     peer_timeout_s = min(config.run.peer_timeout_s, PEER_TIMEOUT_S)
-    values["run"] = run | {"cpu_devices": devices // hosts, "peer_timeout_s": peer_timeout_s}
+    values["run"] = values.get("run", {}) | {"cpu_devices": devices // hosts, "peer_timeout_s": peer_timeout_s}
     return load_config(values)
 
 

@@ -81,8 +81,8 @@ def test_json_keeps_the_contract(recipe):
     # But for ties.
     assert all(later <= sooner / (1 - TIE_SHARE) for sooner, later in itertools.combinations(speeds, 2))
     assert values["without_host"] is None or values["without_host"]["host_bytes"] == 0
-    # Rounding costs layers of 1B's width what their matmuls gain.
-    assert values["with_fp8"]["tokens_per_s_per_gpu"] == pytest.approx(speeds[0], rel=0.05)
+    # Rounding costs layers of 1B's width half of what their matmuls gain.
+    assert 1.05 < values["with_fp8"]["tokens_per_s_per_gpu"] / speeds[0] < 1.2
     flops = train_flops_per_token(load_config(recipe).model, 4096)
     for one in candidates:
         assert set(one) >= CANDIDATE_KEYS

@@ -130,9 +130,9 @@ REFUSALS = {
     ): "checkpoint.memory_every_steps was removed with checkpoints in memory: leave it out, and lower every_steps.",
     (
         "parallel.overlap_passes=true",
-    ): "parallel.overlap_passes was removed, because tensor ranks that send in a ring wait less: leave it out.",
-    ("model.matmul_dtype=mxfp8",): "model.matmul_dtype=mxfp8 was removed, because fp8 rounds in less time: set "
-    "model.matmul_dtype=fp8.",
+    ): "parallel.overlap_passes was removed, as tensor ranks in a ring wait less: leave it out.",
+    ("run.xla_options=[layer_combined]",): "run.xla_options was removed, as its sets hid no more: leave it out, or set "
+    "XLA_FLAGS.",
     ("steps=3",): "Unknown key steps: did you mean train.steps?",
     ("train.steps.x=3",): "'train.steps.x=3' does not name a key: steps has no keys below it.",
 }
@@ -148,7 +148,12 @@ def test_refusal_says_what_to_change(overrides):
 
 def test_a_removed_key_that_changed_nothing_is_left_out():
     """As configs have it that a version with the key has written."""
-    left = ["parallel.overlap_passes=false", "checkpoint.memory_every_steps=null", "checkpoint.memory_dir=/dev/shm"]
+    left = [
+        "parallel.overlap_passes=false",
+        "run.xla_options=[]",
+        "checkpoint.memory_every_steps=null",
+        "checkpoint.memory_dir=/dev/shm",
+    ]
     assert load_config(BASE, left) == load_config(BASE)
 
 

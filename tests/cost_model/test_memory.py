@@ -326,16 +326,13 @@ def test_float32_weights_are_read_where_they_lie():
     assert estimate_memory(cfg).stages[0].terms_bytes["weights"] == pytest.approx(FLOAT32 * Step(cfg).all.compute, rel=1e-3)
 
 
-def test_fp8_takes_another_layout_of_weights_and_a_layer_in_a_byte():
-    """As in cost_model/memory.py: stacks of query, key, value, gate and up weights once more, unless gathered by layer."""
+def test_fp8_takes_a_layer_in_a_byte():
     fp8 = MODEL | {"matmul_dtype": "fp8"}
-    D, F, H, t = 256, 768, 32, 2
-    for zero, layouts in ((1, 8 * 2 * D * ((8 + 2 * 4) * H + 2 * F) / t), (3, 0)):
+    D, F, t = 256, 768, 2
+    for zero in (1, 3):
         sections = {"parallel": {"data": 2, "tensor": t, "zero": zero}}
         plain, rounded = (Step(config(model, **sections), GPUS["h100-80gb"]) for model in (MODEL, fp8))
-        assert plain.fp8_layouts() == {}
         assert plain.fp8_rounded == 0
-        assert sum(rounded.fp8_layouts().values()) == layouts
         assert rounded.fp8_rounded == 2048 * (2 * F / t + D) + rounded.layer.compute
         more = estimate_memory(config(fp8, **sections)).peak_bytes - estimate_memory(config(MODEL, **sections)).peak_bytes
-        assert 0 <= more <= layouts + rounded.fp8_rounded
+        assert 0 <= more <= rounded.fp8_rounded

@@ -12,7 +12,14 @@ import scripts
 
 from jaxllm.config import ATTENTION_RESULTS, Config, load_config
 from jaxllm.config.errors import ConfigError
-from jaxllm.cost_model.error_range import HELD, LAYOUT_ERRORS, ONE_GPU_ERROR, error_range, kind_of_layout
+from jaxllm.cost_model.error_range import (
+    HELD,
+    LAYOUT_ERRORS,
+    ONE_GPU_ERROR,
+    UNTIMED_FP8,
+    error_range,
+    kind_of_layout,
+)
 from jaxllm.cost_model.flops import train_flops_per_token
 from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.megatron import megatron_flops_per_token
@@ -174,8 +181,12 @@ def test_the_range_of_one_gpu_holds_the_steps_that_ran_on_an_h100():
         if row["kind"] == "train":
             size = f"train.microbatch_sequences={row['microbatch']}"
             config = load_config({"train": {"steps": 1}, "model": {}}, [*row["options"]["overrides"], size]).resolve(1)
-            assert error_range(config, H100, 1).low == pytest.approx(math.exp(-ONE_GPU_ERROR))
-            errors.append(abs(math.log(row["tokens_per_s"] / step(config, per_host=1).tokens_per_s_per_gpu)))
+            error = math.log(row["tokens_per_s"] / step(config, per_host=1).tokens_per_s_per_gpu)
+            untimed = UNTIMED_FP8 if config.model.multiplies_fp8 else 0
+            assert error_range(config, H100, 1).low == pytest.approx(math.exp(-ONE_GPU_ERROR - untimed))
+            # FP8's step ran before it rounded matrices once, which makes it faster by the model. It is within the range.
+            errors += [abs(error)] if not untimed else []
+            assert -ONE_GPU_ERROR - untimed < error < ONE_GPU_ERROR
     *others, largest = sorted(errors)
     assert largest <= ONE_GPU_ERROR < largest + 0.005
     assert max(others) < 0.025

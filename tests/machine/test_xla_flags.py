@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import yaml
 from tiny import TINY
 
 from jaxllm.config import ConfigError, RunConfig
-from jaxllm.config.run_sections import XlaOptions
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import may_fit
 from jaxllm.machine import xla_flags
@@ -63,29 +61,8 @@ def test_every_option_is_one_that_the_compiler_takes():
         xla_flags.OFFLOAD_GPU_OPTIONS,
         xla_flags.CUBLAS_GPU_OPTIONS | ON_ONE_GPU,
     )
-    for one in (*options, *xla_flags.OPTIONAL_GPU_OPTIONS.values()):
-        ways = [((name, value), xla_flags.RENAMED_GPU_OPTIONS.get(name, (name, value))) for name, value in one.items()]
-        assert all(any(xla_flags.is_accepted(*way) for way in both) for both in ways)
-
-
-@pytest.mark.parametrize("is_new", [False, True])
-def test_an_option_that_has_another_name_is_given_by_it(tiny_config, monkeypatch, is_new):
-    old = xla_flags.OPTIONAL_GPU_OPTIONS["pipelined_collectives"]
-    new = dict(xla_flags.RENAMED_GPU_OPTIONS[name] for name in old)
-    monkeypatch.setattr(xla_flags, "is_accepted", lambda name, value: name not in (old if is_new else new))
-    asked = tiny_config("run.xla_options=[pipelined_collectives]").resolve(1)
-    assert xla_flags.compile_options(asked, H100) == ON_ONE_GPU | (new if is_new else old)
-    first = next(iter(new))
-    monkeypatch.setenv("XLA_FLAGS", f"--{first}=off")
-    assert len(xla_flags.compile_options(asked, H100)) == len(ON_ONE_GPU) - 1 + len(old)
-
-
-def test_an_option_that_the_compiler_lacks_is_said(tiny_config, monkeypatch, caplog):
-    monkeypatch.setitem(xla_flags.OPTIONAL_GPU_OPTIONS, "double_buffering", {"xla_gpu_made_up_for_this_test": True})
-    asked = tiny_config("run.xla_options=[double_buffering, more_at_once]").resolve(1)
-    found = xla_flags.compile_options(asked, H100)
-    assert set(found) == {*ON_ONE_GPU, *xla_flags.OPTIONAL_GPU_OPTIONS["more_at_once"]}
-    assert "has no xla_gpu_made_up_for_this_test: run.xla_options goes without." in caplog.text
+    for one in (*options, dict.fromkeys(xla_flags.LAYER_COMBINED, 0)):
+        assert all(xla_flags.is_accepted(name, value) for name, value in one.items())
 
 
 def test_the_compiler_is_asked_for_names_and_values():
@@ -208,7 +185,6 @@ def test_one_gpu_hides_no_transfers_but_those_of_the_host(tiny_config):
     hides = "xla_gpu_enable_latency_hiding_scheduler"
     of = lambda *overrides, devices=1: xla_flags.compile_options(tiny_config(*overrides).resolve(devices), H100)  # noqa: E731
     assert of()[hides] is False
-    assert of("run.xla_options=[latency_hiding]")[hides] is True
     assert hides not in of(devices=2)
     assert hides not in of("parallel.remat=offload")
     assert hides not in of("parallel.offload_state=optimizer")
@@ -223,28 +199,23 @@ def test_unrolled_layers_multiply_by_cublas_alone(tiny_config, dtype):
         for loop in ("false", "true")
     )
     assert unrolled[generates] is False
-    assert generates not in looped
+    assert (generates in looped) == dtype.endswith("fp8")
 
 
-def test_options_are_on_where_they_are_asked_for(tiny_config, monkeypatch):
+def test_collectives_are_combined_up_to_a_layer(tiny_config, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert set(xla_flags.OPTIONAL_GPU_OPTIONS) == set(get_args(XlaOptions))
     assert xla_flags.compile_options(tiny_config().resolve(1), H100) == ON_ONE_GPU
-    asked = tiny_config("run.xla_options=[double_buffering, layer_combined]", "parallel.tensor=2").resolve(2)
     combined = "xla_gpu_all_gather_combine_threshold_bytes"
-    found = xla_flags.compile_options(asked, H100)
-    assert found["xla_gpu_enable_while_loop_double_buffering"] is True
     # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks, and two norms.
-    assert found[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2 + 4 * 2 * 32
+    two = tiny_config("parallel.tensor=2", "parallel.zero=3").resolve(4)
+    assert xla_flags.compile_options(two, H100)[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2 + 4 * 2 * 32
     experts = ("model.num_experts=4", "model.experts_per_token=2", "parallel.zero=3", "model.compute_dtype=bfloat16")
-    shared = tiny_config("run.xla_options=[layer_combined]", *experts, "parallel.expert=2").resolve(4)
+    shared = tiny_config(*experts, "parallel.expert=2").resolve(4)
     # The router and half of the experts, in bfloat16.
     assert xla_flags.layer_combined(shared)[combined] == 2 * (32 * 8 * 12 + 32 * 4 + 3 * 32 * 64 * 4 // 2 + 2 * 32)
-    assert xla_flags.compile_options(asked, SimpleNamespace(platform="cpu", device_kind="cpu")) == {}
+    assert xla_flags.compile_options(two, SimpleNamespace(platform="cpu", device_kind="cpu")) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{combined}=1")
-    assert combined not in xla_flags.compile_options(asked, H100)
-    with pytest.raises(ConfigError, match=r"run\.xla_options"):
-        tiny_config("run.xla_options=[faster]")
+    assert combined not in xla_flags.compile_options(two, H100)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 
 from jaxllm.config import ConfigError
 from jaxllm.cost_model.hardware import require_device_runs
-from jaxllm.model.fp8 import fp8_matmul
+from jaxllm.model import fp8
 
+fp8_matmul = jax.jit(fp8.fp8_matmul, static_argnums=0)
 SPECS = {
     "BSD,DNH->BSNH": ((2, 16, 32), (32, 4, 8)),
     "BSNH,NHD->BSD": ((2, 16, 4, 8), (4, 8, 32)),

@@ -2,6 +2,8 @@
 and on a GPU nothing is copied for them.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import MOST_UNROLLED, has_own_layers
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.model import loss
+from jaxllm.model.fp8 import RoundedMatrix, fp8_matmul, letters
 from jaxllm.model.layers import Ops, look_up
 from jaxllm.parallel import accumulate
 
@@ -39,6 +42,23 @@ def test_a_matmul_adds_its_gradient_in_float32(spec):
     exact = jax.vjp(lambda w: jnp.einsum(spec, x.astype(jnp.float32), w), w.astype(jnp.float32))[1](dy.astype(jnp.float32))[0]
     np.testing.assert_allclose(total, before + exact, rtol=1e-6, atol=1e-6)
     assert (dx == jax.vjp(lambda x: jnp.einsum(spec, x, w), x)[1](dy)[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("spec", ["BSD,DNH->BSNH", "BSNH,NHD->BSD", "BSD,DF->BSF"])
+def test_a_matrix_that_is_rounded_once_gives_the_bits_of_one_that_is_rounded_each_time(spec, dtype):
+    """But for its own gradient in bfloat16, which is added before it is rounded: that is float32's."""
+    sizes = dict(zip("BSDNHF", (2, 3, 16, 4, 8, 32), strict=True))
+    of_x, of_w, result = letters(spec)
+    x, w, dy = (normal(*(sizes[letter] for letter in part), dtype=dtype) for part in (of_x, of_w, result))
+    matrix, before = RoundedMatrix.of(w, sum(letter in of_x for letter in of_w)), normal(*w.shape)
+    y, vjp = jax.vjp(lambda x, total: accumulate.matmul(spec, x, accumulate.Accumulating(matrix, total)), x, before)
+    dx, total = vjp(dy)
+    expected, its_vjp = jax.vjp(partial(fp8_matmul, spec), x, w)
+    exact = jax.vjp(partial(fp8_matmul, spec), x.astype(jnp.float32), w.astype(jnp.float32))[1](dy.astype(jnp.float32))[1]
+    for found, its in ((y, expected), (dx, its_vjp(dy)[0]), (total, before + exact)):
+        assert found.dtype == its.dtype
+        np.testing.assert_array_equal(found, its)
 
 
 @pytest.mark.parametrize("is_head", [False, True])

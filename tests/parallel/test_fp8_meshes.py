@@ -11,6 +11,7 @@ from tiny import SMALL_MODEL
 from jaxllm.compile import aot
 from jaxllm.compile.aot import can_compile_for_gpus, compile_step, gpu_devices
 from jaxllm.compile.hlo import Module
+from jaxllm.compile.kernels import kernels, part_of
 from jaxllm.compile.overlap import by_kind, simulate_overlap
 from jaxllm.config import ConfigError, load_config
 from jaxllm.cost_model.hardware import GPUS
@@ -120,11 +121,24 @@ def test_xla_multiplies_fp8(compiled):
 
 @needs_gpu_compiler
 @pytest.mark.slow
-def test_xla_takes_cublaslt_where_it_may_not_take_triton():
-    step = aot.trace_step(config(FP8, "parallel.tensor=1"), gpu_devices(1, 8)).lowered
-    text = step.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
-    # Forward, the gradients of inputs, those of weights.
-    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') >= 3 * 4
+def test_layers_with_arrays_of_their_own_round_matrices_once_and_add_in_the_matmul():
+    """Two layers of seven matrices, two microbatches: forward, the gradients of inputs, those of weights."""
+    own = config(FP8, "parallel.tensor=1", "train.global_batch_sequences=32").resolve(8)
+    text = compile_step(own, gpu_devices(1, 8)).as_text()
+    calls = [line for line in text.splitlines() if 'custom_call_target="__cublas$lt$matmul$f8"' in line]
+    assert len(calls) == 3 * 2 * 7
+    of_weights = [line for line in calls if re.search(r"= \(f32\[", line)]
+    assert len(of_weights) == 2 * 7
+    assert all('"beta":1' in line for line in of_weights)
+    module = Module(text, axis_sizes(own.parallel))
+    inside = [kernel for kernel in kernels(module) if kernel.runs > 1]
+    # What is rounded in the loop has tokens; no FP8 array is copied into another layout, and no sum of a matrix takes a kernel.
+    types = {i.name: i.result for among in module.computations.values() for i in among}
+    rounded = [types[kernel.name] for kernel in inside if "f8e" in types[kernel.name] and kernel.kind != "matmul"]
+    assert rounded
+    assert all(re.search(r"f8e\w+\[[\d,]*\b512\b", result) for result in rounded)
+    assert not [kernel.name for kernel in inside if kernel.kind == "copy" and "f8e" in types[kernel.name]]
+    assert sum(kernel.moved_bytes for kernel in inside if part_of(kernel) == "sums") < 2**16
 
 
 @needs_gpu_compiler
