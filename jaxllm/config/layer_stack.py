@@ -53,8 +53,8 @@ def sends_once(config: Config, microbatches: int, capability: Capability = HOPPE
 
     - in a pipeline;
     - with frozen weights, which have no gradients to reduce and are not sharded at these levels;
-    - with FP8 and several microbatches: XLA would keep stacks of transposed weights beside those that are gathered, and 8B with
-      `full` on 64 H100s take 62.4 GiB instead of 52.5 (JAX 0.10.2);
+    - with FP8 and several microbatches: XLA kept stacks of transposed weights beside those that are gathered, and 8B with
+      `full` on 64 H100s took 62.4 GiB instead of 52.5 (JAX 0.10.2; not tried again since FP8 arrays have fixed layouts);
     - with documents that are not packed, in layers with arrays of their own and several microbatches: the first and the last
       microbatch are outside a loop, where XLA makes all layers' zeros at once (has_own_layers), 43% more for 1B on two A100s;
     - in a step that measures the noise scale, of which this function does not know.

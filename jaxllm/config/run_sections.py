@@ -119,4 +119,4 @@ class RunConfig(Section):
     """Seconds that other work may take before the process counts as stuck: start, compilation, a batch of data or of an
     evaluation, a save."""
 
-    retired = {"xla_options": ([], "run.xla_options was removed, as its sets hid no more: leave it out, or set XLA_FLAGS.")}
+    retired = {"xla_options": ([], "run.xla_options was removed, as steps set what helps: leave it out, or set XLA_FLAGS.")}

@@ -51,9 +51,9 @@ EXPERTS_ERROR = 0.4
 """The same both ways for mixtures. A guess: the two steps of a mixture that a GPU ran are 10 to 15% slower than predicted, and
 no mixture is among the data."""
 ONE_GPU_ERROR = 0.065
-"""On one Hopper GPU, where `was_measured`: the largest absolute log(measured / predicted) of five steps of jaxllm on an
+"""On one Hopper GPU, where `was_measured`: the largest absolute log(measured / predicted) of four steps of jaxllm on an
 H100 (benchmarks/RESULTS.md, "On one H100"), three of which gave the constants. It is that of packed documents, whose shorter
-attention the model leaves out; the others are within 0.021."""
+attention the model leaves out; the others are within 0.021. A fifth, in FP8, ran as another program."""
 UNTIMED_FP8 = 0.09
 """By which FP8's low end is lower there: what its step saves by the model since it ran (docs/precision.md)."""
 LIMITS: Mapping[str, Mapping[tuple[int, int], tuple[int, int, int]]] = {

@@ -131,7 +131,7 @@ REFUSALS = {
     (
         "parallel.overlap_passes=true",
     ): "parallel.overlap_passes was removed, as tensor ranks in a ring wait less: leave it out.",
-    ("run.xla_options=[layer_combined]",): "run.xla_options was removed, as its sets hid no more: leave it out, or set "
+    ("run.xla_options=[layer_combined]",): "run.xla_options was removed, as steps set what helps: leave it out, or set "
     "XLA_FLAGS.",
     ("steps=3",): "Unknown key steps: did you mean train.steps?",
     ("train.steps.x=3",): "'train.steps.x=3' does not name a key: steps has no keys below it.",

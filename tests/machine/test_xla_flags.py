@@ -191,7 +191,7 @@ def test_one_gpu_hides_no_transfers_but_those_of_the_host(tiny_config):
 
 
 @pytest.mark.parametrize("dtype", ["model.compute_dtype=bfloat16", "model.matmul_dtype=fp8", "model.compute_dtype=float32"])
-def test_unrolled_layers_multiply_by_cublas_alone(tiny_config, dtype):
+def test_unrolled_layers_and_fp8_multiply_by_cublas_alone(tiny_config, dtype):
     """XLA would time each of the kernels that it generates for FP8: minutes for a step."""
     generates = "xla_gpu_enable_triton_gemm"
     unrolled, looped = (
