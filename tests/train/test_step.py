@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -132,7 +133,9 @@ def test_the_readme_names_the_files_that_a_step_runs_in(tiny_config):
     assert len(files) == 12
     assert f"twelve files of {round(lines, -2):,} lines" in said
     config = tiny_config("train.microbatch_sequences=4").resolve(1)
-    training = build_training(config, make_mesh(config.parallel, jax.devices()[:1]))
+    # The first trace also fills caches, if no test did so before.
+    first, training = (build_training(config, make_mesh(config.parallel, jax.devices()[:1])) for _ in range(2))
+    jax.eval_shape(first.step, first.layout(), random_batch(2, 4))
     layout, run, before = training.layout(), set(), sys.gettrace()
 
     def note(frame, event, argument):
@@ -151,4 +154,4 @@ def test_the_readme_names_the_files_that_a_step_runs_in(tiny_config):
     # JAX calls these two where it keeps a compiled program.
     run = [file for file, _ in run if file not in ("jaxllm/machine/program_cache.py", "jaxllm/private_jax.py")]
     share = sum(file in files for file in run) / len(run)
-    assert 0.88 < share < 0.92, share
+    assert 0.88 < share < 0.92, (share, sorted(Counter(run).items()))
