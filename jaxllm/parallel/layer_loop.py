@@ -81,10 +81,8 @@ def from_host(access: WeightAccess, layouts: Tree) -> WeightAccess:
     Args:
       layouts: of one layer.
     """
-    token, gather = partial(weights_token, layouts=layouts), access.gather
-    if gather is None:
-        return dataclasses.replace(access, gather=to_device, token=token)
-    return dataclasses.replace(access, gather=lambda row: gather(to_device(row)), token=token)
+    gather = access.gather or (lambda row: row)
+    return dataclasses.replace(access, gather=lambda row: gather(to_device(row)), token=partial(weights_token, layouts=layouts))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "begun"], meta_fields=[])
@@ -227,23 +225,28 @@ class LayerLoop:
         self._policy = policy_of(config.parallel.remat, config.model)
         # Layers per turn of the loop, as `lax.scan` takes it. True: all.
         self._unroll = True if config.model.scan_layers is False else 1
+        # In turns of two layers, what a forward pass gathers ahead has two places. In others XLA copies it into the carry.
+        in_pairs = self._unroll is not True and access.gather and not access.once and length > 2 and length % 2 == 0
+        self._unroll_forward = 2 if in_pairs else self._unroll
+        # Zeros would be written in each microbatch, and copied where stacks are alike: 25 of 1,555 ms for 8B with ZeRO 3. But
+        # of empty stacks each tensor rank gets all, and unrolled layers take 4% more memory.
+        self._empty = jnp.zeros if config.parallel.tensor > 1 or self._unroll is True else jax.lax.empty
         # The last layer's turns outside the loops follow each other, so that XLA would merge recomputation and forward pass.
         both_outside = self._keeps and access.scatter is not None
         self._block = remat(self._policy, block, in_loop=self._unroll == 1 and length > 1 and not both_outside)
 
     def new_ring(self, slots: int, layers: Tree, h_BSD: jax.Array, block_context: BlockContext) -> Ring:
-        """Room for the residuals of `slots` chunks. Only shapes of the arguments matter. The part on the device is zero."""
+        """Room for the residuals of `slots` chunks, undefined. Only shapes of the arguments matter."""
         weights, block_context = self._weights_shape(layers), block_context.of_layer(0)
         kept = jax.eval_shape(lambda w, h, s: extract(jax.vjp(self._block, w, h, s)[1]), weights, h_BSD, block_context)
         on_host = (False,) * len(jax.tree.leaves(kept))
         if self._policy.offload:
             on_host = waits_on_host(kept_names(self._block, weights, h_BSD, block_context, self._policy), self._policy)
         leaves, structure = jax.tree.flatten(kept)
-        shapes = [((slots * self.length, *x.shape), x.dtype) for x in leaves]
-        # Constant zeros would be one array for the rings of all microbatches that have a loop of their own: XLA keeps it, and
-        # copies it for each.
-        zeros = partial(jnp.full, fill_value=hidden_token(h_BSD)) if self._access.once else jnp.zeros
-        room = [empty_on_host(*at) if away else zeros(at[0], dtype=at[1]) for at, away in zip(shapes, on_host, strict=True)]
+        # Microbatches that have a loop of their own would otherwise have a ring each from the start of the step on.
+        empty = partial(jnp.full, fill_value=hidden_token(h_BSD)) if self._access.once else self._empty
+        places = (empty_on_host if away else empty for away in on_host)
+        room = [place((slots * self.length, *x.shape), dtype=x.dtype) for place, x in zip(places, leaves, strict=True)]
         return Ring(structure.unflatten(room), on_host)
 
     def forward(self, layers: Tree, ahead: Pass, ring: Ring | None = None, then: Any = None):
@@ -254,10 +257,9 @@ class LayerLoop:
         turn, kept = self._forward_turn(layers, ahead, then), None
         if self._keeps:
             kept = jax.tree.map(lambda w: jnp.zeros((self.length, *w.shape), w.dtype), self._weights_shape(layers))
-        block = partial(self._block, block_context=ahead.block_context.of_layer(0))
-        own = jax.eval_shape(lambda w, h: block(w, h)[1], self._weights_shape(layers), ahead.x_BSD)
-        losses = jax.tree.map(jnp.zeros_like, own)
-        carry = (ahead.x_BSD, losses, self._gathered(layers, ahead.chunk * self.length), ring, kept)
+        own = jax.eval_shape(self._block, self._weights_shape(layers), ahead.x_BSD, ahead.block_context.of_layer(0))[1]
+        weights = self._read(layers, ahead.chunk * self.length) if self._access.gather else None
+        carry = (ahead.x_BSD, jax.tree.map(jnp.zeros_like, own), weights, ring, kept)
         h_BSD, losses, weights, ring, kept = self._scan(turn, carry)
         return h_BSD, losses, ring, kept if self._keeps else weights
 
@@ -279,8 +281,8 @@ class LayerLoop:
     def _scan(self, turn, carry, *, reverse: bool = False):
         """Runs turn(number of a layer in its chunk, carry) -> carry over the layers of a chunk."""
         scanned = lambda carry, number: (turn(number, carry), None)  # noqa: E731
-        scan = partial(jax.lax.scan, scanned, reverse=reverse, unroll=self._unroll)
         sends = self._access.scatter if reverse else self._access.gather
+        scan = partial(jax.lax.scan, scanned, reverse=reverse, unroll=self._unroll if reverse else self._unroll_forward)
         if not self._access.once or sends is None:
             return scan(carry, jnp.arange(self.length))[0]
         last, others = self.length - 1, jnp.arange(self.length - 1)
@@ -348,13 +350,11 @@ class LayerLoop:
         return turn
 
     def _before_backward(self, layers, back: Pass, ring: Ring, sums: Tree, weights: Tree = None) -> BackwardCarry:
-        last, shapes = self.length - 1, self._weights_shape(layers)
-        if weights is None:
-            weights = self._gathered(layers, back.chunk * self.length + last)
+        last, adds_next = self.length - 1, self._adds_behind and not self._access.once
+        if weights is None and self._access.gather:
+            weights = self._read(layers, back.chunk * self.length + last)
         kept = ring.read(back.slot * self.length + last) if any(ring.on_host) else None
-        pending = None
-        if self._adds_behind and not self._access.once:
-            pending = jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), self._trained(shapes))
+        pending = jax.tree.map(jnp.zeros_like, self._trained(self._weights_shape(layers))) if adds_next else None
         return BackwardCarry(back.x_BSD, weights, kept, pending, sums, self._tap.zeros() if self._tap else None)
 
     def _from_ring(self, ring: Ring, slot, number) -> Tree:
@@ -395,17 +395,17 @@ class LayerLoop:
     def _add(self, sums: Tree, number, gradients: Tree, valid) -> Tree:
         """`sums` with a layer's gradients added in place. If not `valid`, zeros are added."""
 
-        def add(here, gradient):
-            return here + jnp.where(valid, gradient, 0).astype(here.dtype)
+        def add(stack, gradient):
+            row = jax.lax.dynamic_index_in_dim(stack, number, keepdims=self._access.scatter is None)
+            new = row + jnp.where(valid, gradient, 0).astype(row.dtype).reshape(row.shape)
+            return jax.lax.dynamic_update_slice_in_dim(stack, new.reshape(1, *gradient.shape), number, 0)
 
         if self._access.once:
             # These are a layer's first or last. XLA would also move an all-reduce out of a loop that adds its results.
             return _write(sums, number, jax.tree.map(lambda stack, g: g.astype(stack.dtype), sums, gradients))
-        return _write(sums, number, jax.tree.map(add, _row(sums, number), gradients))
-
-    def _gathered(self, layers: Tree, number) -> Tree:
-        """A layer's gathered weights; None where weights are not gathered and each turn reads its own."""
-        return self._read(layers, number) if self._access.gather else None
+        # One kernel reads and writes a full sum if nothing reshapes its row: 113 of 6,637 ms of 8B in two stages. With shards
+        # it gains nothing, and beside context ranks XLA's scheduler leaves more gathers bare, 128 of 1,715 ms.
+        return jax.tree.map(add, sums, gradients)
 
     def _read(self, layers: Tree, number) -> Tree:
         weights = _row(layers, number)
