@@ -267,10 +267,8 @@ class ModelConfig(Section):
             )
         if self.no_rope_every is not None and self.no_rope_every > self.num_layers:
             raise refuse(f"model.no_rope_every={self.no_rope_every} is on none of {self.num_layers} layers: set it to null.")
-        if self.head_dim % 2:
-            raise refuse(
-                f"model.head_dim={self.head_dim} is odd, and rotary embeddings rotate pairs: make it {self.head_dim + 1}."
-            )
+        if (H := self.head_dim) % 2:
+            raise refuse(f"model.head_dim={H} is odd, and rotary embeddings rotate pairs: make it {H + 1}.")
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
             raise refuse(
                 f"model.rope_theta={self.rope_theta} must be above 1 with rope_type=yarn: later pairs turn more slowly."

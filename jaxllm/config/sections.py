@@ -83,6 +83,8 @@ class ParallelConfig(Section):
     """For predictions: milliseconds of a message between replicas, half of what ping prints. null: as between hosts."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data ranks; 1 shards master weights and moments; 2 also gradients; 3 also weights (FSDP)."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which ranks send and add a microbatch's gradients with ZeRO 2 and 3. bfloat16 halves those bytes, and rounds."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """gpipe: all microbatches forward, then all backward; memory grows with their number. 1f1b: forward and backward in turn,
     in constant memory. interleaved: 1f1b over virtual stages; the bubble is 1/virtual_stages as long."""
@@ -123,13 +125,13 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.reduce_dtype != "float32" and self.zero < 2:
+            raise refuse(f"parallel.reduce_dtype={self.reduce_dtype} is for ZeRO 2 and 3: set parallel.zero, or float32.")
         if (V := self.virtual_stages) > 1 and self.pipe == 1:
             raise refuse(f"parallel.virtual_stages={V} needs a pipeline: set parallel.pipe, or virtual_stages=1.")
         if self.pipe > 1 and (V > 1) != (self.schedule == "interleaved"):
-            raise refuse(
-                f"parallel.schedule={self.schedule} and parallel.virtual_stages={V} do not go together: interleaved takes 2 or "
-                f"more, 1f1b and gpipe take 1."
-            )
+            found = f"parallel.schedule={self.schedule} and parallel.virtual_stages={V}"
+            raise refuse(f"{found} do not go together: interleaved takes 2 or more, 1f1b and gpipe take 1.")
         return self
 
 

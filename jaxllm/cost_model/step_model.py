@@ -8,7 +8,7 @@ from math import prod
 from jaxllm.config import Config
 from jaxllm.config.attention import HOPPER
 from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, host_sum_itemsize, rings_tensor, sends_once
-from jaxllm.config.types import MASTER_ON_HOST
+from jaxllm.config.types import ITEMSIZE, MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, context_method
 from jaxllm.cost_model.flops import moments_per_parameter, train_flops_per_token, trained_matrices
 from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
@@ -331,7 +331,8 @@ class StepModel(LayerCompute):
     def layerwise_data_s(self) -> tuple[float, float]:
         """(gather, scatter) of a layer. ZeRO 2 scatters its gradients behind the backward of the layer before it; ZeRO 3 also
         gathers its weights behind the layer that is computed before it, in both passes (layer_loop.py)."""
-        scatter_s = self.layerwise_s(4, self.trained_parameters, self.count(self.of_experts - self.frozen, self.experts))
+        sent = ITEMSIZE[self.parallel.reduce_dtype]
+        scatter_s = self.layerwise_s(sent, self.trained_parameters, self.count(self.of_experts - self.frozen, self.experts))
         if self.parallel.zero == 2:
             return 0.0, scatter_s
         return self.layerwise_s(self.itemsize, self.layer_parameters, self.count(self.of_experts, self.experts)), scatter_s
@@ -460,7 +461,8 @@ class StepModel(LayerCompute):
                 transfers.add("data", behind * all_gather_s(self.itemsize * layer, group, links), forward_s)
         reduced, gathered = (rest + (0 if zero >= level else bare) * layer for level in (2, 3))
         each = self.M if self.P == 1 else 1
-        transfers.add("data", reduce_s(4 * reduced, group, links), times=each if zero >= 2 else 1)
+        sent = 4 if self.P > 1 else ITEMSIZE[self.parallel.reduce_dtype]
+        transfers.add("data", reduce_s(sent * reduced, group, links), times=each if zero >= 2 else 1)
         if zero == 3 and self.P == 1:
             # Frozen weights are sharded too.
             gathered = self.vocabulary_parameters()

@@ -110,7 +110,7 @@ class ParallelContext:
         )
         shards_gradients = parallel.zero >= 2 and sizes[DATA] * sizes[CONTEXT] > 1
         of_gradients, dims = trained(layouts, table), len(stacking_of(config).shape)
-        zero = Zero(parallel.zero, layouts, dims, trained=of_gradients) if shards_gradients else None
+        zero = Zero(parallel, layouts, dims, trained=of_gradients) if shards_gradients else None
         return cls(config, mesh, graph, table, layouts, attention, ops, zero, loss)
 
     def sending_once(self, microbatches: int) -> ParallelContext | None:
@@ -119,7 +119,7 @@ class ParallelContext:
         device = self.mesh.devices.flat[0]
         if not sends_once(self.config, microbatches, compute_capability(device)):
             return None
-        return replace(self, zero=Zero(self.config.parallel.zero, self.layouts, in_order=device.platform == "cpu"))
+        return replace(self, zero=Zero(self.config.parallel, self.layouts, in_order=device.platform == "cpu"))
 
     @cached_property
     def sizes(self) -> dict[str, int]:

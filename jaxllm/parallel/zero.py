@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxllm.config import ParallelConfig
 from jaxllm.mesh.axes import DATA, ZERO_AXES
 from jaxllm.mesh.sharding import Layout, tensor_shard_map, tensor_specs, unstack_layout
 from jaxllm.parallel.expert_parallel import alike
@@ -48,7 +49,7 @@ class Zero:
     """How weights are gathered and their gradients reduced.
 
     Args:
-      level: of ZeRO. Below 2 each layer is sent once in a step, in phases.
+      parallel: its `zero` and `reduce_dtype`. With ZeRO 0 and 1 each layer is sent once in a step, in phases.
       layouts: nested dict of Layout; under "layers" they count the stack's leading dims, which the layer loop strips.
       stack_dims: how many those are.
       trained: the part of `layouts` that has gradients; None: all.
@@ -57,13 +58,15 @@ class Zero:
         wait for each other forever.
     """
 
-    def __init__(self, level: int, layouts: Tree, stack_dims: int = 1, in_order: bool = False, trained: Tree | None = None):
+    def __init__(self, parallel: ParallelConfig, layouts: Tree, stack_dims: int = 1, in_order=False, trained: Any = None):
         of_layer = partial(jax.tree.map, partial(unstack_layout, stack_dims=stack_dims))
         layer, given = of_layer(layouts["layers"]), trained or layouts
         rest = {name: tree for name, tree in layouts.items() if name != "layers"}
-        self.level, self.once, self._in_order, self.layouts = level, level < 2, in_order, {**rest, "layer": layer}
+        self.level, self.once = parallel.zero, parallel.zero < 2
+        self._in_order, self.layouts = in_order, {**rest, "layer": layer}
         self._rest, self._trained = rest, [name for name in rest if name in given]
-        self.gather_layer, self._scatter_layer = _gather(layer, self.once), _scatter(of_layer(given["layers"]), self.once)
+        self.gather_layer, self._scatter = _gather(layer, self.once), partial(_scatter, parallel.reduce_dtype)
+        self._scatter_layer = self._scatter(of_layer(given["layers"]), self.once)
 
     def access(self, phase: Phase = Phase()) -> WeightAccess:
         """To one layer, for a loop over layers: in a phase, or in every microbatch of levels 2 and 3."""
@@ -100,7 +103,7 @@ class Zero:
 
         def backward(_, cotangents):
             dx, new_sums, before = cotangents
-            reduced = _scatter(layouts)(new_sums)
+            reduced = self._scatter(layouts)(new_sums)
             done = weights_token(reduced, layouts)
             tokens = weights_token(new_sums, layouts), before, *([done] if self._in_order else [])
             return after(dx, *tokens), reduced, done
@@ -120,7 +123,7 @@ class Zero:
 
         def backward(sums, g):
             with jax.named_scope("gradient_sums"):
-                sums = jax.tree.map(jnp.add, sums, _scatter({name: self._rest[name] for name in g})(g))
+                sums = jax.tree.map(jnp.add, sums, self._scatter({name: self._rest[name] for name in g})(g))
             return None, Accumulators(sums, tap.on_microbatch(g) if tap else None)
 
         take.defvjp(lambda weights, own: (take(weights, own), own.sums), backward)
@@ -149,7 +152,7 @@ def _gather(layouts: Tree, keeps: bool = False) -> Callable[[Tree], Tree]:
         def one(w, layout):
             if layout.zero_dim is None:
                 return w
-            w = layout.cut(_gathered(w, layout.zero_dim, layout.expert_ranks))
+            w = layout.cut(_among(jax.lax.all_gather, w, layout, axis=layout.zero_dim))
             return jax.lax.optimization_barrier(in_row_major(w)) if keeps else w
 
         return jax.tree.map(one, weights, layouts)
@@ -157,18 +160,18 @@ def _gather(layouts: Tree, keeps: bool = False) -> Callable[[Tree], Tree]:
     return partial(_per_tensor_rank, local, layouts)
 
 
-def _scatter(layouts: Tree, in_place: bool = False) -> Callable[[Tree], Tree]:
-    """Sums over the ranks in float32. Each rank keeps its shard, or the full sum of what ZeRO does not shard. With `in_place` a
-    shard has the layout of the sums whose place it takes. XLA would copy their whole stacks into its own: 3.4 GiB of 41 for 8B
-    at tensor 2."""
+def _scatter(sent: Any, layouts: Tree, in_place: bool = False) -> Callable[[Tree], Tree]:
+    """Float32 sums over the ranks, added in the dtype `sent`. Each rank keeps its shard, or the full sum of what ZeRO does not
+    shard, which is added in float32. With `in_place` a shard has the layout of the sums whose place it takes. XLA would copy
+    their whole stacks into its own: 3.4 GiB of 41 for 8B at tensor 2."""
 
     @jax.named_scope("zero_scatter")
     def local(gradients):
         def one(g, layout):
-            g = layout.padded(g.astype(jnp.float32))
+            g = layout.padded(g.astype(jnp.float32 if layout.zero_dim is None else sent))
             if layout.zero_dim is None:
                 return jax.lax.psum(g, ZERO_AXES)
-            shard = _scattered(g, layout.zero_dim, layout.expert_ranks)
+            shard = _among(jax.lax.psum_scatter, g, layout, scatter_dimension=layout.zero_dim).astype(jnp.float32)
             return in_row_major(shard) if in_place else shard
 
         return jax.tree.map(one, gradients, layouts)
@@ -176,18 +179,12 @@ def _scatter(layouts: Tree, in_place: bool = False) -> Callable[[Tree], Tree]:
     return partial(_per_tensor_rank, local, layouts)
 
 
-def _gathered(w: jax.Array, dim: int, expert_ranks: int) -> jax.Array:
-    if expert_ranks == 1:
-        return jax.lax.all_gather(w, ZERO_AXES, axis=dim, tiled=True)
-    groups = alike(jax.lax.axis_size(DATA), expert_ranks)
-    return jax.lax.all_gather(w, DATA, axis=dim, tiled=True, axis_index_groups=groups) if groups[0][1:] else w
-
-
-def _scattered(g: jax.Array, dim: int, expert_ranks: int) -> jax.Array:
-    if expert_ranks == 1:
-        return jax.lax.psum_scatter(g, ZERO_AXES, scatter_dimension=dim, tiled=True)
-    groups, of = alike(jax.lax.axis_size(DATA), expert_ranks), {"scatter_dimension": dim, "tiled": True}
-    return jax.lax.psum_scatter(g, DATA, axis_index_groups=groups, **of) if groups[0][1:] else g
+def _among(collective: Callable[..., jax.Array], x: jax.Array, layout: Layout, **dim: int) -> jax.Array:
+    """The collective over the ranks among which a weight is sharded: for experts those that hold the same ones."""
+    if layout.expert_ranks == 1:
+        return collective(x, ZERO_AXES, tiled=True, **dim)
+    groups = alike(jax.lax.axis_size(DATA), layout.expert_ranks)
+    return collective(x, DATA, axis_index_groups=groups, tiled=True, **dim) if groups[0][1:] else x
 
 
 def _per_tensor_rank(function: Callable[[Tree], Tree], layouts: Tree, tree: Tree) -> Tree:

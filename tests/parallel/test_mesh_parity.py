@@ -87,6 +87,16 @@ def test_unrolled_layers_take_every_level(make_run, one_device, level, mesh):
     check(make_run(level, mesh, "mqa-tied", "model.scan_layers=false"), "mqa-tied", one_device)
 
 
+def test_gradients_of_ranks_are_added_in_bfloat16_on_request(make_run, one_device):
+    """Within four roundings to 8 bits, of a microbatch's gradients and of their sums."""
+    run = make_run(3, (4, 1), "mqa-tied", "parallel.reduce_dtype=bfloat16")
+    expected = trimmed(one_device("mqa-tied")[1], 256)
+    found = trimmed(run.gradients()[1], 256)
+    assert_close(found, expected, 4 * 2**-9)
+    errors = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), found, expected)
+    assert min(jax.tree.leaves(errors)) > 2**-12, "float32"
+
+
 @pytest.fixture(scope="module")
 def twenty_losses(make_run):
     return functools.cache(lambda variant: make_run(0, (1, 1), variant).losses(20))
