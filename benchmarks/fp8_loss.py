@@ -5,8 +5,8 @@ python benchmarks/fp8_loss.py --study reduce_dtype                              
 python benchmarks/fp8_loss.py --dry-run                                              a trial at tiny sizes
 
 On a CPU the rounding is FP8 and the sums are float32; on a GPU from Ada on, the hardware does both. The output is the mean
-training loss (nats per token) of each tenth of the run, and its difference from the first kind's, step by step on the same
-batch.
+training loss (nats per token) of each tenth of the run, and its difference from that of the first row, step by step on the
+same batch.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Units:
     microbatch: np.ndarray
     """int32, below M."""
     slot: np.ndarray
-    """int32, below Schedule.slots: the slot written (forward) or read (backward). Forward writes also where not valid."""
+    """int32, below Schedule.slots: the slot written (forward) or read (backward), also where not valid."""
     valid: np.ndarray
     """bool."""
 

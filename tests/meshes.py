@@ -41,7 +41,7 @@ class Run:
         return {name: put(a) for name, a in arrays.items()}
 
     def gradients(self, seed=0):
-        """They read nothing of a ring that was not written before."""
+        """With rings of nan where they are undefined: what depends on a row that was not written is nan."""
         with jax.set_mesh(self.mesh), mock.patch.object(jax.lax, "empty", all_nan):
             return jax.jit(self.functions.value_and_grad)(self.state.params, self.place(self.batch(seed)))
 

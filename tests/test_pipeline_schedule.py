@@ -41,6 +41,20 @@ SMALL = [(GPIPE, 3, 4, 1), (ONE_F_ONE_B, 3, 5, 1), (INTERLEAVED, 2, 2, 2), (INTE
 
 
 @given(pipelines())
+def test_no_stage_reads_a_slot_that_was_never_written(pipeline):
+    """Whether or not its tick is valid: a new ring is undefined."""
+    schedule = make_schedule(pipeline[0], *pipeline[1:])
+    forward, backward = schedule.forward, schedule.backward
+    for stage in range(schedule.stages):
+        written = set()
+        for tick in range(schedule.ticks):
+            if forward.valid[tick].any():
+                written.add(int(forward.slot[tick, stage]))
+            if backward.valid[tick].any():
+                assert int(backward.slot[tick, stage]) in written, (tick, stage)
+
+
+@given(pipelines())
 def test_ticks_and_slots_are_as_in_theory(pipeline):
     name, P, M, V = pipeline
     schedule = make_schedule(*pipeline)

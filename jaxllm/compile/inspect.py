@@ -77,7 +77,7 @@ def precision_table(config: Config) -> tuple[PrecisionRow, ...]:
         PrecisionRow("gradient of the head", product, "float32", "float32"),
         PrecisionRow("gradient of its input", product, "float32", dtype),
         PrecisionRow("gradients over microbatches", dtype, "float32", "float32"),
-        PrecisionRow("gradients over data, context", "float32", "float32", "float32"),
+        PrecisionRow("gradients over data, context", (sent := config.parallel.reduce_dtype), sent, "float32"),
     ]
     if has_experts(config.model):
         # Exact: what it multiplies was rounded to the compute dtype.

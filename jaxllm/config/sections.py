@@ -84,7 +84,7 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicates the state over data ranks; 1 shards master weights and moments; 2 also gradients; 3 also weights (FSDP)."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which ranks send and add a microbatch's gradients with ZeRO 2 and 3. bfloat16 halves those bytes, and rounds."""
+    """Dtype in which ranks send and add a microbatch's gradients with ZeRO 2 and 3. bfloat16 halves the bytes, and rounds."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """gpipe: all microbatches forward, then all backward; memory grows with their number. 1f1b: forward and backward in turn,
     in constant memory. interleaved: 1f1b over virtual stages; the bubble is 1/virtual_stages as long."""
@@ -126,7 +126,7 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _check(self):
         if self.reduce_dtype != "float32" and self.zero < 2:
-            raise refuse(f"parallel.reduce_dtype={self.reduce_dtype} is for ZeRO 2 and 3: set parallel.zero, or float32.")
+            raise refuse(f"parallel.reduce_dtype={self.reduce_dtype} is for ZeRO 2 and 3: set zero=2, or leave it out.")
         if (V := self.virtual_stages) > 1 and self.pipe == 1:
             raise refuse(f"parallel.virtual_stages={V} needs a pipeline: set parallel.pipe, or virtual_stages=1.")
         if self.pipe > 1 and (V > 1) != (self.schedule == "interleaved"):

@@ -149,7 +149,7 @@ class Step(StepSizes):
         return size + (FLOAT32 * self.trained_head.compute if self.runs_ahead or self.many_ranks else product)
 
     def head_shared_out(self) -> dict[str, float]:
-        """Terms while the head gradient is reduce-scattered: in float32, beside the product it comes from."""
+        """Terms while the head gradient is reduce-scattered: as if in float32, beside the product it comes from."""
         size, alone = FLOAT32 * self.trained_head.compute, self.loss_chunks == 1
         if alone and not self.many_ranks:
             product_and_logits = self.itemsize * (self.head.compute + self.tokens * self.rows)

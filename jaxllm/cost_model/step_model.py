@@ -439,8 +439,8 @@ class StepModel(LayerCompute):
         transfers.add("pipe", reduce_s, times=2 * self.M)
 
     def add_step_data(self, transfers: Transfers, forward_s: float, backward_s: float) -> None:
-        """Transfers over data x context: float32 gradients and weights in the compute dtype, except those that each microbatch
-        sends layer by layer.
+        """Transfers over data x context: gradients in `reduce_dtype`, in a pipeline float32, and weights in the compute dtype,
+        except those that each microbatch sends layer by layer.
 
         In a pipeline, every tick needs embedding and head, so they are sharded only for the update. Without a pipeline, ZeRO 2
         scatters their gradients in every microbatch, and ZeRO 3 gathers them too. ZeRO 0 and 1 send a layer behind the others:

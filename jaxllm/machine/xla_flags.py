@@ -158,10 +158,10 @@ LAYER_COMBINED = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("a
 
 
 def layer_combined(config: Config) -> dict[str, int]:
-    """Combines collectives up to one layer's bytes on a rank: of its weights in the compute dtype, of the float32 shards of its
-    reduced gradients, of its full float32 gradients. By default a large model's matrices travel one by one, with a start-up
-    time each; and the gradients of unrolled layers, whose shards over many ranks are small, all at once after the backward
-    pass. With this there is one transfer per layer.
+    """Combines collectives up to one layer's bytes on a rank: of its weights in the compute dtype, of its shards of reduced
+    gradients in `reduce_dtype`, of its full float32 gradients. By default a large model's matrices travel one by one, with a
+    start-up time each; and the gradients of unrolled layers, whose shards over many ranks are small, all at once after the
+    backward pass. With this there is one transfer per layer.
     """
     ranks = int(config.parallel.data) * config.parallel.context
     here = {path: e for path, e in parameters(config.model, config.parallel).items() if path.startswith(LAYERS)}
@@ -170,7 +170,7 @@ def layer_combined(config: Config) -> dict[str, int]:
     # What is sharded arrives with the zeros that ZeRO pads; of experts that ranks share, a rank's own.
     gathered = sum(e.compute if e.master == e.compute or path in of_rank else ranks * e.master for path, e in here.items())
     reduced, summed = sum(e.master for e in layer), sum(e.compute for e in layer)
-    sizes = ITEMSIZE[config.model.compute_dtype] * gathered, 4 * reduced, 4 * summed
+    sizes = ITEMSIZE[config.model.compute_dtype] * gathered, ITEMSIZE[config.parallel.reduce_dtype] * reduced, 4 * summed
     return dict(zip(LAYER_COMBINED, sizes, strict=True))
 
 

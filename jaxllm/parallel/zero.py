@@ -161,9 +161,9 @@ def _gather(layouts: Tree, keeps: bool = False) -> Callable[[Tree], Tree]:
 
 
 def _scatter(sent: Any, layouts: Tree, in_place: bool = False) -> Callable[[Tree], Tree]:
-    """Float32 sums over the ranks, added in the dtype `sent`. Each rank keeps its shard, or the full sum of what ZeRO does not
-    shard, which is added in float32. With `in_place` a shard has the layout of the sums whose place it takes. XLA would copy
-    their whole stacks into its own: 3.4 GiB of 41 for 8B at tensor 2."""
+    """Float32 sums over the ranks, of terms in the dtype `sent`. Each rank keeps its shard, or the full sum, always of float32,
+    of what ZeRO does not shard. With `in_place` a shard has the layout of the sums whose place it takes. XLA would copy their
+    whole stacks into its own: 3.4 GiB of 41 for 8B at tensor 2."""
 
     @jax.named_scope("zero_scatter")
     def local(gradients):

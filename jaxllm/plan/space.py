@@ -88,6 +88,7 @@ class Choice:
         parallel = self.settings
         train = {"microbatch_sequences": parallel.pop("microbatch_sequences")}
         update: dict[str, Any] = {"train": config.train.model_copy(update=train)}
+        parallel |= {} if parallel["zero"] > 1 else {"reduce_dtype": "float32"}
         update["parallel"] = config.parallel.model_copy(update=parallel)
         if config.run.cpu_devices is not None:
             # A recipe for a small test names CPU devices; a plan is for GPUs.

@@ -31,6 +31,7 @@ REFUSALS = {
     ),
     ("model.num_kv_heads=5",): "model.num_heads=32 is not a multiple of model.num_kv_heads=5: use one of [1, 2, 4, 8, 16, 32]",
     ("model.head_dim=33",): "model.head_dim=33 is odd, and rotary embeddings rotate pairs: make it 34.",
+    ("parallel.reduce_dtype=bfloat16",): "parallel.reduce_dtype=bfloat16 is for ZeRO 2 and 3: set zero=2, or leave it out.",
     ("parallel.zero=4",): "parallel.zero=4 is not one of the choices: use 0, 1, 2, 3.",
     ("model.compute_dtype=fp16",): "model.compute_dtype=fp16 is not one of the choices: use bfloat16, float32.",
     ("train.steps=0",): "train.steps=0 is not valid: it should be greater than or equal to 1.",

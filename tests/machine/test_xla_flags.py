@@ -209,6 +209,10 @@ def test_collectives_are_combined_up_to_a_layer(tiny_config, monkeypatch):
     # 32 x 8 x (4 + 4 + 2 + 2) of attention and 3 x 32 x 64, float32, over two tensor ranks, and two norms.
     two = tiny_config("parallel.tensor=2", "parallel.zero=3").resolve(4)
     assert xla_flags.compile_options(two, H100)[combined] == 4 * (32 * 8 * 12 + 3 * 32 * 64) // 2 + 4 * 2 * 32
+    halved = tiny_config("parallel.data=4", "parallel.zero=3", "parallel.reduce_dtype=bfloat16").resolve(4)
+    whole = halved.model_copy(update={"parallel": halved.parallel.model_copy(update={"reduce_dtype": "float32"})})
+    scatter = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+    assert 2 * xla_flags.layer_combined(halved)[scatter] == xla_flags.layer_combined(whole)[scatter] > 0
     experts = ("model.num_experts=4", "model.experts_per_token=2", "parallel.zero=3", "model.compute_dtype=bfloat16")
     shared = tiny_config(*experts, "parallel.expert=2").resolve(4)
     # The router and half of the experts, in bfloat16.

@@ -196,7 +196,7 @@ def test_zero_3_gathers_one_layer_at_a_time_behind_matmuls(gpu_step):
     gathers = [c for c in step.over("data") if c.kind == "all-gather"]
     assert {dtype for c in gathers for dtype, _ in c.buffers} == {"bf16"}
     in_layers = [c for c in gathers if len(c.loops) == 2]
-    # One loop forward, of two layers a turn, and one backward; XLA may take one turn out of either.
+    # One loop forward, of two layers a turn, and one backward, of which XLA may take one turn out.
     assert sorted(c.executed for c in in_layers)[:2] == [M * L // 2] * 2
     assert len(in_layers) == 3
     for c in in_layers:

@@ -1,6 +1,7 @@
 """The search: its space is all that Config accepts, its winner is the best, and no configuration is lost."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
@@ -36,6 +37,18 @@ from jaxllm.plan.space import (
 )
 
 H100 = GPUS["h100-80gb"]
+
+
+def test_a_choice_with_zero_0_or_1_adds_gradients_in_float32():
+    """Config refuses bfloat16 there."""
+    found = small("parallel.data=4", "parallel.zero=2", "parallel.reduce_dtype=bfloat16").resolve(4)
+    choice = choice_in(found)
+    assert choice.applied_to(found).parallel.reduce_dtype == "bfloat16"
+    applied = dataclasses.replace(choice, zero=1).applied_to(found)
+    assert applied.parallel.reduce_dtype == "float32"
+    assert load_config(recipe(applied)).resolve(4) == applied
+
+
 AXES = ("pipe", "data", "context", "tensor")
 
 
