@@ -269,8 +269,6 @@ class ModelConfig(Section):
             raise refuse(f"model.no_rope_every={self.no_rope_every} is on none of {self.num_layers} layers: set it to null.")
         if (H := self.head_dim) % 2:
             raise refuse(f"model.head_dim={H} is odd, and rotary embeddings rotate pairs: make it {H + 1}.")
-        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
-            raise refuse(
-                f"model.rope_theta={self.rope_theta} must be above 1 with rope_type=yarn: later pairs turn more slowly."
-            )
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and (base := self.rope_theta) <= 1:
+            raise refuse(f"model.rope_theta={base} must be above 1 with rope_type=yarn: later pairs turn more slowly.")
         return self

@@ -225,8 +225,10 @@ class LayerLoop:
         self._policy = policy_of(config.parallel.remat, config.model)
         # Layers per turn of the loop, as `lax.scan` takes it. True: all.
         self._unroll = True if config.model.scan_layers is False else 1
-        # In turns of two layers, what a forward pass gathers ahead has two places. With one, XLA copies it into the carry.
-        in_pairs = self._unroll is not True and access.gather and not access.once and length > 2 and length % 2 == 0
+        # In turns of two layers, what a forward pass gathers ahead has two places. With one, XLA copies it into the carry. But
+        # beside context ranks its scheduler leaves gathers bare: 70B with `offload` on 64 H100s would wait 2.4 s, not 0.8.
+        gathers_ahead = access.gather and not access.once and config.parallel.context == 1
+        in_pairs = gathers_ahead and self._unroll is not True and length > 2 and length % 2 == 0
         self._unroll_forward = 2 if in_pairs else self._unroll
         # Zeros would be written in each microbatch, and copied where stacks are alike: 25 of 1,555 ms for 8B with ZeRO 3. But
         # XLA does not shard an empty stack over tensor ranks, and beside it unrolled layers take 4% more memory.
@@ -403,8 +405,8 @@ class LayerLoop:
         if self._access.once:
             # These are a layer's first or last. XLA would also move an all-reduce out of a loop that adds its results.
             return _write(sums, number, jax.tree.map(lambda stack, g: g.astype(stack.dtype), sums, gradients))
-        # One kernel reads and writes a full sum if nothing reshapes its row: 113 of 6,637 ms of 8B in two stages. Shards
-        # keep the reshape: they gain nothing, and with context ranks XLA's scheduler leaves more gathers bare, 128 of 1,715 ms.
+        # One kernel reads and writes a full sum if nothing reshapes its row: 113 of 6,637 ms of 8B in two stages. Sums of shards
+        # gain nothing so: XLA copies gathered weights instead.
         return jax.tree.map(add, sums, gradients)
 
     def _read(self, layers: Tree, number) -> Tree:
