@@ -405,8 +405,8 @@ class LayerLoop:
         if self._access.once:
             # These are a layer's first or last. XLA would also move an all-reduce out of a loop that adds its results.
             return _write(sums, number, jax.tree.map(lambda stack, g: g.astype(stack.dtype), sums, gradients))
-        # One kernel reads and writes a full sum if nothing reshapes its row: 113 of 6,637 ms of 8B in two stages. Sums of shards
-        # gain nothing so: XLA copies gathered weights instead.
+        # One kernel reads and writes a full sum if nothing reshapes its row: 113 of 6,637 ms of 8B in two stages. With sums of
+        # shards nothing is gained: XLA copies gathered weights instead.
         return jax.tree.map(add, sums, gradients)
 
     def _read(self, layers: Tree, number) -> Tree:
