@@ -87,6 +87,14 @@ def test_unrolled_layers_take_every_level(make_run, one_device, level, mesh):
     check(make_run(level, mesh, "mqa-tied", "model.scan_layers=false"), "mqa-tied", one_device)
 
 
+def test_a_forward_pass_in_pairs_of_layers_equals_one_device(make_run):
+    """Four layers: a loop over three, as above, is not in pairs."""
+    expected_loss, expected = make_run(0, (1, 1), "gqa-untied", "model.num_layers=4").gradients()
+    loss, gradients = make_run(3, (4, 1), "gqa-untied", "model.num_layers=4").gradients()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(trimmed(gradients, 258), trimmed(expected, 258), 2e-6)
+
+
 def test_gradients_of_ranks_are_added_in_bfloat16_on_request(make_run, one_device):
     """Within four roundings to 8 bits, of a microbatch's gradients and of their sums."""
     run = make_run(3, (4, 1), "mqa-tied", "parallel.reduce_dtype=bfloat16")

@@ -37,6 +37,7 @@ from jaxllm.plan.space import (
 )
 
 H100 = GPUS["h100-80gb"]
+AXES = ("pipe", "data", "context", "tensor")
 
 
 def test_a_choice_with_zero_0_or_1_adds_gradients_in_float32():
@@ -47,9 +48,6 @@ def test_a_choice_with_zero_0_or_1_adds_gradients_in_float32():
     applied = dataclasses.replace(choice, zero=1).applied_to(found)
     assert applied.parallel.reduce_dtype == "float32"
     assert load_config(recipe(applied)).resolve(4) == applied
-
-
-AXES = ("pipe", "data", "context", "tensor")
 
 
 def find(config, gpu, gpus=8, gpus_per_host=None, *, keep=(), **options):

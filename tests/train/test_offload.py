@@ -29,13 +29,7 @@ MESHES = {
     "zero 0": ("parallel.data=2", "parallel.zero=0"),
     "zero 1, tensor": ("parallel.data=2", "parallel.tensor=2", "parallel.zero=1", "model.tie_embeddings=true"),
     "zero 2, context": ("parallel.data=2", "parallel.context=2", "parallel.zero=2"),
-    "zero 3, context": (
-        "parallel.data=2",
-        "parallel.context=2",
-        "parallel.zero=3",
-        "parallel.remat=offload",
-        "model.num_layers=4",
-    ),
+    "zero 3, context": ("parallel.data=2", "parallel.context=2", "parallel.zero=3", "parallel.remat=offload"),
     "zero 3, tensor": ("parallel.data=2", "parallel.tensor=2", "parallel.zero=3", "model.vocab_size=257"),
 }
 
