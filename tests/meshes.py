@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.mesh.axes import axis_sizes, batch_sharding, make_mesh
 from jaxllm.parallel.parameters import over_layers, stacking_of
 from jaxllm.parallel.zigzag import order
-from jaxllm.train.build import build_training
-from jaxllm.train.given import Given
+from jaxllm.train.build import Given, build_training
 
 
 class Run:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_check import WrongTable, check
 
 from jaxllm.config import ConfigError, load_config
 from jaxllm.pipeline_schedule import (
@@ -16,7 +17,6 @@ from jaxllm.pipeline_schedule import (
     ONE_F_ONE_B,
     Group,
     ScheduleError,
-    check,
     forward_only,
     idle_share,
     make_schedule,
@@ -52,6 +52,18 @@ def test_no_stage_reads_a_slot_that_was_never_written(pipeline):
                 written.add(int(forward.slot[tick, stage]))
             if backward.valid[tick].any():
                 assert int(backward.slot[tick, stage]) in written, (tick, stage)
+
+
+@given(pipelines())
+def test_every_table_is_right(pipeline):
+    check(make_schedule(*pipeline))
+    check(forward_only(*pipeline[1:]))
+
+
+@pytest.mark.parametrize("pipeline", [(GPIPE, 64, 5, 1), (ONE_F_ONE_B, 64, 200, 1), (INTERLEAVED, 32, 128, 10)])
+def test_tables_of_large_pipelines_are_right(pipeline):
+    check(make_schedule(*pipeline))
+    check(forward_only(*pipeline[1:]))
 
 
 @given(pipelines())
@@ -192,7 +204,7 @@ def test_no_entry_of_a_unit_can_be_changed_unseen(pipeline, way):
             limits = {"chunk": V, "microbatch": M, "slot": schedule.slots}
             wrong += [(name, v) for name, n in limits.items() for v in range(-1, n + 1) if v != getattr(units, name)[place]]
         for name, value in wrong:
-            with pytest.raises(ScheduleError, match=r"[Tt]ick \d|[Ss]tage \d"):
+            with pytest.raises(WrongTable, match=r"[Tt]ick \d|[Ss]tage \d"):
                 check(changed(schedule, f"{way}.{name}", place, value))
             faults += 1
     assert faults > 100 * (M * V > 4)
@@ -209,7 +221,7 @@ def test_what_a_waiting_stage_writes_may_hit_no_live_slot(pipeline):
             mutated = changed(schedule, "forward.slot", (t, i), slot)
             if slot in live:
                 hits += 1
-                with pytest.raises(ScheduleError, match=rf"Tick {t}, stage {i}, .*overwritten before their backward"):
+                with pytest.raises(WrongTable, match=rf"Tick {t}, stage {i}, .*overwritten before their backward"):
                     check(mutated)
             else:
                 check(mutated)
@@ -230,28 +242,28 @@ def live_slots(schedule, tick, stage):
 
 def test_outputs_of_the_last_stage_are_guarded():
     schedule = make_schedule(GPIPE, 3, 4)
-    with pytest.raises(ScheduleError, match=r"Tick 3, stage 2, chunk 0, microbatch 0: the output in .* is overwritten"):
+    with pytest.raises(WrongTable, match=r"Tick 3, stage 2, chunk 0, microbatch 0: the output in .* is overwritten"):
         check(changed(schedule, "finished", 3, 0))
-    with pytest.raises(ScheduleError, match="Tick 7, stage 2, chunk 0, microbatch 1: the head finds no output"):
+    with pytest.raises(WrongTable, match="Tick 7, stage 2, chunk 0, microbatch 1: the head finds no output"):
         check(changed(schedule, "head_slot", 7, 3))
-    with pytest.raises(ScheduleError, match="Tick 5: finished is 3, not from 0 to 2"):
+    with pytest.raises(WrongTable, match="Tick 5: finished is 3, not from 0 to 2"):
         check(dataclasses.replace(schedule, finished_slots=3))
     evaluation = forward_only(2, 3)
-    with pytest.raises(ScheduleError, match="Tick 1: finished is 1, not from 0 to 0"):
+    with pytest.raises(WrongTable, match="Tick 1: finished is 1, not from 0 to 0"):
         check(changed(evaluation, "finished", 1, 1))
 
 
 @pytest.mark.parametrize("pipeline", [p for p in SMALL if p[0] != GPIPE])
 def test_a_slot_too_few_and_swapped_slots_are_seen(pipeline):
     schedule = make_schedule(*pipeline)
-    with pytest.raises(ScheduleError, match=rf"slot is {schedule.slots - 1}, not from 0 to {schedule.slots - 2}"):
+    with pytest.raises(WrongTable, match=rf"slot is {schedule.slots - 1}, not from 0 to {schedule.slots - 2}"):
         check(dataclasses.replace(schedule, slots=schedule.slots - 1))
     fewer = {way: dataclasses.replace(u, slot=u.slot % (schedule.slots - 1)) for way, u in directions(schedule)}
-    with pytest.raises(ScheduleError, match="overwritten"):
+    with pytest.raises(WrongTable, match="overwritten"):
         check(dataclasses.replace(schedule, slots=schedule.slots - 1, **fewer))
     slots = schedule.forward.slot
     swapped = changed(changed(schedule, "forward.slot", (0, 0), slots[1, 0]), "forward.slot", (1, 0), slots[0, 0])
-    with pytest.raises(ScheduleError, match="finds no residuals"):
+    with pytest.raises(WrongTable, match="finds no residuals"):
         check(swapped)
 
 
@@ -265,7 +277,7 @@ def test_a_value_that_waits_is_seen(pipeline, way, place):
     """An empty tick, while stages fill or drain, keeps the order of everything and loses the messages in flight."""
     schedule = make_schedule(*pipeline)
     wider = each_table(schedule, lambda table: np.insert(table, place(schedule), 0, axis=0))
-    with pytest.raises(ScheduleError, match=rf"{way} takes what stage \d made in tick \d+, not one tick before"):
+    with pytest.raises(WrongTable, match=rf"{way} takes what stage \d made in tick \d+, not one tick before"):
         check(wider)
 
 
@@ -277,20 +289,18 @@ def each_table(schedule, change):
 
 def test_work_done_twice_or_never_is_named():
     schedule = make_schedule(ONE_F_ONE_B, 2, 3)
-    with pytest.raises(ScheduleError, match="Tick 3, stage 0, chunk 0, microbatch 0: forward again, after tick 0"):
+    with pytest.raises(WrongTable, match="Tick 3, stage 0, chunk 0, microbatch 0: forward again, after tick 0"):
         check(changed(schedule, "forward.valid", (3, 0), True))
-    with pytest.raises(ScheduleError, match="Stage 1, chunk 0, microbatch 0: backward in no tick"):
+    with pytest.raises(WrongTable, match="Stage 1, chunk 0, microbatch 0: backward in no tick"):
         check(changed(schedule, "backward.valid", (2, 1), False))
-    with pytest.raises(ScheduleError, match="Stage 1, chunk 0, microbatch 2: no head takes finished slot 0"):
+    with pytest.raises(WrongTable, match="Stage 1, chunk 0, microbatch 2: no head takes finished slot 0"):
         check(each_table(forward_only(2, 3), lambda table: table[:-1]))
 
 
 def test_a_backward_in_the_tick_of_its_forward_is_seen():
     schedule = make_schedule(ONE_F_ONE_B, 1, 2)
     sooner = type(schedule.backward)(*(np.roll(array, -1, axis=0) for array in vars(schedule.backward).values()))
-    with pytest.raises(
-        ScheduleError, match="Tick 0, stage 0, chunk 0, microbatch 0: backward finds no residuals of an earlier"
-    ):
+    with pytest.raises(WrongTable, match="Tick 0, stage 0, chunk 0, microbatch 0: backward finds no residuals of an earlier"):
         check(dataclasses.replace(schedule, backward=sooner))
 
 
@@ -307,7 +317,7 @@ def test_runs_that_leave_out_work_are_seen(pipeline):
                 groups[g] = Group(group.repeat, tuple(runs))
                 copy = dataclasses.replace(schedule)
                 vars(copy)["runs"] = tuple(groups)
-                with pytest.raises(ScheduleError, match=r"Tick \d+"):
+                with pytest.raises(WrongTable, match=r"Tick \d+"):
                     check(copy)
                 faults += 1
     assert faults > 15

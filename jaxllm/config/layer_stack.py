@@ -6,9 +6,9 @@ from jaxllm.config.model_spec import has_experts
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import ITEMSIZE
 
-MOST_UNROLLED = 40
-"""Layers that `model.scan_layers: null` unrolls on GPUs. XLA compiles 16 layers in 6 s, 32 in 17 s and 80 in 39 s, and a
-loop in 4 to 7 s (benchmarks/RESULTS.md, "Unrolled layers")."""
+MOST_UNROLLED, MOST_IN_STAGE = 40, 16
+"""Layers that `model.scan_layers: null` unrolls on GPUs, and of a stage. XLA compiles 16 layers in 6 s, 32 in 17 s and 80 in 39
+s, and a loop in 4 to 7 s (benchmarks/RESULTS.md, "Unrolled layers"). A pipeline has each layer up to five times."""
 
 RING_CHUNK_BYTES = 8 * 2**20
 """Smallest chunk of a sequence that `parallel.tensor_ring: null` sends in a ring. Each takes a few more kernels and copies. By
@@ -19,9 +19,9 @@ slower with less (benchmarks/RESULTS.md, "Tensor ranks in a ring")."""
 def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums.
 
-    Layers that are sharded (ZeRO 2 and 3), in a pipeline or on the host, or whose activations are, go through a loop in any
-    case. So do those with frozen weights, of which a stack needs no copy. `null` unrolls on GPUs up to MOST_UNROLLED layers,
-    but
+    Layers that are sharded (ZeRO 2 and 3), on the host, or whose activations are, go through a loop in any case. So do virtual
+    stages, of which each tick takes another, experts in a pipeline, and frozen weights, of which a stack needs no copy. `null`
+    unrolls on GPUs up to MOST_UNROLLED layers, or MOST_IN_STAGE of a stage, but
 
     - not where SwiGLU's products are recomputed to save memory: outside a loop XLA needs more for them, 5 to 19% of four steps
       with `full` that would be 1 to 6% faster;
@@ -33,14 +33,15 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     """
     model, parallel = config.model, config.parallel
     ranks, policy = int(parallel.data) * parallel.context, policy_of(parallel.remat, model)
-    if parallel.pipe > 1 or (parallel.zero >= 2 and ranks > 1) or policy.offload:
+    if parallel.virtual_stages > 1 or (parallel.zero >= 2 and ranks > 1) or policy.offload:
         return False
-    if parallel.offload_state == "all" or config.frozen:
+    if parallel.offload_state == "all" or config.frozen or (parallel.pipe > 1 and has_experts(model)):
         return False
     if model.scan_layers is not None:
         return not model.scan_layers
     recomputes_products = {"mlp_gate", "mlp_up"} & set(policy.recompute)
-    if capability is None or model.num_layers > MOST_UNROLLED or recomputes_products or has_experts(model):
+    most = MOST_UNROLLED if parallel.pipe == 1 else MOST_IN_STAGE
+    if capability is None or config.chunk_layers > most or recomputes_products or has_experts(model):
         return False
     if config.num_microbatches == 1 and _documents_in_blocks(config, capability):
         return False

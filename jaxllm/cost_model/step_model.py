@@ -216,10 +216,10 @@ class StepModel(LayerCompute):
         return self.moved_s(apart * (4 + 8)) if self.M > 1 else 0.0
 
     def stacks_s(self) -> float:
-        """Time to copy what the backward pass needs into a loop's ring (layer_loop.py): read and written once. In the compiled
+        """Time to copy what the backward pass needs into a ring (layer_loop.py): read and written once. In the compiled
         step of 1B (RESULTS, "Kernels of one step") 43.9 ms, and 40.2 by this. What waits on the host is read and written in the
         GPU's memory as often."""
-        if self.has_own_layers:
+        if self.has_own_layers and self.parallel.pipe == 1:
             return 0.0
         if self.policy.everything:
             return self.moved_s(2 * sum(StepSizes(self.config, self.gpu).kept.values()))

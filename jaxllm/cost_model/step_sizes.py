@@ -243,7 +243,7 @@ class StepSizes:
         products = (3, 3) if has_experts(self.model) else (4, 4) if self.model.activation == "gelu_tanh" else (6, 3)
         normed = {"block_input": 2 * u["split"] * (norms != "after"), "block_output": 2 * u["split"] * (norms != "before")}
         of_heads = (u["query"] + u["key"]) * (self.model.qk_norm is not None)
-        if self.has_own_layers:
+        if self.has_own_layers and not self.pipelined:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
             of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
             of_attention["qk_norm"] = of_heads
@@ -344,8 +344,10 @@ class StepSizes:
 
     @cached_property
     def has_own_layers(self) -> bool:
-        """Whether each layer has its own arrays; else they go through a loop with a ring of residuals (layer_loop.py)."""
-        return has_own_layers(self.config, self.capability)
+        """Whether each layer has its own arrays; else they go through a loop (layer_loop.py), in a pipeline also in the step
+        that measures the noise scale."""
+        measures = self.pipelined and self.config.log.noise_scale_every is not None
+        return has_own_layers(self.config, self.capability) and not measures
 
     @property
     def layers_on_host(self) -> bool:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import Config
 from jaxllm.config.checks import repeats
-from jaxllm.config.layer_stack import has_own_layers, rings_tensor, sends_once
+from jaxllm.config.layer_stack import adds_in_matmuls, has_own_layers, rings_tensor, sends_once
 from jaxllm.cost_model.hardware import compute_capability, require_device_runs
 from jaxllm.mesh.axes import CONTEXT, DATA, PIPE, TENSOR, ZERO_AXES, axis_sizes, batch_axes, batch_sharding, manual_axes
 from jaxllm.mesh.sharding import (
@@ -30,6 +30,7 @@ from jaxllm.mesh.sharding import (
     weight_rules,
 )
 from jaxllm.model.adapters import Frozen
+from jaxllm.model.fp8 import RoundedMatrix
 from jaxllm.model.layers import Ops
 from jaxllm.model.llama import BlockFunction, apply_block, layer_kinds
 from jaxllm.parallel.expert_parallel import choose_deliver
@@ -170,6 +171,12 @@ class ParallelContext:
         return has_own_layers(self.config, compute_capability(self.mesh.devices.flat[0]))
 
     @property
+    def in_stacks(self) -> ParallelContext:
+        """This context with layers in stacks in any case."""
+        model = self.config.model.model_copy(update={"scan_layers": True})
+        return replace(self, config=self.config.model_copy(update={"model": model}))
+
+    @property
     def is_diloco(self) -> bool:
         """Each replica has its own weights and loss."""
         return self.config.train.diloco_steps is not None
@@ -218,10 +225,12 @@ class ParallelContext:
 
     @cached_property
     def step_layouts(self) -> Any:
-        """Layouts of weights and gradients in the train step: with `has_own_layers` of each layer in a list, else as stored."""
+        """Layouts of weights and gradients in the train step: with `has_own_layers` of each layer in a list, else as stored.
+        Those of a stage's layers have the stages in the place of a stack's layers."""
         if not self.has_own_layers:
             return self.layouts
-        return {**self.layouts, "layers": [self.layer_layouts] * self.config.model.num_layers}
+        of_layer = self.layer_layouts if self.stacking.stages == 1 else self.layouts["layers"]
+        return {**self.layouts, "layers": [of_layer] * self.stacking.chunk}
 
     def weight_specs(self, layouts: Any) -> Any:
         """PartitionSpecs of the weights over the manual axes, as a region reads them in `layouts`."""
@@ -238,6 +247,16 @@ class ParallelContext:
     def by_zero_level(self, level_from: int, sharded: Any, full: Any) -> Any:
         """For each top-level entry its value in `sharded` if ZeRO shards it from this level on, else its value in `full`."""
         return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in full}
+
+    def rounded(self, layers: Any) -> Any:
+        """The layers' weights, with rounded matrices where matmuls in FP8 add to the sums of layers with arrays of their own."""
+        if not (self.has_own_layers and self.config.model.multiplies_fp8 and adds_in_matmuls(self.config)):
+            return layers
+
+        def one(parameter: Parameter, w: Any) -> Any:
+            return RoundedMatrix.of(w, parameter.inputs) if parameter.inputs and isinstance(w, jax.Array) else w
+
+        return [jax.tree.map(one, self.table["layers"], layer) for layer in layers]
 
     def trained(self, tree: Params) -> Params:
         """The trained part of a tree with an entry for each parameter."""
@@ -270,7 +289,8 @@ class ParallelContext:
         # Cast, then gather: the gather then carries the compute dtype. The cast is pinned to the master layout, or XLA gathers
         # in float32 for a pipeline. With ZeRO 3 each rank keeps its shard.
         master, compute = master_specs(layouts), jax.tree.map(lambda layout: layout.compute, layouts)
-        params = cut_layers(params, leading_dims(transform)) if isinstance(layouts["layers"], list) else params
+        if isinstance(layouts["layers"], list):
+            params = cut_layers(params, leading_dims(transform), self.stacking.stages)
         cast = self.pin(jax.tree.map(lambda p: p.astype(self.config.model.compute_dtype), params), master, transform)
         copy = self.pin(cast, self.by_zero_level(3, master, compute), transform)
         cut = partial(jax.tree.map, lambda w, layout: layout.cut(w, leading_dims(transform)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,15 +17,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.config.layer_stack import adds_in_matmuls
+from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh.axes import PIPE, TENSOR
 from jaxllm.mesh.sharding import tensor_shard_map
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext
 from jaxllm.model.loss import VocabularySlice, loss_sums, sums_and_gradients, token_losses
+from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.grad_square_norms import GradSquareNorms, StageTap
 from jaxllm.parallel.kernels import add_over_ranks
-from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring
+from jaxllm.parallel.layer_loop import LayerLoop, Pass, Ring, remat
+from jaxllm.parallel.ordering import after, zero_of
 from jaxllm.parallel.parameters import flatten_layers
 from jaxllm.parallel.pipeline_executor import Microbatch, Unit, run_schedule, sum_over_stages
 from jaxllm.parallel.types import (
@@ -40,6 +45,7 @@ from jaxllm.parallel.types import (
     Tree,
     WeightAccess,
 )
+from jaxllm.parallel.vjp_residuals import extract, restore
 from jaxllm.pipeline_schedule import Schedule, forward_only, make_schedule
 
 
@@ -58,7 +64,7 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
 
     def finalize(name: str, g: jax.Array, w: jax.Array) -> jax.Array:
         if name == "layers":
-            g = g.reshape(*w.shape[:stack_dims], *g.shape[1:])
+            g = g.reshape(*w.shape[:stack_dims], *g.shape[0 if ctx.has_own_layers else 1 :])
         return g if name == "layers" and scatter else g[None]
 
     def region(weights: Params, batch: Batch):
@@ -70,7 +76,7 @@ def pipeline_gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None =
         schedule = make_schedule(parallel.schedule, parallel.pipe, M, parallel.virtual_stages)
         stage_tap = StageTap(tap, ctx.ops, schedule, ctx.config.model.tie_embeddings) if tap else None
         squares = stage_tap.new((B, S, ctx.config.model.hidden_size)) if stage_tap else None
-        stage = LlamaStage(ctx, flat, scale, tap, stage_tap)
+        stage = LlamaStage(ctx, {**flat, "layers": ctx.rounded(flat["layers"])}, scale, tap, stage_tap)
         loss, sums = _run(ctx, schedule, stage, batch, StageSums(zeros, squares))
         own = ctx.trained(weights)
         gradients = {name: jax.tree.map(partial(finalize, name), sums.gradients[name], own[name]) for name in own}
@@ -137,10 +143,9 @@ class LlamaStage:
         self._losses_scale = defaultdict(lambda: scales)
         self._head = "embedding" if model.tie_embeddings else "head"
         self._z_loss_weight = train.z_loss_weight
-        network = nnx.merge(ctx.graph, weights)
+        network = nnx.merge(ctx.graph, ctx.table)
         self._norm_graph = nnx.split(network.final_norm)[0]
-        block = ctx.block(nnx.split(network.layers)[0])
-        self._loop = LayerLoop(block, ctx.stacking.chunk, ctx.config, ctx.access, tap, ctx.trained_layer)
+        self._loop: Any = stage_layers(ctx, nnx.split(network.layers)[0], tap)
         part = VocabularySlice(
             first=lambda rows: jax.lax.axis_index(PIPE) * rows,
             total=lambda x: jax.lax.psum(x, PIPE),
@@ -260,6 +265,81 @@ def new_sums(weights: Tree, access: WeightAccess, trained: Callable[[Tree], Tree
         return scatter(trained(gather(layer) if gather else layer))
 
     return jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), jnp.float32), jax.eval_shape(shard, weights))
+
+
+# ------------------------------------------------------------------------------------------- layers with arrays of their own
+# No weight is cut out of a stack, and matmuls add their gradients to the sums (accumulate.py). The stage has one chunk. A tick
+# without work takes the gradient of its output as zero, so that it adds zeros.
+#
+# Without a loop only tokens keep XLA from taking several layers at once: it would read the rows of all layers in one kernel,
+# put off the gradients of weights, and write residuals at the end of a pass. 8B in two stages with `selective` would take 85.0
+# GiB of temporaries instead of 71.0, and 6,279 ms instead of 6,178 by the kernel account (JAX 0.12.0.1).
+
+
+class StageLayers:
+    """A stage's layers under the config's remat policy, with the interface of LayerLoop. `layers` and `sums` are lists with a
+    tree for each layer."""
+
+    def __init__(self, ctx: ParallelContext, graph: nnx.GraphDef):
+        in_matmuls, table, parallel = adds_in_matmuls(ctx.config), ctx.table["layers"], ctx.config.parallel
+        ops = replace(ctx.ops, matmul=accumulate.matmul) if in_matmuls else ctx.ops
+        # Forward and backward pass of a microbatch are in different ticks, which XLA does not merge.
+        run = remat(policy_of(parallel.remat, ctx.config.model), replace(ctx, ops=ops).block(graph), in_loop=True)
+        with_sums = partial(accumulate.with_sums, table=table, in_matmuls=in_matmuls)
+        self._block = lambda pair, h_BSD, block_context: run(with_sums(*pair), h_BSD, block_context)
+        self._evaluated = ctx.block(graph)
+        self.length = ctx.stacking.chunk
+        # In the place of the sums in a forward pass, which does not read them.
+        self._no_sums = jax.tree.map(lambda p: jnp.zeros(p.shape[ctx.stack_dims :], jnp.float32), table)
+        # Tensor ranks share what tokens are made of: XLA would gather it.
+        self._after = after if parallel.tensor == 1 else lambda x, *tokens: x
+
+    def new_ring(self, slots: int, layers: list[Tree], h_BSD: jax.Array, block_context: BlockContext) -> Ring:
+        """Room for `slots` residuals of every layer. No stage reads a slot that it has not written, in ticks without work
+        neither (pipeline_schedule.py); there it multiplies what it reads by zero."""
+
+        def residuals(*inputs: Any) -> Any:
+            return extract(jax.vjp(self._block, *inputs)[1])
+
+        kept = jax.eval_shape(residuals, (layers[0], self._no_sums), h_BSD, block_context.of_layer(0))
+        rows = slots * self.length
+        room = jax.tree.map(lambda x: jax.lax.empty((rows, *x.shape), x.dtype), kept)
+        return Ring(room, (False,) * len(jax.tree.leaves(kept)))
+
+    def forward(self, layers: list[Tree], ahead: Pass, ring: Ring | None = None, then: Any = None) -> tuple[Any, ...]:
+        """(h, None, ring, None)"""
+        h_BSD = ahead.x_BSD
+        for number, layer in enumerate(layers):
+            inputs = h_BSD, ahead.block_context.of_layer(number)
+            if ring is None:
+                h_BSD, _ = self._evaluated(layer, *inputs)
+                continue
+            (h_BSD, _), vjp = jax.vjp(self._block, (layer, self._no_sums), *inputs)
+            ring = ring.write(ahead.slot * self.length + number, extract(vjp))
+            h_BSD = self._after(h_BSD, zero_of(ring.kept))
+        return h_BSD, None, ring, None
+
+    def backward(
+        self, layers: list[Tree], back: Pass, ring: Ring, sums: list[Tree], weights: Tree = None, valid: Any = True
+    ) -> tuple[jax.Array, list[Tree], None]:
+        """(dh, sums, None)"""
+        dh_BSD, new = jnp.where(valid, back.x_BSD, 0), list(sums)
+        template = jax.eval_shape(
+            lambda *inputs: jax.vjp(self._block, *inputs)[1], (layers[0], sums[0]), dh_BSD, back.block_context.of_layer(0)
+        )
+        for number in reversed(range(self.length)):
+            kept = ring.read(self._after(back.slot, zero_of(dh_BSD)) * self.length + number)
+            inputs = (layers[number], sums[number]), back.block_context.of_layer(number)
+            (_, new[number]), dh_BSD, _ = restore(template, *inputs, kept)((dh_BSD, {}))
+            dh_BSD = self._after(dh_BSD, zero_of(new[number]))
+        return dh_BSD, new, None
+
+
+def stage_layers(ctx: ParallelContext, graph: nnx.GraphDef, tap: GradSquareNorms | None) -> LayerLoop | StageLayers:
+    """What runs a stage's layers. `graph`: of the layers."""
+    if ctx.has_own_layers:
+        return StageLayers(ctx, graph)
+    return LayerLoop(ctx.block(graph), ctx.stacking.chunk, ctx.config, ctx.access, tap, ctx.trained_layer)
 
 
 # --------------------------------------------------------------------------------------------------- a loss of the caller's

@@ -47,9 +47,11 @@ def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Paralle
     make_gradient = pipeline_gradient_region if is_pipeline else gradient_region
     loss_of = pipeline_loss_region(scored) if is_pipeline else loss_region(scored)
     token_loss_of = pipeline_token_loss_region(scored) if is_pipeline else token_loss_region(scored)
-    tap = GradSquareNorms(ctx.trained(ctx.step_layouts), ctx.trained_layer(ctx.layer_layouts), ctx.sizes)
-    plain, measuring = make_gradient(ctx), make_gradient(ctx, tap)
-    reduction, norms = GradientReduction(ctx), layer_norms_region(ctx)
+    # Where a stage's matmuls add to the sums, no gradient is there to be measured.
+    measured = ctx.in_stacks if is_pipeline else ctx
+    tap = GradSquareNorms(ctx.trained(measured.step_layouts), ctx.trained_layer(ctx.layer_layouts), ctx.sizes)
+    plain, measuring = make_gradient(ctx), make_gradient(measured, tap)
+    reduction, measured_reduction, norms = GradientReduction(ctx), GradientReduction(measured), layer_norms_region(ctx)
 
     def value_and_grad(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         if (once := ctx.sending_once(len(batch["tokens"]))) is not None:
@@ -57,7 +59,7 @@ def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Paralle
         return reduction.run(plain, params, batch)[:2]
 
     def value_grad_and_parts(params: Params, batch: Batch) -> tuple[Any, ...]:
-        return reduction.run(measuring, params, batch)
+        return measured_reduction.run(measuring, params, batch)
 
     def without_gradients(region: Any, layouts: Any, params: Params, batch: Batch, like: str | None = None) -> Any:
         """`like`: the array of the batch that the result is sharded as."""
@@ -110,7 +112,7 @@ class GradientReduction:
         with jax.named_scope("reduce_gradients"):
             gradients = ctx.pin(self._reduce(gradients), master_specs(ctx.trained(layouts)), self._weight_transform)
         if ctx.has_own_layers:
-            joined = join_layers(gradients, leading_dims(self._weight_transform))
+            joined = join_layers(gradients, leading_dims(self._weight_transform), ctx.stacking.stages)
             gradients = ctx.pin(joined, master_specs(ctx.layouts), self._weight_transform)
         if ctx.loss is not None:
             loss, gradients = mean_of_sums(loss, gradients)

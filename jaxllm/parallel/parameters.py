@@ -79,20 +79,31 @@ def stacking_of(config: Config) -> Stacking:
 
 def flatten_layers(weights: dict[str, Any], stack_dims: int) -> dict[str, Any]:
     """`weights` with the layers' leading dims, `stack_dims` of them, merged into one."""
-    flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stack_dims:]), weights["layers"])
+    rows = () if isinstance(weights["layers"], list) else (-1,)
+    flat = jax.tree.map(lambda w: w.reshape(*rows, *w.shape[stack_dims:]), weights["layers"])
     return {**weights, "layers": flat}
 
 
-def cut_layers(params: dict[str, Any], dim: int = 0) -> dict[str, Any]:
-    """`params` with a list of layers in the place of their stack, whose leaves have the layers in `dim`."""
-    number = jax.tree.leaves(params["layers"])[0].shape[dim]
-    one = partial(jax.lax.index_in_dim, axis=dim, keepdims=False)
-    return {**params, "layers": [jax.tree.map(partial(one, index=at), params["layers"]) for at in range(number)]}
+def cut_layers(params: dict[str, Any], dim: int = 0, stages: int = 1) -> dict[str, Any]:
+    """`params` with a list of layers in the place of their stack, whose leaves have the layers in `dim`. With several stages a
+    list of a stage's layers, whose leaves have the stages in `dim`."""
+    stacks, at = params["layers"], dim
+    if stages > 1:
+        stacks, at = jax.tree.map(lambda x: x.reshape(*x.shape[:dim], stages, -1, *x.shape[dim + 1 :]), stacks), dim + 1
+    one = partial(jax.lax.index_in_dim, axis=at, keepdims=False)
+    numbers = range(jax.tree.leaves(stacks)[0].shape[at])
+    return {**params, "layers": [jax.tree.map(partial(one, index=number), stacks) for number in numbers]}
 
 
-def join_layers(params: dict[str, Any], dim: int = 0) -> dict[str, Any]:
+def join_layers(params: dict[str, Any], dim: int = 0, stages: int = 1) -> dict[str, Any]:
     """The inverse of cut_layers."""
-    return {**params, "layers": jax.tree.map(lambda *layers: jnp.stack(layers, dim), *params["layers"])}
+
+    def join(*layers: jax.Array) -> jax.Array:
+        if stages == 1:
+            return jnp.stack(layers, dim)
+        return jnp.stack(layers, dim + 1).reshape(*layers[0].shape[:dim], -1, *layers[0].shape[dim + 1 :])
+
+    return {**params, "layers": jax.tree.map(join, *params["layers"])}
 
 
 def over_layers(function: Any, params: Any) -> Any:

@@ -18,9 +18,7 @@ from flax import nnx
 from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh.axes import PIPE
-from jaxllm.mesh.sharding import Parameter
 from jaxllm.model.experts import Routes, spread
-from jaxllm.model.fp8 import RoundedMatrix
 from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
 from jaxllm.model.loss import cross_entropy, loss_sums, token_losses
@@ -59,7 +57,7 @@ def gradient_region(ctx: ParallelContext, tap: GradSquareNorms | None = None) ->
 
     def region(weights: Params, batch: Batch):
         scale = ctx.loss_scale(batch)
-        read = {**weights, "layers": _rounded(ctx, weights["layers"])} if ctx.has_own_layers else weights
+        read = {**weights, "layers": ctx.rounded(weights["layers"])}
 
         def microbatch(carry, rows: Rows):
             sums, loss = carry
@@ -363,17 +361,6 @@ def _stacked_layers(
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 
 
-def _rounded(ctx: ParallelContext, layers: list[Tree]) -> list[Tree]:
-    """Layers with arrays of their own, with rounded matrices where matmuls in FP8 add to the sums."""
-    if not (ctx.config.model.multiplies_fp8 and adds_in_matmuls(ctx.config)):
-        return layers
-
-    def one(parameter: Parameter, w: Any) -> Any:
-        return RoundedMatrix.of(w, parameter.inputs) if parameter.inputs and isinstance(w, jax.Array) else w
-
-    return [jax.tree.map(one, ctx.table["layers"], layer) for layer in layers]
-
-
 def _own_layers(
     ctx: ParallelContext,
     graph: nnx.GraphDef,
@@ -415,7 +402,7 @@ def _own_layers(
                 h_BSD, total, token = zero.reduced("layer", h_BSD, total, before, token)
             else:
                 h_BSD, total = layer_by_layer(ctx.layer_layouts, h_BSD, total)
-            (layer,) = _rounded(ctx, [layer]) if in_matmuls else [layer]
+            (layer,) = ctx.rounded([layer]) if in_matmuls else [layer]
             layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
         kind = model.layer_kinds[number] if len(blocks) > 1 else None
         h_BSD, own = blocks[kind or 0](layer, h_BSD, block_context.of_kind(kind)._replace(kinds_L=None))

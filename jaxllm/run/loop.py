@@ -15,6 +15,7 @@ from jaxllm.config.rounds import next_common_step
 from jaxllm.parallel.types import Loss
 from jaxllm.run import batch_growth, evaluation, exports, fewer_hosts, messages, noise_scale, saving, stragglers
 from jaxllm.run.console import Console, what_lasts
+from jaxllm.run.given import adopted
 from jaxllm.run.hooks import Run
 from jaxllm.run.memory_check import explain_out_of_memory
 from jaxllm.run.metrics import Record
@@ -23,7 +24,7 @@ from jaxllm.run.step_metrics import RunTimer
 from jaxllm.run.tracker_kinds import kinds_of
 from jaxllm.run.trainer import Trainer
 from jaxllm.terminal import saying
-from jaxllm.train.given import Batches, Given, adopted
+from jaxllm.train.build import Batches, Given
 
 
 def fit(

@@ -41,8 +41,7 @@ from jaxllm.parallel.device_batches import evaluated_microbatches
 from jaxllm.run.memory_check import total_bytes
 from jaxllm.run.rounds import Rounds, early_exchange, layout_of_number
 from jaxllm.train import diloco
-from jaxllm.train.build import State, Training, build_trainings
-from jaxllm.train.given import Given
+from jaxllm.train.build import Given, State, Training, build_trainings
 from jaxllm.untrusted import RefusedInput, checked, read_json
 
 # ------------------------------------------------------------------------------------------------------ programs of a run

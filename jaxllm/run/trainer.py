@@ -38,14 +38,14 @@ from jaxllm.parallel.parameters import merge_model
 from jaxllm.parallel.types import Loss
 from jaxllm.run import batch_growth, evaluation, fewer_hosts, rounds
 from jaxllm.run.console import Console
+from jaxllm.run.given import GivenBatches, adopted, require_same_optimizer
 from jaxllm.run.memory_check import Fit, check_memory, require_right_attention, with_room_for_documents
 from jaxllm.run.metrics import Record
 from jaxllm.run.programs import Programs, SavedPrograms
 from jaxllm.run.signals import defer_sigint
 from jaxllm.run.step_metrics import Pending, StepMetrics, data_keys
 from jaxllm.train import diloco
-from jaxllm.train.build import State
-from jaxllm.train.given import Batches, Given, GivenBatches, adopted, require_same_optimizer
+from jaxllm.train.build import Batches, Given, State
 from jaxllm.train.step import on_device
 from jaxllm.weights.stored_models import with_commits
 from jaxllm.weights.weights import MUST_AGREE, WeightsSource, initial_adapter, initial_weights, read_initial

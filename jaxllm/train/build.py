@@ -1,12 +1,14 @@
 """Builds training on a mesh from one config: the same parts for a run, a test and a compilation without devices."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from jaxllm.config import Config, ConfigError
@@ -15,10 +17,9 @@ from jaxllm.config.types import GIVEN, MASTER_ON_HOST
 from jaxllm.mesh.axes import replicated
 from jaxllm.parallel.parallelize import parallelize
 from jaxllm.parallel.parameters import freezes, with_part
-from jaxllm.parallel.types import Parallelized
+from jaxllm.parallel.types import Loss, Parallelized
 from jaxllm.train import diloco
 from jaxllm.train.dpo import dpo_loss
-from jaxllm.train.given import Given
 from jaxllm.train.instability import LAYER_GRAD_NORM, Recent, layer_grad_norms, skip_not_finite, skip_spikes
 from jaxllm.train.offload import loading_params, streamed_clipping, streamed_update
 from jaxllm.train.optimizer import make_learning_rate, make_optimizer
@@ -33,6 +34,19 @@ from jaxllm.train.step import (
     state_shardings,
     what_to_offload,
 )
+
+Arrays = Mapping[str, np.ndarray]
+Batches = Callable[[int], Arrays] | Iterable[Arrays]
+
+
+class Given(NamedTuple):
+    """What a Python program gives a Trainer in the place of what the config names (run/given.py)."""
+
+    batches: Batches | None = None
+    loss: Loss | None = None
+    optimizer: optax.GradientTransformation | None = None
+    documents: Iterable[Any] | None = None
+
 
 State = TrainState | diloco.DilocoState
 """The training state: a DilocoState with train.diloco_steps, else a TrainState."""

@@ -16,7 +16,7 @@ from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.report import compile_report
 from jaxllm.config import load_config
 from jaxllm.config.attention import HOPPER
-from jaxllm.config.layer_stack import MOST_UNROLLED, has_own_layers
+from jaxllm.config.layer_stack import MOST_IN_STAGE, MOST_UNROLLED, has_own_layers
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.model import loss
 from jaxllm.model.fp8 import RoundedMatrix, fp8_matmul, letters
@@ -162,6 +162,7 @@ def test_a_single_microbatchs_gradients_follow_float32s(gradients_of, scan):
 # ------------------------------------------------------------------------------------------------------ which steps unroll
 
 
+PIPELINE = ("parallel.pipe=2", "train.global_batch_sequences=8", "train.microbatch_sequences=4")
 SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
 
 
@@ -187,7 +188,16 @@ SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
         (("parallel.tensor=2",), HOPPER, False),
         (("parallel.tensor=2", "model.scan_layers=false"), HOPPER, True),
         (("parallel.context=2",), HOPPER, False),
-        (("parallel.pipe=2", "model.scan_layers=false"), HOPPER, False),
+        (("parallel.pipe=2", "parallel.zero=1"), HOPPER, True),
+        (("parallel.pipe=2", "parallel.data=2", "parallel.zero=2"), HOPPER, False),
+        (
+            ("parallel.pipe=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "model.num_layers=4"),
+            HOPPER,
+            False,
+        ),
+        ((*PIPELINE, f"model.num_layers={2 * MOST_IN_STAGE}"), HOPPER, True),
+        ((*PIPELINE, f"model.num_layers={2 * MOST_IN_STAGE + 1}"), HOPPER, False),
+        ((*PIPELINE, "model.num_experts=4", "model.experts_per_token=2", "model.scan_layers=false"), HOPPER, False),
         (("parallel.remat=offload", "model.scan_layers=false"), HOPPER, False),
         ((f"model.num_layers={MOST_UNROLLED}",), HOPPER, True),
         ((f"model.num_layers={MOST_UNROLLED + 1}",), HOPPER, False),

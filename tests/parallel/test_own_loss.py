@@ -11,7 +11,7 @@ from meshes import Run, assert_close, unequal_batch
 from jaxllm.model.llama import Llama
 from jaxllm.model.loss import chunked
 from jaxllm.parallel.parameters import merge_model
-from jaxllm.train.given import Given
+from jaxllm.train.build import Given
 
 MICROBATCHES, ROWS, S = 4, 4, 16
 AXES = ("replica", "pipe", "data", "context", "tensor", "zero")

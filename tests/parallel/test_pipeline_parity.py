@@ -3,7 +3,7 @@
 import itertools
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -173,6 +173,48 @@ def test_the_cover_holds_every_pair():
 def test_loss_and_gradients_equal_one_device(make_run, one_device, pipeline, mesh, zero, remat, variant):
     """Initial values bit for bit; gradients of identity layers and of rows that pad the vocabulary 0."""
     check(make_run(pipeline, mesh, zero, remat, variant), one_device(variant, layers_of(pipeline)))
+
+
+OWN_LAYERS = [
+    ("1f1b-2", (2, 1, 1), 1, "full", "gqa-untied-packed"),
+    ("gpipe-4", (2, 1, 1), 0, "selective", "gqa-tied"),
+    ("1f1b-4", (1, 1, 2), 1, "none", "mqa-untied"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", OWN_LAYERS, ids=[name_of(*c) for c in OWN_LAYERS])
+def test_stages_whose_layers_have_arrays_of_their_own_equal_one_device(make_run, one_device, combination):
+    pipeline, *_, variant = combination
+    run = make_run(*combination, "model.scan_layers=false")
+    check(run, one_device(variant, layers_of(pipeline)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtypes", [("model.compute_dtype=bfloat16",), ("model.compute_dtype=bfloat16", "model.matmul_dtype=fp8")]
+)
+def test_layers_of_a_stage_in_stacks_or_apart_follow_each_other(make_run, dtypes):
+    """Weights are rounded to FP8 once a step, or in each microbatch, to the same bits. Sums of products that are not rounded to
+    bfloat16 before are as near as its 8 bits."""
+    runs = [
+        make_run("1f1b-2", (2, 1, 1), 1, "selective", "gqa-tied", *dtypes, f"model.scan_layers={s}") for s in ("true", "false")
+    ]
+    (loss, stacks), (loss_apart, apart) = (run.gradients() for run in runs)
+    assert loss == loss_apart
+    assert_close(runs[1].plain(apart), runs[0].plain(stacks), 2**-8)
+
+
+@pytest.mark.slow
+def test_a_stage_whose_layers_are_apart_measures_as_stacks_do(make_run):
+    """The noise scale's parts need gradients that no matmul has added to sums."""
+    more = ("1f1b-2", (2, 1, 1), 1, "selective", "gqa-tied", "model.num_layers=4")
+    runs = [make_run(*more, f"model.scan_layers={scan}") for scan in ("true", "false")]
+    found = []
+    for run in runs:
+        with jax.set_mesh(run.mesh):
+            found.append(jax.jit(run.functions.value_grad_and_parts)(run.state.params, run.place(run.batch(0))))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), *found)
 
 
 @pytest.mark.nightly  # xla_flags.py names the race that its options make rare and do not exclude

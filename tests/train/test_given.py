@@ -14,7 +14,8 @@ from tiny import TINY
 
 import jaxllm
 from jaxllm.config import ConfigError, load_config
-from jaxllm.train.given import Given, GivenBatches, adopted
+from jaxllm.run.given import GivenBatches, adopted
+from jaxllm.train.build import Given
 
 MESHES = {
     "data": ("parallel.data=8",),

@@ -5,9 +5,9 @@ The config that a run keeps has the value `documents` or `given` for each of the
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,20 +20,11 @@ from jaxllm.config.errors import one_sentence
 from jaxllm.config.types import DOCUMENTS, GIVEN, NEEDS_DOCUMENTS
 from jaxllm.cost_model.hardware import compute_capability
 from jaxllm.parallel.parameters import parameter_table, trained
-from jaxllm.parallel.types import Loss
+from jaxllm.train.build import Arrays, Batches, Given
 
-Arrays = Mapping[str, np.ndarray]
-Batches = Callable[[int], Arrays] | Iterable[Arrays]
 INTEGERS, REQUIRED = ("tokens", "targets", "positions", "segments"), ("tokens", "targets", "mask")
 KEPT = 8
 """Batches of an iterable that can be taken again: the queue reads two ahead, and Ctrl-C returns to the last step done."""
-
-
-class Given(NamedTuple):
-    batches: Batches | None = None
-    loss: Loss | None = None
-    optimizer: optax.GradientTransformation | None = None
-    documents: Iterable[Any] | None = None
 
 
 def adopted(config: Config, given: Given) -> Config:
