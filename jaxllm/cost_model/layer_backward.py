@@ -125,6 +125,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("gathered weights, gradients", "weights", (2.5, 2.5, 2.5), "-single reduces_behind runs_ahead"),
         Row("gathered weights, gradients", "weights", (2, 2, 1.5), "-single -reduces_behind host_sums"),
         Row("gathered weights, gradients", "weights", (2, 2, 2), "chunked -reduces_behind -host_sums"),
+        Row("weights in place, gradients in sums", "weights", (-2, -2, -2), "chunked own_layers one_microbatch"),
         Row("gathered weights, gradients", "weights", (1, 1, 1), "-pipelined -reduces_behind -host_sums"),
         Row("gradient sums read from the host", "host_sums", (1, 1, 1)),
         Row("rounded for FP8 matmuls", "fp8_rounded", (1, 1, 1)),

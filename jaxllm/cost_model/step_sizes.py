@@ -243,7 +243,7 @@ class StepSizes:
         products = (3, 3) if has_experts(self.model) else (4, 4) if self.model.activation == "gelu_tanh" else (6, 3)
         normed = {"block_input": 2 * u["split"] * (norms != "after"), "block_output": 2 * u["split"] * (norms != "before")}
         of_heads = (u["query"] + u["key"]) * (self.model.qk_norm is not None)
-        if self.has_own_layers and not self.pipelined:
+        if self.has_own_layers:
             # Without a stack or a ring XLA keeps what the matmuls read, and computes the rest of a norm again from its input.
             of_attention = {"query": u["query"], "key": u["key"], "value": u["key"], "attention_output": u["query"]}
             of_attention["qk_norm"] = of_heads

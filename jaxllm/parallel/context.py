@@ -249,7 +249,7 @@ class ParallelContext:
         return {name: (sharded if self.is_zero_sharded(name, level_from) else full)[name] for name in full}
 
     def rounded(self, layers: Any) -> Any:
-        """The layers' weights, with rounded matrices where matmuls in FP8 add to the sums of layers with arrays of their own."""
+        """The layers, with rounded matrices where matmuls in FP8 add to the sums of layers with arrays of their own."""
         if not (self.has_own_layers and self.config.model.multiplies_fp8 and adds_in_matmuls(self.config)):
             return layers
 

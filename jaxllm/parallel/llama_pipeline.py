@@ -294,33 +294,33 @@ class StageLayers:
         # Tensor ranks share what tokens are made of: XLA would gather it.
         self._after = after if parallel.tensor == 1 else lambda x, *tokens: x
 
-    def new_ring(self, slots: int, layers: list[Tree], h_BSD: jax.Array, block_context: BlockContext) -> Ring:
-        """Room for `slots` residuals of every layer. No stage reads a slot that it has not written, in ticks without work
+    def new_ring(self, slots: int, layers: list[Tree], h_BSD: jax.Array, block_context: BlockContext) -> list[Ring]:
+        """Room for `slots` residuals of each layer, in a ring of its own: XLA compiles a kernel once for all layers if none of
+        its indices says which layer it is. No stage reads a slot that it has not written, in ticks without work
         neither (pipeline_schedule.py); there it multiplies what it reads by zero."""
 
         def residuals(*inputs: Any) -> Any:
             return extract(jax.vjp(self._block, *inputs)[1])
 
         kept = jax.eval_shape(residuals, (layers[0], self._no_sums), h_BSD, block_context.of_layer(0))
-        rows = slots * self.length
-        room = jax.tree.map(lambda x: jax.lax.empty((rows, *x.shape), x.dtype), kept)
-        return Ring(room, (False,) * len(jax.tree.leaves(kept)))
+        on_host = (False,) * len(jax.tree.leaves(kept))
+        return [Ring(jax.tree.map(lambda x: jax.lax.empty((slots, *x.shape), x.dtype), kept), on_host) for _ in layers]
 
-    def forward(self, layers: list[Tree], ahead: Pass, ring: Ring | None = None, then: Any = None) -> tuple[Any, ...]:
+    def forward(self, layers: list[Tree], ahead: Pass, ring: list[Ring] | None = None, then: Any = None) -> tuple[Any, ...]:
         """(h, None, ring, None)"""
-        h_BSD = ahead.x_BSD
+        h_BSD, ring = ahead.x_BSD, ring and list(ring)
         for number, layer in enumerate(layers):
             inputs = h_BSD, ahead.block_context.of_layer(number)
             if ring is None:
                 h_BSD, _ = self._evaluated(layer, *inputs)
                 continue
             (h_BSD, _), vjp = jax.vjp(self._block, (layer, self._no_sums), *inputs)
-            ring = ring.write(ahead.slot * self.length + number, extract(vjp))
-            h_BSD = self._after(h_BSD, zero_of(ring.kept))
+            ring[number] = ring[number].write(ahead.slot, extract(vjp))
+            h_BSD = self._after(h_BSD, zero_of(ring[number].kept))
         return h_BSD, None, ring, None
 
     def backward(
-        self, layers: list[Tree], back: Pass, ring: Ring, sums: list[Tree], weights: Tree = None, valid: Any = True
+        self, layers: list[Tree], back: Pass, ring: list[Ring], sums: list[Tree], weights: Tree = None, valid: Any = True
     ) -> tuple[jax.Array, list[Tree], None]:
         """(dh, sums, None)"""
         dh_BSD, new = jnp.where(valid, back.x_BSD, 0), list(sums)
@@ -328,7 +328,7 @@ class StageLayers:
             lambda *inputs: jax.vjp(self._block, *inputs)[1], (layers[0], sums[0]), dh_BSD, back.block_context.of_layer(0)
         )
         for number in reversed(range(self.length)):
-            kept = ring.read(self._after(back.slot, zero_of(dh_BSD)) * self.length + number)
+            kept = ring[number].read(self._after(back.slot, zero_of(dh_BSD)))
             inputs = (layers[number], sums[number]), back.block_context.of_layer(number)
             (_, new[number]), dh_BSD, _ = restore(template, *inputs, kept)((dh_BSD, {}))
             dh_BSD = self._after(dh_BSD, zero_of(new[number]))

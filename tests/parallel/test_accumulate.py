@@ -190,11 +190,10 @@ SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
         (("parallel.context=2",), HOPPER, False),
         (("parallel.pipe=2", "parallel.zero=1"), HOPPER, True),
         (("parallel.pipe=2", "parallel.data=2", "parallel.zero=2"), HOPPER, False),
-        (
-            ("parallel.pipe=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "model.num_layers=4"),
-            HOPPER,
-            False,
-        ),
+        ((*PIPELINE, "parallel.schedule=interleaved", "parallel.virtual_stages=2", "model.num_layers=4"), HOPPER, False),
+        ((*PIPELINE, "data.mask_documents=true"), HOPPER, True),
+        ((*PIPELINE, "data.mask_documents=true"), (8, 0), False),
+        ((*PIPELINE, "parallel.remat=none", "model.scan_layers=false"), HOPPER, False),
         ((*PIPELINE, f"model.num_layers={2 * MOST_IN_STAGE}"), HOPPER, True),
         ((*PIPELINE, f"model.num_layers={2 * MOST_IN_STAGE + 1}"), HOPPER, False),
         ((*PIPELINE, "model.num_experts=4", "model.experts_per_token=2", "model.scan_layers=false"), HOPPER, False),
@@ -209,9 +208,18 @@ def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, ca
 
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
-def test_unrolled_layers_copy_nothing():
-    """Compiled for an H100 with two microbatches, layers in a loop read weights out of stacks, copy and add gradients; own
-    layers leave that to their matmuls, in no more memory."""
+@pytest.mark.parametrize(
+    ("parts", "memory", "overrides"),
+    [
+        (("sums", "stacks", "slices", "zero_fills"), 1.01, ()),
+        # Residuals are copied into a ring either way. In so small a step the update, with gradients in both forms, is fullest.
+        (("sums", "slices"), 1.08, ("parallel.pipe=2", "parallel.zero=1", "train.global_batch_sequences=16")),
+    ],
+    ids=["alone", "stages"],
+)
+def test_unrolled_layers_copy_nothing(parts, memory, overrides):
+    """Compiled for an H100 with two microbatches, or two for sixteen, layers in a loop read weights out of stacks, copy and add
+    gradients; own layers leave that to their matmuls, in hardly more memory."""
     base = {
         "model": {"num_layers": 4, "hidden_size": 1024, "intermediate_size": 2816, "num_heads": 8, "vocab_size": 2048},
         "train": {
@@ -222,12 +230,10 @@ def test_unrolled_layers_copy_nothing():
     }
     reports = {}
     for scan in ("null", "true"):
-        reports[scan] = compile_report(load_config(base, [f"model.scan_layers={scan}"]), GPUS["h100-80gb"], 1)
-    moved = {
-        scan: sum(row.bytes for row in report.kernels.parts if row.part in ("sums", "stacks", "slices", "zero_fills"))
-        for scan, report in reports.items()
-    }
-    assert moved["null"] < 0.3 * moved["true"]
+        config = load_config(base, [f"model.scan_layers={scan}", *overrides])
+        reports[scan] = compile_report(config, GPUS["h100-80gb"], config.parallel.pipe)
+    moved = {scan: sum(row.bytes for row in report.kernels.parts if row.part in parts) for scan, report in reports.items()}
+    assert moved["null"] < 0.5 * moved["true"]
     assert reports["null"].kernels.step_s < reports["true"].kernels.step_s
-    assert reports["null"].total_bytes <= 1.01 * reports["true"].total_bytes
+    assert reports["null"].total_bytes <= memory * reports["true"].total_bytes
     assert reports["null"].compiled_flops == reports["null"].executed_flops

@@ -178,7 +178,7 @@ def test_loss_and_gradients_equal_one_device(make_run, one_device, pipeline, mes
 OWN_LAYERS = [
     ("1f1b-2", (2, 1, 1), 1, "full", "gqa-untied-packed"),
     ("gpipe-4", (2, 1, 1), 0, "selective", "gqa-tied"),
-    ("1f1b-4", (1, 1, 2), 1, "none", "mqa-untied"),
+    ("1f1b-4", (1, 1, 2), 1, "selective", "mqa-untied"),
 ]
 
 
