@@ -55,15 +55,18 @@ def case(peer: str, layers: int, dry: bool) -> dict[str, Any]:
 
 
 def peers(tell: Tell, peer: str, overrides: Sequence[str], steps: int) -> Figures:
-    sys.meta_path.append(EmptyModules())
+    sys.meta_path.append(EmptyModules(EMPTY))
     return {"torchtitan": torchtitan, "maxtext": maxtext}[peer](tell, overrides, steps)
 
 
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules named in EMPTY that are not installed: their attributes are mocks."""
+    """Finds modules of these names, and those within them: their attributes are mocks."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in EMPTY:
+        if any(f"{name}.".startswith(f"{empty}.") for empty in self.names):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -183,7 +186,7 @@ def maxtext_keys(config: Any, b: int, folder: str, steps: int, on_gpu: bool) -> 
 def run_maxtext(keys: Sequence[str]) -> None:
     import logging
 
-    sys.meta_path.append(EmptyModules())
+    sys.meta_path.append(EmptyModules(EMPTY))
     import maxtext.configs
     from maxtext.trainers.pre_train import train
 
