@@ -39,12 +39,12 @@ from jaxllm.config.types import GPIPE, INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Work of one direction: every array is [ticks, stages]. Where not valid, chunk and microbatch have no meaning."""
+    """Work of one direction: every array is [ticks, stages]. Where not valid, chunk has no meaning."""
 
     chunk: np.ndarray
     """int32, below V."""
     microbatch: np.ndarray
-    """int32, below M."""
+    """int32, below M. Where a backward pass is not valid, the one whose residuals are in its slot."""
     slot: np.ndarray
     """int32, below Schedule.slots: the slot written (forward) or read (backward), also where not valid."""
     valid: np.ndarray
@@ -254,6 +254,7 @@ def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int
     for i in range(P):
         stored, read = (np.where(units.valid, units.chunk * M + units.microbatch, -1)[:, i] for units in (forward, backward))
         forward.slot[:, i], backward.slot[:, i] = _allot(stored, read, writes)
+        _complete(forward, backward, i)
     outputs = _allot(microbatch_on_last(forward, V), microbatch_on_last(backward, V), writes, read_first=True)
     slots = _count(forward.slot, backward.slot)
     return Schedule(name, P, V, M, forward, backward, slots, *outputs, _count(*outputs))
@@ -329,6 +330,17 @@ def _allot(stored: np.ndarray, read: np.ndarray, writes: np.ndarray, read_first:
         if old >= 0 and not read_first:
             heapq.heappush(free, int(slots[1, t]))
     return slots[0], slots[1]
+
+
+def _complete(forward: Units, backward: Units, stage: int) -> None:
+    """Ticks whose backward pass is not valid get the microbatch that was written last to their slot, be it garbage. With the
+    documents of another one, scores beyond its log-sum-exp overflow, and zero times infinity is no zero."""
+    held = {}
+    for t in range(len(forward.valid)):
+        if forward.valid[t].any():
+            held[int(forward.slot[t, stage])] = forward.microbatch[t, stage]
+        if backward.valid[t].any() and not backward.valid[t, stage]:
+            backward.microbatch[t, stage] = held[int(backward.slot[t, stage])]
 
 
 def _count(written: np.ndarray, read: np.ndarray) -> int:

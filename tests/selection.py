@@ -107,7 +107,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_the_estimate_knows_the_bytes_of_the_state",
         "test_without_momentum_sgd_keeps_nothing",
     ),
-    "train/test_given.py": (
+    "run/test_given.py": (
         "test_a_batch_is_refused_in_one_sentence",
         "test_an_iterable_is_read_once_in_order",
         "test_batches_for_the_loader_are_filled_in",

@@ -48,7 +48,7 @@ def parallelize(config: Config, mesh: Mesh, loss: Loss | None = None) -> Paralle
     loss_of = pipeline_loss_region(scored) if is_pipeline else loss_region(scored)
     token_loss_of = pipeline_token_loss_region(scored) if is_pipeline else token_loss_region(scored)
     # Where a stage's matmuls add to the sums, no gradient is there to be measured.
-    measured = ctx.in_stacks if is_pipeline else ctx
+    measured = ctx.in_stacks if is_pipeline and ctx.has_own_layers else ctx
     tap = GradSquareNorms(ctx.trained(measured.step_layouts), ctx.trained_layer(ctx.layer_layouts), ctx.sizes)
     plain, measuring = make_gradient(ctx), make_gradient(measured, tap)
     reduction, measured_reduction, norms = GradientReduction(ctx), GradientReduction(measured), layer_norms_region(ctx)

@@ -1,7 +1,7 @@
 """Runs any pipeline schedule: a table (pipeline_schedule.py) becomes scans over ticks, in one SPMD program.
 
-All stages run the same tick, each on the microbatch and chunk in its column of the table. A stage without work computes on
-whatever is in its buffers, and the result is not used. 1F1B is three scans (the drain is cut in two: with and without the
+All stages run the same tick, each on the microbatch and chunk in its column of the table. A stage without work computes on what
+is in its buffers, and its result is not used, or is zero. 1F1B is three scans (the drain is cut in two: with and without the
 head). With 3 stages and 4 microbatches:
 
     tick         0    1    2  |   3      4      5   |  6    7    8

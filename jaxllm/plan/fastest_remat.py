@@ -163,7 +163,7 @@ class Fitting:
         least_s = model.time().step_s
         if kept is None and "none" in group.remats:
             least_s = min(least_s, self.model(group.choice("none", microbatch_sequences, "none"), StepModel).time().step_s)
-        if self.config.data.mask_documents and model.has_own_layers:
+        if self.config.data.mask_documents and model.has_own_layers and group.mesh.pipe == 1:
             # Here the loop of another policy may reduce gradients once a step (layer_stack.sends_once).
             least_s = 0.0
         return {state: least_s + model.state_offload_s(state) for state in group.offload_states}

@@ -64,14 +64,15 @@ class LeastStep(StepModel):
 
 def layer_of(model: StepModel) -> tuple:
     """What a ladder depends on, of all configs of a search: configs with the same layer have the same ladder."""
-    return model.t, model.c, model.rows, model.rings_tensor
+    return model.t, model.c, model.rows, model.rings_tensor, model.P > 1
 
 
 class Ladder:
     """The rungs of configurations that have the same layer.
 
     Args:
-      own: of layers with arrays of their own: their products are kept, nothing waits on the host, and nothing is copied.
+      own: of layers with arrays of their own: their products are kept, nothing waits on the host, and without a pipeline, whose
+        ring they wait in, nothing is copied.
     """
 
     def __init__(self, model: StepModel, own: bool = False):
@@ -159,7 +160,7 @@ class Ladder:
             sum(self.bytes.get(name, 0.0) for name, action in actions.items() if action == where)
             for where in ("keep", "offload")
         )
-        copied_s = 0.0 if self.own else self.model.moved_s(2 * (kept + out))
+        copied_s = 0.0 if self.own and self.model.P == 1 else self.model.moved_s(2 * (kept + out))
         again = {name for name, action in actions.items() if action == "recompute"}
         if not again:
             return kept, out, copied_s, 0.0

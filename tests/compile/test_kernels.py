@@ -450,8 +450,8 @@ def test_flops_of_each_part_are_those_of_the_closed_form(name):
     flops = train_flops_per_token(model, S, causal=False) * config.step_tokens
     assert account.mfu_full_square == pytest.approx(flops / account.step_s / report.gpus / 989e12)
     assert checked(json.loads(json.dumps(report.to_json())), CompileReport) == report
-    # What is left without a part moves next to nothing: 1.3% where JAX 0.12 selects the messages of a pipeline, and tokens order
-    # its layers.
+    # What is left without a part moves next to nothing: 1.3% where JAX 0.12 selects the messages of a pipeline, and tokens
+    # order its layers.
     assert sum(row.bytes for row in account.parts if row.part == "other") < 0.014 * sum(row.bytes for row in account.parts)
 
 

@@ -209,17 +209,17 @@ def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, ca
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 @pytest.mark.parametrize(
-    ("parts", "memory", "overrides"),
+    ("parts", "moved_share", "memory", "overrides"),
     [
-        (("sums", "stacks", "slices", "zero_fills"), 1.01, ()),
+        (("sums", "stacks", "slices", "zero_fills"), 0.35, 1.01, ()),
         # Residuals are copied into a ring either way. In so small a step the update, with gradients in both forms, is fullest.
-        (("sums", "slices"), 1.08, ("parallel.pipe=2", "parallel.zero=1", "train.global_batch_sequences=16")),
+        (("sums", "slices"), 0.45, 1.08, ("parallel.pipe=2", "parallel.zero=1", "train.global_batch_sequences=16")),
     ],
     ids=["alone", "stages"],
 )
-def test_unrolled_layers_copy_nothing(parts, memory, overrides):
-    """Compiled for an H100 with two microbatches, or two for sixteen, layers in a loop read weights out of stacks, copy and add
-    gradients; own layers leave that to their matmuls, in hardly more memory."""
+def test_unrolled_layers_copy_little(parts, moved_share, memory, overrides):
+    """Compiled for an H100 and two microbatches, and for two stages and sixteen: layers in a loop read weights out of stacks,
+    copy and add gradients; own layers leave that to their matmuls, in hardly more memory."""
     base = {
         "model": {"num_layers": 4, "hidden_size": 1024, "intermediate_size": 2816, "num_heads": 8, "vocab_size": 2048},
         "train": {
@@ -233,7 +233,7 @@ def test_unrolled_layers_copy_nothing(parts, memory, overrides):
         config = load_config(base, [f"model.scan_layers={scan}", *overrides])
         reports[scan] = compile_report(config, GPUS["h100-80gb"], config.parallel.pipe)
     moved = {scan: sum(row.bytes for row in report.kernels.parts if row.part in parts) for scan, report in reports.items()}
-    assert moved["null"] < 0.5 * moved["true"]
+    assert moved["null"] < moved_share * moved["true"]
     assert reports["null"].kernels.step_s < reports["true"].kernels.step_s
     assert reports["null"].total_bytes <= memory * reports["true"].total_bytes
     assert reports["null"].compiled_flops == reports["null"].executed_flops
