@@ -125,8 +125,6 @@ def _speed(line: dict[str, str]) -> Speed:
     sizes = ("sequence_length", "global_batch_sequences", "microbatch_sequences")
     train = {"steps": 1, **{size: int(line[size]) for size in sizes}}
     model = {**_model(line["model"]), **({"matmul_dtype": "fp8"} if is_fp8 else {})}
-    # A pipeline of stacks, by which the constants were fitted.
-    model["scan_layers"] = True if parallel["pipe"] > 1 else None
     config = load_config({"model": model, "parallel": parallel, "train": train}).resolve(gpus)
     full, causal = (train_flops_per_token(config.model, config.train.sequence_length, causal) for causal in (False, True))
     peak = (is_fp8 and gpu.float8_flops) or gpu.dense_flops["bfloat16"]

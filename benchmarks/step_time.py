@@ -66,9 +66,7 @@ def _row(line: dict[str, str]) -> Row:
     )
     train = {"steps": 1, "sequence_length": length, "global_batch_sequences": 1024, "microbatch_sequences": microbatch}
     parallel = {"tensor": tensor, "context": context, "pipe": pipe, "zero": 1}
-    # A pipeline of stacks, by which the constants were fitted.
-    model = {"name": "llama-3.1-8b", "scan_layers": True if pipe > 1 else None}
-    config = load_config({"model": model, "parallel": parallel, "train": train}).resolve(gpus)
+    config = load_config({"model": {"name": "llama-3.1-8b"}, "parallel": parallel, "train": train}).resolve(gpus)
     measured, per_host = float(line["tflops_per_gpu"]), int(line["gpus_per_host"])
     return Row(line["gpu"], per_host, gpus, (tensor, context, pipe), microbatch, measured, config)
 

@@ -160,8 +160,8 @@ class MegatronStep(StepModel):
         super().__init__(config, gpu, gpus_per_host, fitted)
         # No activations are offloaded, and no state.
         self.policy, self.offload_state = policy_of("none", config.model), "none"
-        # Each layer has its own tensors: no stacks are copied.
-        self.has_own_layers = True
+        # Each layer has its own tensors: none is copied into a stack or a ring.
+        self.copies_residuals = False
         self.fuses_attention, self.context_method = True, "ring"
         self.key_gradient_itemsize = self.itemsize
         self.sends_by_layer, self.rings_tensor = False, False

@@ -55,6 +55,7 @@ class StepModel(LayerCompute):
         self.context_method = context_method(config)
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
         self.adds_in_matmuls = self.has_own_layers and adds_in_matmuls(config)
+        self.copies_residuals = not self.has_own_layers or self.P > 1
         self.rings_tensor = rings_tensor(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
         """Bytes per element of the keys' gradients between context ranks: float32."""
@@ -216,10 +217,9 @@ class StepModel(LayerCompute):
         return self.moved_s(apart * (4 + 8)) if self.M > 1 else 0.0
 
     def stacks_s(self) -> float:
-        """Time to copy what the backward pass needs into a ring (layer_loop.py): read and written once. In the compiled
-        step of 1B (RESULTS, "Kernels of one step") 43.9 ms, and 40.2 by this. What waits on the host is read and written in the
-        GPU's memory as often."""
-        if self.has_own_layers and self.parallel.pipe == 1:
+        """Time to copy what the backward pass needs into a ring: read and written once, also what waits on the host. In the
+        compiled step of 1B (RESULTS, "Kernels of one step") 43.9 ms, and 40.2 by this."""
+        if not self.copies_residuals:
             return 0.0
         if self.policy.everything:
             return self.moved_s(2 * sum(StepSizes(self.config, self.gpu).kept.values()))

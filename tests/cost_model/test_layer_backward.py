@@ -183,7 +183,7 @@ def test_an_interleaved_pipeline_without_remat_has_two_more_stacks(older_xla):
 def test_products_are_read_in_place():
     for batch in (64, 1):
         for scan, copied in (({"scan_layers": True}, 1), ({}, 0)):
-            sections = {"model": scan, "parallel": {"data": 1, "pipe": 4}, "train": {"global_batch_sequences": batch}}
+            sections = {"model": MODEL | scan, "parallel": {"data": 1, "pipe": 4}, "train": {"global_batch_sequences": batch}}
             found, sizes = backward(**sections), sizes_of(Step(config(**sections)))
             assert found["feed_forward"]["layer_copies"] == copied * (sizes["kept.hidden"] + sizes["kept.queries"])
 
