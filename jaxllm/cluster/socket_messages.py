@@ -259,7 +259,13 @@ def listen(port: int, address: str = "") -> socket.socket:
 def connect(host: str, port: int, limit_s: float) -> socket.socket:
     """Raises OSError if nothing listens there, or the host cannot be reached in time."""
     connection = socket.create_connection((host, port), timeout=limit_s)
-    if connection.getsockname() == connection.getpeername():
+    try:
+        is_its_own_peer = connection.getsockname() == connection.getpeername()
+    except OSError:
+        # The other end has reset it already.
+        connection.close()
+        raise
+    if is_its_own_peer:
         # If nothing listens on a port of this host within Linux's range for outgoing connections, about one try in ten
         # thousand gets this very port and connects to itself.
         connection.close()

@@ -4,12 +4,13 @@ import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from jaxllm.cluster.peer_monitor import PeerMonitor
 from jaxllm.cluster.rendezvous import open_port
 from jaxllm.cluster.rendezvous_checks import listening_address, missing
 from jaxllm.cluster.rendezvous_client import MAGIC, Answer
-from jaxllm.cluster.socket_messages import REFUSAL, Channel, Unproven, listen, read_secret
+from jaxllm.cluster.socket_messages import REFUSAL, Channel, Unproven, connect, listen, read_secret
 from jaxllm.config import ConfigError
 
 SECRET, OTHER = b"the secret of this run", b"the secret of another"
@@ -516,3 +517,23 @@ def test_missing_processes_hint_at_the_address(monkeypatch):
     monkeypatch.setattr(rendezvous_checks, "_is_own", lambda _: True)
     words = missing(Launch("variables", "h0", 29500, 2, 0), {0: call(0, 2)}, {0})
     assert "process 0 listens at 10.0.0.7 alone, and at all addresses of its host with JAXLLM_BIND=0.0.0.0)" in words
+
+
+def test_a_connection_that_the_other_end_resets_at_once_is_closed(monkeypatch):
+    made, create = [], socket.create_connection
+
+    def reset(*arguments, **options):
+        made.append(create(*arguments, **options))
+        taken, _ = listener.accept()
+        # Nothing lingers: closing resets the connection.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        taken.close()
+        with suppress(ConnectionResetError):
+            made[0].recv(1)
+        return made[0]
+
+    with listen(0, "127.0.0.1") as listener:
+        monkeypatch.setattr(socket, "create_connection", reset)
+        with pytest.raises(OSError):  # macOS and Linux have different ones
+            connect("127.0.0.1", listener.getsockname()[1], 5.0)
+    assert made[0].fileno() < 0
