@@ -254,7 +254,7 @@ def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int
     for i in range(P):
         stored, read = (np.where(units.valid, units.chunk * M + units.microbatch, -1)[:, i] for units in (forward, backward))
         forward.slot[:, i], backward.slot[:, i] = _allot(stored, read, writes)
-        _complete(forward, backward, i)
+        _complete(forward, backward, writes, i)
     outputs = _allot(microbatch_on_last(forward, V), microbatch_on_last(backward, V), writes, read_first=True)
     slots = _count(forward.slot, backward.slot)
     return Schedule(name, P, V, M, forward, backward, slots, *outputs, _count(*outputs))
@@ -332,14 +332,14 @@ def _allot(stored: np.ndarray, read: np.ndarray, writes: np.ndarray, read_first:
     return slots[0], slots[1]
 
 
-def _complete(forward: Units, backward: Units, stage: int) -> None:
+def _complete(forward: Units, backward: Units, writes: np.ndarray, stage: int) -> None:
     """Ticks whose backward pass is not valid get the microbatch that was written last to their slot, be it garbage. With the
     documents of another one, scores beyond its log-sum-exp overflow, and zero times infinity is no zero."""
-    held = {}
-    for t in range(len(forward.valid)):
-        if forward.valid[t].any():
+    held, reads = {}, backward.valid.any(axis=1)
+    for t in range(len(writes)):
+        if writes[t]:
             held[int(forward.slot[t, stage])] = forward.microbatch[t, stage]
-        if backward.valid[t].any() and not backward.valid[t, stage]:
+        if reads[t] and not backward.valid[t, stage]:
             backward.microbatch[t, stage] = held[int(backward.slot[t, stage])]
 
 
