@@ -17,25 +17,31 @@ slower with less (benchmarks/RESULTS.md, "Tensor ranks in a ring")."""
 
 
 def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
-    """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums.
+    """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums, or with
+    ZeRO 2 and 3 make what is summed in float32.
 
-    Layers that are sharded (ZeRO 2 and 3), on the host, or whose activations are, go through a loop in any case. So do frozen
-    weights, of which a stack needs no copy, and in a pipeline virtual stages, of which each tick takes another, experts, and
-    remat none, which would keep an input of several matmuls once for each: 106 GiB instead of 96 for 16 layers of 8B in four
-    stages. `null` unrolls on GPUs up to MOST_UNROLLED layers, or MOST_IN_STAGE of a stage, but
+    Layers on the host, or whose activations are, go through a loop in any case. So do frozen weights, of which a stack needs no
+    copy; experts and FP8 with ZeRO 2 and 3; and in a pipeline ZeRO 2 and 3, virtual stages, of which each tick takes another,
+    experts, and remat none, which would keep an input of several matmuls once for each: 106 GiB instead of 96 for 16 layers of
+    8B in four stages. `null` unrolls on GPUs up to MOST_UNROLLED layers, or MOST_IN_STAGE of a stage, but
 
     - not where SwiGLU's products are recomputed to save memory: outside a loop XLA needs more for them, 5 to 19% of four steps
       with `full` that would be 1 to 6% faster;
     - not with documents that are not packed, in a single microbatch or a pipeline: outside a loop over microbatches or layers
       XLA makes the zeros for all layers' blocks of documents at once, and 1B with 8 sequences of 8,192 takes 85.2 GiB on an
       H200 instead of 76.7;
+    - not with ZeRO 2 and 3 in a single microbatch: gradients are reduced behind too little, and 8B on eight H100s takes 2% more
+      time by the kernel account;
     - not with experts, whose gradients are made apart from their sums;
     - not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers back: 8B on eight H100s takes
       46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
     """
     model, parallel = config.model, config.parallel
     ranks, policy = int(parallel.data) * parallel.context, policy_of(parallel.remat, model)
-    if parallel.virtual_stages > 1 or (parallel.zero >= 2 and ranks > 1) or policy.offload:
+    if parallel.virtual_stages > 1 or policy.offload:
+        return False
+    is_sharded = parallel.zero >= 2 and ranks > 1
+    if is_sharded and (parallel.pipe > 1 or model.multiplies_fp8 or has_experts(model)):
         return False
     if parallel.offload_state == "all" or config.frozen:
         return False
@@ -46,6 +52,8 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     recomputes_products = {"mlp_gate", "mlp_up"} & set(policy.recompute)
     most = MOST_UNROLLED if parallel.pipe == 1 else MOST_IN_STAGE
     if capability is None or config.chunk_layers > most or recomputes_products or has_experts(model):
+        return False
+    if is_sharded and config.num_microbatches == 1:
         return False
     if (config.num_microbatches == 1 or parallel.pipe > 1) and _documents_in_blocks(config, capability):
         return False

@@ -161,9 +161,9 @@ class ModelConfig(Section):
     before, and with cudnn_halves, it halves blocks again and again, which takes longer."""
     scan_layers: Switch | None = None
     """true: one compiled layer, in a loop. false: unrolled, which is faster and takes longer to compile. null: unrolled on GPUs
-    up to 40 layers, or 16 of a stage, on meshes without virtual stages, context and tensor, below ZeRO 2, without experts and
-    frozen weights, unless SwiGLU's products are recomputed or offloaded, documents are masked by halves in a single microbatch
-    or a pipeline, or remat is none in a pipeline."""
+    up to 40 layers, or 16 of a stage, on meshes without virtual stages, context and tensor, without experts and frozen weights,
+    unless SwiGLU's products are recomputed or offloaded, documents are masked by halves in a single microbatch or a pipeline,
+    remat is none in a pipeline, or ZeRO 2 or 3 has a pipeline, FP8 or a single microbatch."""
     lora: LoraConfig | None = None
     """Train low-rank adapters beside the matrices of the blocks, and nothing else (docs/lora.md)."""
 

@@ -34,8 +34,7 @@ class StepModel(LayerCompute):
     """Combines the compute, the transfers and the copies to and from the host of jaxllm's step."""
 
     layer_kernels = 60
-    """Kernels of one layer, forward and backward, counted: 21 matmuls, attention, and the operations between them, fused by
-    XLA."""
+    """Kernels of one layer, forward and backward, counted: 21 matmuls, attention, and operations between, fused by XLA."""
     hop_kernels = 12
     """Kernels of one more step of a ring: attention, merging, sums."""
     chunk_kernels = 8
@@ -53,14 +52,15 @@ class StepModel(LayerCompute):
     def __init__(self, config: Config, gpu: Gpu, gpus_per_host: int, fitted: Fitted | None = None):
         super().__init__(config, gpu, gpus_per_host, fitted or self.constants(config, gpu))
         self.context_method = context_method(config)
-        self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability)
+        self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1
+        """Whether gradients travel over data x context layer by layer in each microbatch, and with ZeRO 3 also weights."""
+        # Constants fit steps of ZeRO 3 with a loop's copies: that they are spared is not promised before a GPU shows it.
+        self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability) and not self.sends_by_layer
         self.adds_in_matmuls = self.has_own_layers and adds_in_matmuls(config)
         self.copies_residuals = not self.has_own_layers or self.P > 1
         self.rings_tensor = rings_tensor(config, gpu.chip.compute_capability)
         self.key_gradient_itemsize = 4
-        """Bytes per element of the keys' gradients between context ranks: float32."""
-        self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1
-        """Whether gradients travel over data x context layer by layer in each microbatch, and with ZeRO 3 also weights."""
+        """Bytes of an element of the keys' gradients between context ranks: float32."""
         self.hides_messages = True
         """Whether a tick's messages between stages overlap with its compute."""
         self.offload_state = self.parallel.offload_state
@@ -127,7 +127,7 @@ class StepModel(LayerCompute):
             "memory_bound": sum(moves_s) + self.chunks_s(),
             "fp8_rounding": self.rounding_s(1 / self.M if self.adds_in_matmuls else 2) if self.is_fp8 else 0.0,
             "gradient_sums": self.gradient_sums_s(),
-            "stacks": self.stacks_s(),
+            "stacks": self.stacks_s() if self.copies_residuals else 0.0,
             "recomputation": repeated_s,
             "launches": kernels * self.kernel_s,
         }
@@ -219,10 +219,9 @@ class StepModel(LayerCompute):
     def stacks_s(self) -> float:
         """Time to copy what the backward pass needs into a ring: read and written once, also what waits on the host. In the
         compiled step of 1B (RESULTS, "Kernels of one step") 43.9 ms, and 40.2 by this."""
-        if not self.copies_residuals:
-            return 0.0
         if self.policy.everything:
-            return self.moved_s(2 * sum(StepSizes(self.config, self.gpu).kept.values()))
+            in_loop = self.config.model_copy(update={"model": self.model.model_copy(update={"scan_layers": True})})
+            return self.moved_s(2 * sum(StepSizes(in_loop, self.gpu).kept.values()))
         held = self.bytes_per_token
         return self.moved_s(2 * self.rows * self.c * sum((*held.kept.values(), *held.offloaded.values())))
 

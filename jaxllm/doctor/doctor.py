@@ -38,7 +38,7 @@ from jaxllm.doctor.checks import FAIL, OK, WARN, Row
 from jaxllm.doctor.links import Collective, HostCopy
 from jaxllm.doctor.probes import Facts
 from jaxllm.machine import xla_flags
-from jaxllm.mesh.placement import hosts_of, mesh_on_hosts, widest_group
+from jaxllm.mesh.placement import hosts_of, mesh_on_hosts
 from jaxllm.terminal import print_sentence, terminal_table
 
 GPU_BYTES, CPU_BYTES = 512 * 2**20, 4 * 2**20
@@ -152,7 +152,7 @@ def _examine(run: RunConfig, parallel: ParallelConfig | None, config: Config | N
     else:
         rows += checks.mesh(mesh.devices, hosts)
         for axis in (axis for axis in mesh.axis_names if mesh.shape[axis] > 1):
-            group = widest_group(mesh.devices, hosts, axis)
+            group = links.widest_group(mesh.devices, hosts, axis)
             # A collective that hangs can be ended only with the process.
             for one in links.collectives(mesh, axis, size, limited=partial(time_limit, STUCK_S, _give_up, axis)):
                 # The model does not cover ranks that are spread unevenly over their hosts.

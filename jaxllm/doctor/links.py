@@ -8,7 +8,7 @@ makes them. Measured and judged.
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from jaxllm.cost_model.hardware import Gpu, host_copy_bytes_per_s
 from jaxllm.cost_model.network import Group, all_gather_s, all_reduce_s, permute_s
 from jaxllm.display import readable
 from jaxllm.doctor.checks import FAIL, OK, WARN, Row, count_text, rate_text
-from jaxllm.mesh.axes import HOST, axis_index
+from jaxllm.mesh.axes import HOST, axis_index, groups_along
 
 GOOD_SHARE, POOR_SHARE, POOR_SHARE_ACROSS = 0.7, 0.35, 0.1
 """Shares of the expected speed: below the first is a warning; below the second, or between hosts below the third, a failure.
@@ -84,6 +84,16 @@ def collectives(
             seconds, right = _time(mesh, function, length, values)
             slowest, all_right = max(gathered(seconds)), all(gathered(right))
         yield Collective(what, axis, ranks, 4 * length * parts, slowest, all_right)
+
+
+def widest_group(grid: np.ndarray, host_of: Mapping[int, Hashable], axis: str) -> Group:
+    """The group of this axis with the fewest ranks per host: all others wait for it. Where its hosts have different numbers of
+    its ranks, the smallest counts."""
+    shapes = []
+    for group in groups_along(grid, axis):
+        hosts = [host_of[device.process_index] for device in group]
+        shapes.append(Group(min(hosts.count(host) for host in hosts), len(set(hosts))))
+    return min(shapes, key=lambda group: (group.inside, -group.hosts))
 
 
 def _time(mesh: Mesh, function: Callable[[jax.Array], jax.Array], length: int, values: np.ndarray) -> tuple[float, bool]:

@@ -214,7 +214,8 @@ def _collective_options(config: Config, capability: Capability) -> dict[str, Any
         return {}
     # Where tensor ranks send too, no weights would arrive behind a layer's forward pass. Elsewhere it takes 2 to 4.5 GiB of
     # 8B's and 70B's steps and hides little more.
-    at_once = MORE_AT_ONCE if once and parallel.tensor > 1 else {}
+    unrolls = not once and has_own_layers(config, capability)
+    at_once = MORE_AT_ONCE if (once and parallel.tensor > 1) or unrolls else {}
     return at_once | layer_combined(config)
 
 

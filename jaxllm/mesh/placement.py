@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxllm.cluster import distributed
 from jaxllm.config import ParallelConfig
 from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
-from jaxllm.cost_model.network import Group, links_of, slowest_link
 from jaxllm.mesh.axes import LOCAL, TENSOR, axis_index, groups_along, make_mesh
 
 log = logging.getLogger(__name__)
@@ -46,16 +45,6 @@ def hosts_of(devices: Sequence[jax.Device]) -> dict[int, Hashable]:
     return {process: process for process in processes}
 
 
-def widest_group(grid: np.ndarray, host_of: Mapping[int, Hashable], axis: str) -> Group:
-    """The group of this axis with the fewest ranks per host: all others wait for it. Where its hosts have different numbers of
-    its ranks, the smallest counts."""
-    shapes = []
-    for group in groups_along(grid, axis):
-        hosts = [host_of[device.process_index] for device in group]
-        shapes.append(Group(min(hosts.count(host) for host in hosts), len(set(hosts))))
-    return min(shapes, key=lambda group: (group.inside, -group.hosts))
-
-
 def crossings(grid: np.ndarray, host_of: Mapping[int, Hashable]) -> list[str]:
     """One sentence for each of tensor and context that crosses hosts, with figures and what to change."""
     sentences = []
@@ -83,6 +72,8 @@ def _slower(grid: np.ndarray, host_of: Mapping[int, Hashable], axis: str) -> str
     gpu: Gpu | None = gpu_from_device_kind(grid.flat[0].device_kind)
     if gpu is None:
         return ""
-    links, within = links_of(gpu), Group(grid.shape[axis_index(axis)], 1)
-    inside, across = (slowest_link(group, links) / 1e9 for group in (within, widest_group(grid, host_of, axis)))
+    groups = [[host_of[device.process_index] for device in group] for group in groups_along(grid, axis)]
+    adapters = min(hosts.count(host) for hosts in groups for host in hosts)
+    inside = gpu.link_bandwidth_bytes_per_s / 1e9
+    across = min(inside, adapters * gpu.network_bandwidth_bytes_per_s / 1e9)
     return f"; a ring there carries {across:.0f} GB/s instead of the {inside:.0f} GB/s inside a host of {gpu.name}"

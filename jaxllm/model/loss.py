@@ -25,7 +25,7 @@ class VocabularySlice:
     """The maximum over ranks."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 8))
 def cross_entropy(
     h_BSD: Float[Array, "B S D"],
     head_VD: Float[Array, "V D"],
@@ -34,6 +34,8 @@ def cross_entropy(
     vocab_size: int,
     chunk_tokens: int,
     z_loss_weight: float,
+    sum_VD: Float[Array, "V D"] | None = None,
+    is_frozen: bool = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(objective, loss): weighted sums over tokens of -log p(target), the objective with z-loss added.
 
@@ -45,6 +47,8 @@ def cross_entropy(
       head_VD: rows from vocab_size on are padding and get no probability.
       chunk_tokens: logits exist for about this many of the B S tokens at once (at least one position of each sequence).
       z_loss_weight: factor of log(Z)^2 (PaLM, section 5).
+      sum_VD: the head's accumulator (parallel/accumulate.py), to which its gradient is added in the forward pass.
+      is_frozen: the head has no gradient.
     """
     return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)[0]
 
@@ -130,16 +134,16 @@ def joined_positions(x: Array, S: int) -> Array:
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * C, *rest)[:, :S]
 
 
-def _forward(h_BSD, head_VD, *arguments):
-    zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
-    sums, (dh_BSD, dhead_VD) = sums_and_gradients(h_BSD, head_VD, *arguments, dhead_VD=zeros_VD)
-    return sums, (dh_BSD, dhead_VD.astype(head_VD.dtype))
+def _forward(h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight, sum_VD, is_frozen):
+    before_VD = jnp.zeros(head_VD.shape, jnp.float32) if sum_VD is None and not is_frozen else sum_VD
+    inputs = (h_BSD, head_VD, targets_BS, weights_BS, vocab_size, chunk_tokens, z_loss_weight)
+    sums, (dh_BSD, dhead_VD) = sums_and_gradients(*inputs, dhead_VD=before_VD, with_gradients=True)
+    return sums, (dh_BSD, None, dhead_VD) if is_frozen or sum_VD is not None else (dh_BSD, dhead_VD.astype(head_VD.dtype), None)
 
 
-def _backward(vocab_size, chunk_tokens, z_loss_weight, gradients, cotangents):
-    dobjective, _ = cotangents
-    dh_BSD, dhead_VD = (gradient * dobjective.astype(gradient.dtype) for gradient in gradients)
-    return dh_BSD, dhead_VD, None, None
+def _backward(vocab_size, chunk_tokens, z_loss_weight, is_frozen, kept, cotangents):
+    dh_BSD, dhead_VD = jax.tree.map(lambda gradient: gradient * cotangents[0].astype(gradient.dtype), kept[:2])
+    return dh_BSD, dhead_VD, None, None, kept[2]
 
 
 cross_entropy.defvjp(_forward, _backward)
@@ -149,6 +153,7 @@ cross_entropy.defvjp(_forward, _backward)
 # For losses that are no sum over tokens.
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def token_losses(
     h_BSD: Float[Array, "B S D"],
     head_VD: Float[Array, "V D"],
@@ -157,7 +162,8 @@ def token_losses(
     chunk_tokens: int,
     part: VocabularySlice = VocabularySlice(),
 ) -> Float[Array, "B S"]:
-    """-log p(target) of each position, float32, without gradients. The arguments are those of loss.sums_and_gradients."""
+    """-log p(target) of each position, float32. The arguments are those of loss.sums_and_gradients. The backward pass makes the
+    logits again: 4 matmuls of the head per token in all."""
     B, S, _ = h_BSD.shape
     ids_V = jnp.arange(head_VD.shape[0]) + part.first(head_VD.shape[0])
 
@@ -170,33 +176,15 @@ def token_losses(
     return joined_positions(jax.lax.map(chunk, (cut(h_BSD), cut(targets_BS))), S)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def differentiable_token_losses(
-    h_BSD: Float[Array, "B S D"],
-    head_VD: Float[Array, "V D"],
-    targets_BS: Int[Array, "B S"],
-    vocab_size: int,
-    chunk_tokens: int,
-) -> Float[Array, "B S"]:
-    """`token_losses`, with gradients. The backward pass makes the logits again: 4 matmuls of the head per token in all."""
-    return token_losses(h_BSD, head_VD, targets_BS, vocab_size, chunk_tokens)
-
-
-def _backward_of_token_losses(vocab_size, chunk_tokens, kept, slopes_BS):
+def _backward_of_token_losses(vocab_size, chunk_tokens, part, kept, slopes_BS):
     h_BSD, head_VD, targets_BS = kept
     zeros_VD, options = jnp.zeros(head_VD.shape, jnp.float32), (vocab_size, chunk_tokens, 0.0)
     inputs = (h_BSD, head_VD, targets_BS, slopes_BS, *options)
-    _, (dh_BSD, dhead_VD) = sums_and_gradients(*inputs, dhead_VD=zeros_VD, with_gradients=True)
+    _, (dh_BSD, dhead_VD) = sums_and_gradients(*inputs, part=part, dhead_VD=zeros_VD, with_gradients=True)
     return dh_BSD, dhead_VD.astype(head_VD.dtype), None
 
 
-differentiable_token_losses.defvjp(
-    lambda h_BSD, head_VD, targets_BS, *options: (
-        token_losses(h_BSD, head_VD, targets_BS, *options),
-        (h_BSD, head_VD, targets_BS),
-    ),
-    _backward_of_token_losses,
-)
+token_losses.defvjp(lambda *arguments: (token_losses(*arguments), arguments[:3]), _backward_of_token_losses)
 
 
 # --------------------------------------------------------------------------------------------------- a loss of the caller's

@@ -15,6 +15,7 @@ once: a weight with two uses hands it from one to the other (`look_up`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.config import Config
 from jaxllm.mesh.sharding import Parameter
+from jaxllm.model import loss
 from jaxllm.model.fp8 import RoundedMatrix, gradients, letters, product
 from jaxllm.model.layers import Ops
-from jaxllm.model.loss import sums_and_gradients
 from jaxllm.parallel.kernels import add_over_ranks
-from jaxllm.parallel.types import Tree
+from jaxllm.parallel.types import Loss, Rows, Tree
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "sum"], meta_fields=[])
@@ -48,11 +50,11 @@ class Accumulating:
         return Accumulating(self.weight.astype(dtype), self.sum)
 
 
-def _product(spec: str, x: jax.Array, w: jax.Array | RoundedMatrix, total: jax.Array) -> jax.Array:
+def _product(spec: str, adds: bool, x: jax.Array, w: jax.Array | RoundedMatrix, total: jax.Array) -> jax.Array:
     return product(spec, x, w) if isinstance(w, RoundedMatrix) else jnp.einsum(spec, x, w)
 
 
-def _matmul_backward(spec: str, kept: tuple[Any, ...], dy: jax.Array):
+def _matmul_backward(spec: str, adds: bool, kept: tuple[Any, ...], dy: jax.Array):
     x, w, total = kept
     if isinstance(w, RoundedMatrix):
         dx, dw = gradients(spec, x, w, dy, total.dtype)
@@ -62,20 +64,21 @@ def _matmul_backward(spec: str, kept: tuple[Any, ...], dy: jax.Array):
     with jax.named_scope("gradient_sums"):
         # The order of the operands is that of autodiff, so that results are the same to the bit.
         dw = jnp.einsum(f"{result},{of_x}->{of_w}", dy, x, preferred_element_type=total.dtype)
-        return dx, None, total + dw
+        return dx, None, total + dw if adds else dw
 
 
-_matmul = jax.custom_vjp(_product, nondiff_argnums=(0,))
-_matmul.defvjp(lambda spec, x, w, total: (_product(spec, x, w, total), (x, w, total)), _matmul_backward)
+_matmul = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+_matmul.defvjp(lambda spec, adds, x, w, total: (_product(spec, adds, x, w, total), (x, w, total)), _matmul_backward)
 
 
-def matmul(spec: str, x: jax.Array, w: Accumulating) -> jax.Array:
+def matmul(spec: str, x: jax.Array, w: Accumulating, adds: bool = True) -> jax.Array:
     """The einsum of two arrays of one dtype, as Ops.matmul. The gradient of w is added to its accumulator.
 
     Args:
       spec: every letter is in exactly two of the three, so that the gradients are einsums too.
+      adds: if not, the gradient alone, in the accumulator's dtype, is the accumulator's cotangent.
     """
-    return _matmul(spec, x, w.weight, w.sum)
+    return _matmul(spec, adds, x, w.weight, w.sum)
 
 
 @jax.custom_vjp
@@ -110,29 +113,25 @@ def look_up(
     return run(table_VD, sum_VD)
 
 
-def cross_entropy(
-    h_BSD: jax.Array, head_VD: jax.Array, sum_VD: jax.Array | None, targets_BS: jax.Array, weights_BS: jax.Array, *options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """(objective, loss) as in loss.cross_entropy; the head's gradient is added to its accumulator in the forward pass.
+def losses_of(config: Config, own_loss: Loss | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """(h_BSD, head_VD, the head's accumulator or None, rows, scale, whether the head is frozen) -> (objective, loss): sums over
+    the tokens of a microbatch. With a loss of the caller's `loss` is (sum, count)."""
+    model, train = config.model, config.train
+    options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
 
-    Args:
-      sum_VD: None if the head is frozen.
-      options: vocab_size, chunk_tokens, z_loss_weight.
-    """
+    def default(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: Any, rows: Rows, scale: jax.Array, is_frozen: bool) -> Any:
+        targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
+        return loss.cross_entropy(h_BSD, head_VD, targets_BS, weights_BS, *options, sum_VD, is_frozen)
 
-    @jax.custom_vjp
-    def run(h_BSD, sum_VD):
-        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, *options)[0]
+    if own_loss is None:
+        return default
 
-    def forward(h_BSD, sum_VD):
-        return sums_and_gradients(h_BSD, head_VD, targets_BS, weights_BS, *options, dhead_VD=sum_VD, with_gradients=True)
+    def own(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: Any, rows: Rows, *_: Any) -> Any:
+        head_VD = head_VD if sum_VD is None else accumulated(head_VD, sum_VD)
+        sums = loss.loss_sums(own_loss, model.vocab_size, h_BSD, head_VD, rows)
+        return sums[0], sums
 
-    def backward(gradients, cotangents):
-        dh_BSD, sum_VD = gradients
-        return dh_BSD * cotangents[0].astype(dh_BSD.dtype), sum_VD
-
-    run.defvjp(forward, backward)
-    return run(h_BSD, sum_VD)
+    return own
 
 
 def with_sums(weights: Tree, sums: Tree, table: Tree, in_matmuls: bool) -> Tree:

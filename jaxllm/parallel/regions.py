@@ -19,14 +19,14 @@ from jaxllm.config.layer_stack import adds_in_matmuls
 from jaxllm.config.remat_policy import policy_of
 from jaxllm.mesh.axes import PIPE
 from jaxllm.model.experts import Routes, spread
-from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, rotary_table, scaled_embeddings
+from jaxllm.model.layers import FULL_SEQUENCE, SHARDED_SEQUENCE, Losses, Ops, rotary_table, scaled_embeddings
 from jaxllm.model.llama import BlockContext, BlockFunction, apply_block
-from jaxllm.model.loss import cross_entropy, loss_sums, token_losses
+from jaxllm.model.loss import token_losses
 from jaxllm.parallel import accumulate
 from jaxllm.parallel.context import ParallelContext
 from jaxllm.parallel.expert_parallel import DeliverToRanks
 from jaxllm.parallel.grad_square_norms import GradSquareNorms
-from jaxllm.parallel.layer_loop import HostSums, LayerLoop, remat
+from jaxllm.parallel.layer_loop import HostSums, LayerLoop, Pass, remat
 from jaxllm.parallel.ordering import after, hidden_token, layer_by_layer, scalar_token, weights_token
 from jaxllm.parallel.parameters import cut_layers, flatten_layers
 from jaxllm.parallel.pipeline_executor import sum_over_stages
@@ -43,6 +43,7 @@ from jaxllm.parallel.types import (
     TokenLossRegion,
     Tree,
 )
+from jaxllm.parallel.vjp_residuals import extract, restore
 from jaxllm.parallel.zero import Phase, zeros_of_shard
 
 Sums = Callable[..., tuple[jax.Array, tuple[jax.Array, Params | None]]]
@@ -243,7 +244,8 @@ def _sums_on_device(ctx: ParallelContext, weights: Params, microbatches: int) ->
         dtypes = {name: layers if name == "layers" else jnp.float32 for name in weights}
         return {name: _zeros(tree, dtypes[name]) for name, tree in ctx.trained(weights).items()}
     table, layouts = ctx.trained(ctx.table), ctx.trained(ctx.layouts)
-    return jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), table, layouts)
+    zeros = jax.tree.map(lambda p, layout: zeros_of_shard(p.shape, layout, ctx.zero_ranks), table, layouts)
+    return cut_layers(zeros) if ctx.has_own_layers else zeros
 
 
 def _zeros(weights: Tree, dtype: Any) -> Tree:
@@ -268,13 +270,14 @@ def microbatch_sums(
     """The forward pass of one microbatch, to be differentiated.
 
     Args:
-      losses_of: in the place of _token_losses(ctx).
+      losses_of: in the place of accumulate.losses_of.
     """
     model, ops, zero = ctx.config.model, ctx.ops, ctx.zero
     network = nnx.merge(ctx.graph, ctx.table)
     norm, head = nnx.split(network.final_norm)[0], "embedding" if model.tie_embeddings else "head"
-    losses_of = losses_of or _token_losses(ctx)
-    of_layers = _own_layers if ctx.has_own_layers else partial(_stacked_layers, tap=tap if zero else None)
+    losses_of = losses_of or accumulate.losses_of(ctx.config, ctx.loss)
+    is_full = ctx.has_own_layers and (zero is None or zero.once)
+    of_layers = _own_layers if is_full else partial(_looped_layers, tap=tap if zero else None)
     run_layers: Callable[..., tuple[jax.Array, Losses, Any]] = partial(of_layers, ctx, nnx.split(network.layers)[0], phase)
 
     def sums(
@@ -319,30 +322,7 @@ def microbatch_sums(
     return sums
 
 
-def _token_losses(ctx: ParallelContext) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """(h_BSD, head_VD, the head's accumulator or None, rows, scale, whether the head is frozen) -> (objective, loss): sums over
-    the tokens of a microbatch. With a loss of the caller's `loss` is (sum, count)."""
-    model, train, own_loss = ctx.config.model, ctx.config.train, ctx.loss
-    options = (model.vocab_size, train.loss_chunk_tokens, train.z_loss_weight)
-
-    def default(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: Any, rows: Rows, scale: jax.Array, is_frozen: bool) -> Any:
-        targets_BS, weights_BS = rows["targets"], rows["mask"].astype(jnp.float32) * scale
-        if sum_VD is None and not is_frozen:
-            return cross_entropy(h_BSD, head_VD, targets_BS, weights_BS, *options)
-        return accumulate.cross_entropy(h_BSD, head_VD, sum_VD, targets_BS, weights_BS, *options)
-
-    if own_loss is None:
-        return default
-
-    def own(h_BSD: jax.Array, head_VD: jax.Array, sum_VD: Any, rows: Rows, *_: Any) -> Any:
-        head_VD = head_VD if sum_VD is None else accumulate.accumulated(head_VD, sum_VD)
-        sums = loss_sums(own_loss, model.vocab_size, h_BSD, head_VD, rows)
-        return sums[0], sums
-
-    return own
-
-
-def _stacked_layers(
+def _looped_layers(
     ctx: ParallelContext,
     graph: nnx.GraphDef,
     phase: Phase,
@@ -356,7 +336,10 @@ def _stacked_layers(
 ) -> tuple[jax.Array, Losses, Tree | None]:
     """(h, sums of the layers' own losses, the layers' full weights if the phase keeps them)"""
     access = ctx.zero.access(phase) if ctx.zero and ctx.zero.once else ctx.access
-    loop = LayerLoop(ctx.block(graph), ctx.config.model.num_layers, ctx.config, access, tap, ctx.trained_layer)
+    if ctx.has_own_layers:
+        loop: LayerLoop = ShardedLayers(ctx, graph, tap)
+    else:
+        loop = LayerLoop(ctx.block(graph), ctx.config.model.num_layers, ctx.config, access, tap, ctx.trained_layer)
     own = accumulators and accumulators._replace(sums=accumulators.sums["layers"])
     return loop.run(layers, own, h_BSD, block_context, adds=earlier is not None)
 
@@ -377,14 +360,7 @@ def _own_layers(
     in_matmuls = accumulators is not None and earlier is None and adds_in_matmuls(ctx.config)
     if in_matmuls:
         ops = dataclasses.replace(ops, matmul=accumulate.matmul)
-
-    def block_of(kind: int) -> BlockFunction:
-        # A number, so that the program has no conditional.
-        here = ops if len(model.kinds) == 1 else dataclasses.replace(ops, attend=partial(ops.attend, kind=kind))
-        return remat(policy_of(ctx.config.parallel.remat, model), partial(apply_block, graph, here), in_loop=False)
-
-    blocks = [block_of(kind) for kind in range(len(model.kinds))]
-    token: Any = 0.0
+    block_of, token = _blocks(ctx, graph, ops), 0.0
     full, inputs, losses = [], [], {}
     for number, layer in enumerate(layers):
         inputs.append(h_BSD)
@@ -404,7 +380,82 @@ def _own_layers(
                 h_BSD, total = layer_by_layer(ctx.layer_layouts, h_BSD, total)
             (layer,) = ctx.rounded([layer]) if in_matmuls else [layer]
             layer = accumulate.with_sums(layer, total, ctx.table["layers"], in_matmuls)
-        kind = model.layer_kinds[number] if len(blocks) > 1 else None
-        h_BSD, own = blocks[kind or 0](layer, h_BSD, block_context.of_kind(kind)._replace(kinds_L=None))
+        h_BSD, own = block_of(number)(layer, h_BSD, block_context)
         losses = {name: x + losses.get(name, 0.0) for name, x in own.items()}
     return h_BSD, losses, full or None
+
+
+def _blocks(ctx: ParallelContext, graph: nnx.GraphDef, ops: Ops) -> Callable[[int], BlockFunction]:
+    """number of a layer -> its block under the config's remat policy, outside a loop."""
+    model = ctx.config.model
+    policy, several = policy_of(ctx.config.parallel.remat, model), len(model.kinds) > 1
+
+    def block_of(number: int) -> BlockFunction:
+        # A number, so that the program has no conditional.
+        kind = model.layer_kinds[number] if several else None
+        here = dataclasses.replace(ops, attend=partial(ops.attend, kind=kind)) if several else ops
+        run = remat(policy, partial(apply_block, graph, here), in_loop=False)
+        return lambda layer, h_BSD, context: run(layer, h_BSD, context.of_kind(kind)._replace(kinds_L=None))
+
+    return block_of
+
+
+class ShardedLayers(LayerLoop):
+    """Layers of ZeRO 2 and 3 with arrays of their own, in lists with a tree for each layer. Residuals are values like others,
+    without a stack, and matmuls make the gradients in the dtype in which ranks add them.
+
+        forward     gather, at most two layers ahead    layer n
+        backward    gather of layer n - 1               layer n      reduce-scatter of layer n + 1
+    """
+
+    def __init__(self, ctx: ParallelContext, graph: nnx.GraphDef, tap: GradSquareNorms | None):
+        super().__init__(ctx.block(graph), ctx.config.model.num_layers, ctx.config, ctx.access, tap, ctx.trained_layer)
+        self._table, self._token = ctx.table["layers"], partial(weights_token, layouts=ctx.layer_layouts)
+        self._sent = jnp.dtype(ctx.config.parallel.reduce_dtype)
+        matmul = partial(accumulate.matmul, adds=False)
+        self._block_of = _blocks(ctx, graph, dataclasses.replace(ctx.ops, matmul=matmul))
+
+    def new_ring(self, *_: Any) -> list[Tree]:
+        return []
+
+    def forward(self, layers: list[Tree], ahead: Pass, ring: list[Tree] | None = None, then: Any = None) -> tuple[Any, ...]:
+        """(h, none, residuals of each layer, full weights of the last one)"""
+        h_BSD, inputs, full = ahead.x_BSD, [], None
+        for number, layer in enumerate(layers):
+            inputs.append(h_BSD)
+            full = self._gathered(layer, [self._token(full), *map(hidden_token, inputs[-3:-2])] if number else [])
+            block, weights = self._layer(number, full)
+            (h_BSD, _), vjp = jax.vjp(block, weights, h_BSD, ahead.block_context)
+            if ring is not None:
+                ring = [*ring, extract(vjp)]
+        return h_BSD, {}, ring, full
+
+    def backward(
+        self, layers: list[Tree], back: Pass, ring: list[Tree], sums: list[Tree], weights: Tree = None, *_: Any, **__: Any
+    ) -> tuple[jax.Array, list[Tree], Any]:
+        dh_BSD, full, new, inputs, done = back.x_BSD, weights, list(sums), [], []
+        squares = self._tap.zeros() if self._tap else None
+        for number in reversed(range(self.length)):
+            inputs.append(dh_BSD)
+            if number < self.length - 1:
+                full = self._gathered(layers[number], [self._token(full), *map(hidden_token, inputs[-3:-2])])
+            block, weights = self._layer(number, full)
+            template = jax.eval_shape(lambda *x, block=block: jax.vjp(block, *x)[1], weights, dh_BSD, back.block_context)
+            (_, gradients), dh_BSD, _ = restore(template, weights, back.block_context, ring[number])((dh_BSD, {}))
+            squares = squares + self._tap.on_layer(gradients) if self._tap else None
+            due = self._access.scatter(gradients)
+            # XLA's scheduler would put off what nothing waits for, and keep the gradients of many layers.
+            dh_BSD, done = after(dh_BSD, self._token(gradients), *done), [self._token(due)]
+            with jax.named_scope("gradient_sums"):
+                new[number] = jax.tree.map(jnp.add, sums[number], due)
+        return dh_BSD, new, squares
+
+    def _gathered(self, layer: Tree, tokens: list[jax.Array]) -> Tree:
+        if not self._access.gather:
+            return layer
+        return self._access.gather(after(layer, *tokens) if tokens else layer)
+
+    def _layer(self, number: int, full: Tree) -> tuple[BlockFunction, Tree]:
+        """(block, its full weights and zeros, whose cotangents are the gradients)"""
+        block, with_sums = self._block_of(number), partial(accumulate.with_sums, table=self._table, in_matmuls=True)
+        return lambda pair, h_BSD, context: block(with_sums(*pair), h_BSD, context), (full, _zeros(full, self._sent))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxllm.config import Config
 from jaxllm.mesh.axes import CONTEXT
-from jaxllm.model.loss import differentiable_token_losses
+from jaxllm.model.loss import token_losses
 from jaxllm.parallel.types import Loss, Rows
 
 
@@ -24,7 +24,7 @@ def dpo_loss(config: Config) -> Loss:
 
     def loss(h_BSD: jax.Array, head_VD: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
         options = (model.vocab_size, train.loss_chunk_tokens)
-        losses_BS: jax.Array = differentiable_token_losses(h_BSD, head_VD, rows["targets"], *options)
+        losses_BS: jax.Array = token_losses(h_BSD, head_VD, rows["targets"], *options)
         ratio_BS = jnp.where(rows["mask"], -losses_BS, 0.0) - rows["reference"]
         # Each text has a position at least, so there are no more than positions. The texts of a context rank's sequences may
         # be partly on others. Each rank then has all pairs, and each counts them: so sum, count and gradients grow alike.

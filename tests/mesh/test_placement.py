@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from jaxllm.cluster import distributed
 from jaxllm.config import ParallelConfig
 from jaxllm.cost_model.network import Group
+from jaxllm.doctor.links import widest_group
 from jaxllm.mesh import placement
 from jaxllm.mesh.axes import device_grid, order_by_groups
-from jaxllm.mesh.placement import crossings, hosts_of, mesh_on_hosts, widest_group
+from jaxllm.mesh.placement import crossings, hosts_of, mesh_on_hosts
 
 
 @dataclass(frozen=True)

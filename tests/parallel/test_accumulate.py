@@ -94,7 +94,7 @@ def test_the_heads_gradient_is_added_in_the_forward_pass():
     options = (9, 4, 0.1)
 
     def ours(h, total):
-        return accumulate.cross_entropy(h, head, total, targets, weights, *options)
+        return loss.cross_entropy(h, head, targets, weights, *options, total)
 
     def theirs(h, head):
         return loss.cross_entropy(h, head, targets, weights, *options)
@@ -163,6 +163,7 @@ def test_a_single_microbatchs_gradients_follow_float32s(gradients_of, scan):
 
 
 PIPELINE = ("parallel.pipe=2", "train.global_batch_sequences=8", "train.microbatch_sequences=4")
+EXPERTS = ("model.num_experts=4", "model.experts_per_token=2")
 SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
 
 
@@ -174,7 +175,15 @@ SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
         (("model.scan_layers=true",), HOPPER, False),
         (("model.scan_layers=false",), None, True),
         (("parallel.data=4", "parallel.zero=1"), HOPPER, True),
-        (("parallel.data=4", "parallel.zero=2"), HOPPER, False),
+        (("parallel.data=4", "parallel.zero=3"), HOPPER, True),
+        (("parallel.data=4", "parallel.zero=3", "parallel.remat=full"), HOPPER, False),
+        (
+            ("parallel.data=4", "parallel.zero=3", "train.global_batch_sequences=4", "train.microbatch_sequences=1"),
+            HOPPER,
+            False,
+        ),
+        (("parallel.data=4", "parallel.zero=3", "model.matmul_dtype=fp8", "model.scan_layers=false"), HOPPER, False),
+        (("parallel.data=4", "parallel.zero=2", *EXPERTS, "model.scan_layers=false"), HOPPER, False),
         (("parallel.zero=2",), HOPPER, True),
         (("parallel.remat=full",), HOPPER, False),
         (("parallel.remat=none",), HOPPER, True),
@@ -196,7 +205,7 @@ SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
         ((*PIPELINE, "parallel.remat=none", "model.scan_layers=false"), HOPPER, False),
         ((*PIPELINE, f"model.num_layers={2 * MOST_IN_STAGE}"), HOPPER, True),
         ((*PIPELINE, f"model.num_layers={2 * MOST_IN_STAGE + 1}"), HOPPER, False),
-        ((*PIPELINE, "model.num_experts=4", "model.experts_per_token=2", "model.scan_layers=false"), HOPPER, False),
+        ((*PIPELINE, *EXPERTS, "model.scan_layers=false"), HOPPER, False),
         (("parallel.remat=offload", "model.scan_layers=false"), HOPPER, False),
         ((f"model.num_layers={MOST_UNROLLED}",), HOPPER, True),
         ((f"model.num_layers={MOST_UNROLLED + 1}",), HOPPER, False),
@@ -209,17 +218,18 @@ def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, ca
 
 @pytest.mark.skipif(not can_compile_for_gpus(), reason="the extra aot is not installed")
 @pytest.mark.parametrize(
-    ("parts", "moved_share", "memory", "overrides"),
+    ("gpus", "parts", "moved_share", "memory", "overrides"),
     [
-        (("sums", "stacks", "slices", "zero_fills"), 0.35, 1.01, ()),
+        (1, ("sums", "stacks", "slices", "zero_fills"), 0.35, 1.01, ()),
+        (2, ("sums", "stacks", "slices"), 0.4, 1.01, ("parallel.zero=3", "train.global_batch_sequences=4")),
         # Residuals are copied into a ring either way. In so small a step the update, with gradients in both forms, is fullest.
-        (("sums", "slices"), 0.45, 1.08, ("parallel.pipe=2", "parallel.zero=1", "train.global_batch_sequences=16")),
+        (2, ("sums", "slices"), 0.45, 1.08, ("parallel.pipe=2", "parallel.zero=1", "train.global_batch_sequences=16")),
     ],
-    ids=["alone", "stages"],
+    ids=["alone", "shards", "stages"],
 )
-def test_unrolled_layers_copy_little(parts, moved_share, memory, overrides):
-    """Compiled for an H100 and two microbatches, and for two stages and sixteen: layers in a loop read weights out of stacks,
-    copy and add gradients; own layers leave that to their matmuls, in hardly more memory."""
+def test_unrolled_layers_copy_little(gpus, parts, moved_share, memory, overrides):
+    """Compiled for two microbatches on one H100 and on two with ZeRO 3, and for two stages and sixteen: layers in a loop read
+    weights out of stacks, copy and add gradients; own layers leave that to their matmuls, in hardly more memory."""
     base = {
         "model": {"num_layers": 4, "hidden_size": 1024, "intermediate_size": 2816, "num_heads": 8, "vocab_size": 2048},
         "train": {
@@ -231,7 +241,7 @@ def test_unrolled_layers_copy_little(parts, moved_share, memory, overrides):
     reports = {}
     for scan in ("null", "true"):
         config = load_config(base, [f"model.scan_layers={scan}", *overrides])
-        reports[scan] = compile_report(config, GPUS["h100-80gb"], config.parallel.pipe)
+        reports[scan] = compile_report(config, GPUS["h100-80gb"], gpus)
     moved = {scan: sum(row.bytes for row in report.kernels.parts if row.part in parts) for scan, report in reports.items()}
     assert moved["null"] < moved_share * moved["true"]
     assert reports["null"].kernels.step_s < reports["true"].kernels.step_s

@@ -150,6 +150,7 @@ MESHES = {
     "data ranks": ((1, 1, 8, 1, 1, 1),),
     "zero 0, tensor": ((1, 1, 2, 1, 4, 0), "model.tie_embeddings=true"),
     "zero 2": ((1, 1, 4, 1, 1, 2),),
+    "zero 3, unrolled": ((1, 1, 4, 1, 1, 3), "model.scan_layers=false"),
     "zero 3, tensor": ((1, 1, 4, 1, 2, 3), "model.tie_embeddings=true"),
     "zero 3, context": ((1, 1, 2, 2, 2, 3),),
     "context": ((1, 1, 1, 4, 1, 1), "model.tie_embeddings=true"),
@@ -173,7 +174,7 @@ MESHES = {
 }
 FAST = {
     *("one device", "data ranks", "zero 3, tensor", "pipeline, zero 2, tied", "interleaved, context, tied"),
-    *("hybrid", "hybrid, unrolled"),
+    *("hybrid", "hybrid, unrolled", "zero 3, unrolled"),
 }
 NIGHTLY = {"gpipe, tied", "interleaved, zero 3", "unrolled, offload"}
 
