@@ -163,6 +163,7 @@ def test_a_single_microbatchs_gradients_follow_float32s(gradients_of, scan):
 
 
 PIPELINE = ("parallel.pipe=2", "train.global_batch_sequences=8", "train.microbatch_sequences=4")
+TWO = ("train.global_batch_sequences=8", "train.microbatch_sequences=1")
 EXPERTS = ("model.num_experts=4", "model.experts_per_token=2")
 SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
 
@@ -175,14 +176,14 @@ SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
         (("model.scan_layers=true",), HOPPER, False),
         (("model.scan_layers=false",), None, True),
         (("parallel.data=4", "parallel.zero=1"), HOPPER, True),
-        (("parallel.data=4", "parallel.zero=3"), HOPPER, True),
-        (("parallel.data=4", "parallel.zero=3", "parallel.remat=full"), HOPPER, False),
+        (("parallel.data=4", "parallel.zero=3", *TWO), HOPPER, True),
+        (("parallel.data=4", "parallel.zero=3", *TWO, "parallel.remat=full"), HOPPER, False),
         (
             ("parallel.data=4", "parallel.zero=3", "train.global_batch_sequences=4", "train.microbatch_sequences=1"),
             HOPPER,
             False,
         ),
-        (("parallel.data=4", "parallel.zero=3", "model.matmul_dtype=fp8", "model.scan_layers=false"), HOPPER, False),
+        (("parallel.data=4", "parallel.zero=3", *TWO, "model.matmul_dtype=fp8", "model.scan_layers=false"), HOPPER, False),
         (("parallel.data=4", "parallel.zero=2", *EXPERTS, "model.scan_layers=false"), HOPPER, False),
         (("parallel.zero=2",), HOPPER, True),
         (("parallel.remat=full",), HOPPER, False),
