@@ -18,7 +18,7 @@ slower with less (benchmarks/RESULTS.md, "Tensor ranks in a ring")."""
 
 def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     """Whether each layer of a resolved config has its own arrays in the step, so that its matmuls add to float32 sums, or with
-    ZeRO 2 and 3 make what is summed in float32.
+    ZeRO 2 and 3 make gradients in the dtype in which ranks add them.
 
     Layers on the host, or whose activations are, go through a loop in any case. So do frozen weights, of which a stack needs no
     copy; experts and FP8 with ZeRO 2 and 3; and in a pipeline ZeRO 2 and 3, virtual stages, of which each tick takes another,
@@ -30,8 +30,8 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     - not with documents that are not packed, in a single microbatch or a pipeline: outside a loop over microbatches or layers
       XLA makes the zeros for all layers' blocks of documents at once, and 1B with 8 sequences of 8,192 takes 85.2 GiB on an
       H200 instead of 76.7;
-    - not with ZeRO 2 and 3 in a single microbatch: gradients are reduced behind too little, and 8B on eight H100s takes 2% more
-      time by the kernel account;
+    - not with ZeRO 2 and 3 in steps of a single microbatch: gradients are reduced behind too little, and 8B on eight H100s takes
+      2% more time by the kernel account;
     - not with experts, whose gradients are made apart from their sums;
     - not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers back: 8B on eight H100s takes
       46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
@@ -53,7 +53,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     most = MOST_UNROLLED if parallel.pipe == 1 else MOST_IN_STAGE
     if capability is None or config.chunk_layers > most or recomputes_products or has_experts(model):
         return False
-    if is_sharded and config.num_microbatches == 1:
+    if is_sharded and config.at_largest_batch.num_microbatches == 1:
         return False
     if (config.num_microbatches == 1 or parallel.pipe > 1) and _documents_in_blocks(config, capability):
         return False

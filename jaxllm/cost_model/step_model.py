@@ -54,7 +54,7 @@ class StepModel(LayerCompute):
         self.context_method = context_method(config)
         self.sends_by_layer = self.parallel.zero >= 2 and self.data_group.size > 1
         """Whether gradients travel over data x context layer by layer in each microbatch, and with ZeRO 3 also weights."""
-        # Constants fit steps of ZeRO 3 with a loop's copies: that they are spared is not promised before a GPU shows it.
+        # Constants fit steps of ZeRO 3 with a loop's copies. No time is promised without these before a GPU shows it.
         self.has_own_layers = has_own_layers(config, gpu.chip.compute_capability) and not self.sends_by_layer
         self.adds_in_matmuls = self.has_own_layers and adds_in_matmuls(config)
         self.copies_residuals = not self.has_own_layers or self.P > 1

@@ -411,7 +411,8 @@ class ShardedLayers(LayerLoop):
     def __init__(self, ctx: ParallelContext, graph: nnx.GraphDef, tap: GradSquareNorms | None):
         super().__init__(ctx.block(graph), ctx.config.model.num_layers, ctx.config, ctx.access, tap, ctx.trained_layer)
         self._table, self._token = ctx.table["layers"], partial(weights_token, layouts=ctx.layer_layouts)
-        self._sent = jnp.dtype(ctx.config.parallel.reduce_dtype)
+        dtypes = ctx.config.parallel.reduce_dtype, ctx.config.model.compute_dtype
+        self._made = "float32" if "float32" in dtypes else "bfloat16"
         matmul = partial(accumulate.matmul, adds=False)
         self._block_of = _blocks(ctx, graph, dataclasses.replace(ctx.ops, matmul=matmul))
 
@@ -425,8 +426,10 @@ class ShardedLayers(LayerLoop):
             inputs.append(h_BSD)
             full = self._gathered(layer, [self._token(full), *map(hidden_token, inputs[-3:-2])] if number else [])
             block, weights = self._layer(number, full)
-            (h_BSD, _), vjp = jax.vjp(block, weights, h_BSD, ahead.block_context)
-            if ring is not None:
+            if ring is None:
+                h_BSD, _ = block(weights, h_BSD, ahead.block_context)
+            else:
+                (h_BSD, _), vjp = jax.vjp(block, weights, h_BSD, ahead.block_context)
                 ring = [*ring, extract(vjp)]
         return h_BSD, {}, ring, full
 
@@ -458,4 +461,4 @@ class ShardedLayers(LayerLoop):
     def _layer(self, number: int, full: Tree) -> tuple[BlockFunction, Tree]:
         """(block, its full weights and zeros, whose cotangents are the gradients)"""
         block, with_sums = self._block_of(number), partial(accumulate.with_sums, table=self._table, in_matmuls=True)
-        return lambda pair, h_BSD, context: block(with_sums(*pair), h_BSD, context), (full, _zeros(full, self._sent))
+        return lambda pair, h_BSD, context: block(with_sums(*pair), h_BSD, context), (full, _zeros(full, self._made))

@@ -15,8 +15,8 @@ full gradient outlives its layer.
     forward     weight (shard or full, bf16) --- gather ---> layer       accumulator (shard, float32)   not read
     backward    weight <--- None                           layer --- reduce-scatter, + ---> cotangent of the accumulator
 
-The layer loop (layer_loop.py) is written by hand in both directions, so that transfers hide behind matmuls. XLA by itself
-leaves the backward's transfers bare. All of it runs inside the region that is manual over (pipe, data, context).
+Layers (layer_loop.py, regions.ShardedLayers) are written by hand in both directions, so that transfers hide behind matmuls. XLA
+by itself leaves the backward's transfers bare. All of it runs inside the region that is manual over (pipe, data, context).
 """
 
 from collections.abc import Callable
