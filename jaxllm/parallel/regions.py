@@ -437,7 +437,8 @@ class ShardedLayers(LayerLoop):
         self, layers: list[Tree], back: Pass, ring: list[Tree], sums: list[Tree], weights: Tree = None, *_: Any, **__: Any
     ) -> tuple[jax.Array, list[Tree], Any]:
         dh_BSD, full, new, inputs, done = back.x_BSD, weights, list(sums), [], []
-        squares = self._tap.zeros() if self._tap else None
+        scatter: Any = self._access.scatter
+        squares: Any = self._tap.zeros() if self._tap else None
         for number in reversed(range(self.length)):
             inputs.append(dh_BSD)
             if number < self.length - 1:
@@ -446,7 +447,7 @@ class ShardedLayers(LayerLoop):
             template = jax.eval_shape(lambda *x, block=block: jax.vjp(block, *x)[1], weights, dh_BSD, back.block_context)
             (_, gradients), dh_BSD, _ = restore(template, weights, back.block_context, ring[number])((dh_BSD, {}))
             squares = squares + self._tap.on_layer(gradients) if self._tap else None
-            due = self._access.scatter(gradients)
+            due = scatter(gradients)
             # XLA's scheduler would put off what nothing waits for, and keep the gradients of many layers.
             dh_BSD, done = after(dh_BSD, self._token(gradients), *done), [self._token(due)]
             with jax.named_scope("gradient_sums"):
