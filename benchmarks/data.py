@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.data.disk_documents import PreparedDocuments
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
 from jaxllm.data.prepare import prepare
-from jaxllm.data.prepared import PreparedDocuments
 
 VOCABULARY = 8192
 SHARDS = 4

@@ -23,10 +23,9 @@ from memory_accuracy import TABLE, case_of, read_table
 from published_rule import MODEL, SEQUENCE_LENGTH, megatron_fits, read_rows, record_of, rule_by_gpu, safety
 from step_time import Row, predict, published_rows, spearman
 
-from jaxllm.config import load_config
-from jaxllm.cost_model import step_sizes
+from jaxllm.config import layer_stack, load_config
 from jaxllm.cost_model.flops import parameter_count
-from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
 from jaxllm.cost_model.megatron import (
     SAFE_SHARE,
     RuleRecord,
@@ -323,7 +322,7 @@ def zero_table(gpus: int = 64) -> Iterator[str]:
         for mesh, zero in (*((mesh, 1) for mesh in meshes), ("data only", 3)):
             config = load_config({"model": {"name": MODEL}, "parallel": {**meshes[mesh], "zero": zero}, "train": train})
             # As the compiled steps of these pages, whichever JAX is here.
-            with patch.object(step_sizes, "has_older_xla", lambda: False):
+            with patch.object(layer_stack, "has_older_xla", lambda: False):
                 found = estimate(config, gpu, gpus, convention="megatron")
             rule, own = found.by_convention["megatron"], found.by_convention["jaxllm"].memory.peak_bytes
             # Megatron-LM's distributed optimizer is ZeRO 1; of ZeRO 3 its rule has no figure.

@@ -28,7 +28,8 @@ import gpu_pretend
 import gpu_real_run
 from gpu_cases import config_of, largest_microbatch
 
-from jaxllm.cost_model.hardware import Gpu, find_gpu, gpu_from_device_kind
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 

@@ -27,7 +27,8 @@ from jaxllm.cluster import distributed
 from jaxllm.compile.report import CompileReport, compile_report
 from jaxllm.config import Config
 from jaxllm.cost_model.flops import train_flops_per_token
-from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 

@@ -47,7 +47,8 @@ from jaxllm.compile.hlo import Collective, Module
 from jaxllm.compile.kernels import kernel_account
 from jaxllm.compile.overlap import by_kind, done_of, simulate_overlap, total
 from jaxllm.config import Config, load_config
-from jaxllm.cost_model.hardware import GPUS, Gpu, find_gpu, gpu_from_device_kind
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import GPUS, Gpu, gpu_from_device_kind
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.mesh.axes import axis_sizes

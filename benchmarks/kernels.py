@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxllm.compile.report import compile_report
 from jaxllm.config import Config, load_config
-from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
 from jaxllm.cost_model.memory import estimate_memory
 
 MICROBATCH_TOKENS = {"llama-3.2-1b": 32768, "llama-3.2-3b": 16384, "llama-3.1-8b": 8192}

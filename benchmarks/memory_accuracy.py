@@ -40,12 +40,12 @@ from unittest.mock import patch
 import numpy as np
 from megatron_stages import megatron_memory_by_stage
 
-from jaxllm.config import Config, ConfigError, load_config
+from jaxllm.config import Config, ConfigError, layer_stack, load_config
 from jaxllm.config.attention import require_trains
 from jaxllm.config.model_spec import has_experts
 from jaxllm.config.types import BLOCK_TENSORS
-from jaxllm.cost_model import step_sizes
-from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import MemoryEstimate, estimate_memory
 from jaxllm.plan.space import REMATS, Choice, choice_in, groups, meshes, why_not
@@ -351,8 +351,8 @@ def rescored(row: Row, estimate: Estimate = ESTIMATES["jaxllm"]) -> dict[str, An
 
 def estimated(case: Case, estimate: Estimate = ESTIMATES["jaxllm"], versions: str = "") -> dict[str, Any]:
     """For the JAX here, if no `versions` name another: 'jax 0.10.2, jax-cuda13-plugin 0.10.2'."""
-    older = step_sizes.has_older_xla(versions)
-    with patch.object(step_sizes, "has_older_xla", lambda: older):
+    older = layer_stack.has_older_xla(versions)
+    with patch.object(layer_stack, "has_older_xla", lambda: older):
         result = estimate(case.config, find_gpu(case.gpu))
     peak = result.peak_stage
     values = (result.peak_bytes, peak.stage, result.moment, dict(peak.terms_bytes), result.host_bytes)

@@ -26,7 +26,8 @@ from typing import Any
 from memory_accuracy import TABLE, read_table
 
 from jaxllm.config import Config, load_config
-from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.megatron import SAFE_SHARE, RuleRecord, megatron_memory, nominal_bytes
 from jaxllm.cost_model.memory import estimate_memory
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from jaxllm.config import Config, ConfigError, divisors, load_config
 from jaxllm.config.types import BLOCK_TENSORS, OFFLOAD_STATES
-from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.step_time import estimate_step_time

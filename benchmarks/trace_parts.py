@@ -173,7 +173,7 @@ def main() -> None:
     import jax
 
     from jaxllm.config import load_config
-    from jaxllm.cost_model.hardware import find_gpu
+    from jaxllm.cost_model.gpu_choice import find_gpu
     from jaxllm.cost_model.kernel_rates import kernel_rates
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

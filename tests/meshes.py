@@ -34,7 +34,7 @@ class Run:
         sharding = batch_sharding(self.mesh)
 
         def put(a):
-            a = a[:, :, dealt] if a.ndim > 2 else a
+            a = a[:, :, dealt] if a.shape[2:3] == dealt.shape else a
             return jax.device_put(a, NamedSharding(self.mesh, PartitionSpec(*sharding.spec[: a.ndim])))
 
         return {name: put(a) for name, a in arrays.items()}

@@ -186,7 +186,7 @@ def compile_(
     as_json: opt.AsJson = False,
 ) -> None:
     """Compiles the train step for GPUs, without having any. Reports its memory, its communication, and whether it fits."""
-    from jaxllm.cost_model.hardware import find_gpu
+    from jaxllm.cost_model.gpu_choice import find_gpu
 
     if save and (against or kernels or real_memory or cache or no_cache):
         raise ConfigError("--save makes no report: leave out --against, --kernels, --real-memory, --cache and --no-cache.")
@@ -374,7 +374,7 @@ def doctor(
     as_json: opt.AsJson = False,
 ) -> None:
     """Checks devices, network, clocks and run directory. Here or on all processes of a launch; exit code 1 if a check fails."""
-    from jaxllm.cost_model.hardware import find_gpu
+    from jaxllm.cost_model.gpu_choice import find_gpu
     from jaxllm.doctor.doctor import examine, read, render
 
     found = None if gpu is None else find_gpu(gpu)
@@ -384,27 +384,6 @@ def doctor(
     if report.is_shown_here:
         opt.print_report(report, as_json, render)
     if report.failed:
-        raise typer.Exit(1)
-
-
-@app.command(**opt.example("rehearse quickstart --hosts 4 --kill 2 --freeze 1"))
-def rehearse(
-    recipe: opt.Recipe,
-    hosts: Annotated[int, option("N", "Hosts, with one process each.", min=2, max=64)] = 4,
-    kill: Annotated[int, option("N", "Hosts that lose their power, and come back.", min=0)] = 1,
-    freeze: Annotated[int, option("N", "Processes that freeze.", min=0)] = 1,
-    cut: Annotated[int, option("N", "Cables that are cut, and plugged again; needs root.", min=0)] = 0,
-    seed: Annotated[int | None, option("N", "Of the faults; default: a random one, which is shown.")] = None,
-) -> None:
-    """Rehearses faults. The config, shrunk, on this machine as many hosts; exit code 1 if anything is lost or not named."""
-    loaded = opt.load(recipe)
-    from jaxllm.rehearsal.rehearse import rehearse as run
-
-    # So that the processes end and their networks are removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report = run(loaded, hosts, {"kill": kill, "freeze": freeze, "cut": cut}, seed)
-    opt.print_report(report, False, lambda one: one.render())
-    if not report.held:
         raise typer.Exit(1)
 
 

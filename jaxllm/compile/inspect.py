@@ -31,10 +31,11 @@ from jaxllm.config.remat_policy import policy_of
 from jaxllm.config.types import MASTER_ON_HOST
 from jaxllm.cost_model.activations import ActivationBytes, bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import train_flops_per_token
-from jaxllm.cost_model.hardware import GPUS, Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import GPUS, Gpu
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, named_devices
-from jaxllm.cost_model.shape_waste import ShapeWaste, matmul_parts, shape_waste
-from jaxllm.cost_model.step_parts import TileParts
+from jaxllm.cost_model.step_model import StepModel
+from jaxllm.cost_model.step_parts import TileParts, tile_parts
 from jaxllm.cost_model.step_sizes import StepSizes
 from jaxllm.display import readable
 from jaxllm.mesh.axes import CONTEXT, DATA, TENSOR, ZERO_AXES, axis_sizes
@@ -44,7 +45,6 @@ from jaxllm.model.layers import Block, Ops, rotary_table
 from jaxllm.model.llama import BlockContext, apply_block, layer_kinds
 from jaxllm.parallel.parameters import parameter_table, stacking_of
 from jaxllm.parallel.vjp_residuals import extract
-from jaxllm.plan.advice import better_shape, better_shape_line
 
 # -------------------------------------------------------------------------------------------------------------- precision
 
@@ -121,6 +121,19 @@ def network_warnings(sizes: dict[str, int], expert: int, gpus: int, per_host: in
         if per_host % together and per_host < gpus:
             text = f"{what} = {together} devices do not fit within hosts of {per_host}: {wait}"
             yield ConfigWarning("network", None, axis, text)
+
+
+def matmul_parts(config: Config, gpu: Gpu, gpus_per_host: int) -> dict[tuple[int, ...], TileParts]:
+    """Rows, columns and length of the sum of every matmul in a resolved config's step -> what its tiles permit."""
+    found = {}
+
+    class Noting(StepModel):
+        def tile_share(self, rows: int, columns: int, length: int) -> float:
+            parts = found[rows, columns, length] = tile_parts(rows, columns, length, gpu.chip.multiprocessors)
+            return math.prod(parts)
+
+    Noting(config, gpu, gpus_per_host).time()
+    return found
 
 
 def matmul_warnings(
@@ -282,10 +295,6 @@ class Report:
     """The kind whose link and speed the times use."""
     link_bytes_per_s: float
     """Each way, to the host's memory."""
-    shape_waste: ShapeWaste | None
-    """What shapes waste of the step on the GPU; None if none was named."""
-    better_shape: str | None
-    """The neighbouring shape that gains most and by how much, if one does."""
     parameters: tuple[ParameterRow, ...]
     bytes_per_device: Bytes
     activations: Activations
@@ -295,8 +304,7 @@ class Report:
     warnings: tuple[ConfigWarning, ...]
 
     def to_json(self) -> dict[str, Any]:
-        waste = self.shape_waste.to_json() if self.shape_waste else None
-        return {**asdict(self), "shape_waste": waste, "total_bytes_per_device": self.bytes_per_device.total}
+        return {**asdict(self), "total_bytes_per_device": self.bytes_per_device.total}
 
     def __repr__(self) -> str:
         return f"<Report of {self.parameter_count:,} parameters on {axes_line(self.mesh)}>"
@@ -325,7 +333,6 @@ def inspect_config(
     largest = named.gpus_per_host if named else HOST_GPUS
     per_host, because = choose_gpus_per_host(gpus, gpus_per_host, largest, parallel=config.parallel)
     kind = named or GPUS[REFERENCE_GPU]
-    better = better_shape(config, named, per_host) if named else None
     sizes = axis_sizes(config.parallel)
     rows = tuple(describe(parameter, config) for parameter in jax.tree.leaves(parameter_table(config)[1]))
     padding = vocab_rows(config.model, config.parallel) - config.model.vocab_size
@@ -342,8 +349,6 @@ def inspect_config(
         vocabulary_padding_rows=padding,
         gpu=kind.name,
         link_bytes_per_s=kind.host_bandwidth_bytes_per_s,
-        shape_waste=shape_waste(config, named, per_host) if named else None,
-        better_shape=better_shape_line(better) if better else None,
         parameters=rows,
         bytes_per_device=held,
         activations=activations(config, kind),

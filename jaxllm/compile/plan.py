@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxllm.compile.confirm import compiler, confirm, processes
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host, require_devices
 from jaxllm.plan.fastest_remat import Progress, silent
 from jaxllm.plan.plan_result import Plan

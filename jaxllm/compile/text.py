@@ -51,7 +51,6 @@ def render_inspect(report: Report) -> Group:
         parameter_bytes_table(report),
         Text(f"Total {readable(held)} per device ({held:,} bytes)"),
         *activation_lines(report),
-        *waste_lines(report),
         Text("\nPrecision on a GPU: as multiplied or added, of sums inside, of the result"),
         Padding(terminal_table(precision, ("", "inputs", "sums", "result")), (0, 0, 0, 2)),
         *(Text(f"\nNote: {note}") for note in report.notes),
@@ -167,17 +166,6 @@ def activation_lines(report: Report) -> Iterator[Text]:
             f"\noffload_state {state.what}: {readable(state.host)} of the total are in the host's memory. Each step brings "
             f"{readable(state.to_device)} in and {readable(state.to_host)} out: {state.link_s:.2g} s at {link}"
         )
-
-
-def waste_lines(report: Report) -> Iterator[Text]:
-    """Shares of the step that shapes waste, if a GPU was named."""
-    if report.shape_waste is None:
-        return
-    yield Text(f"\nPredicted step on {report.gpu}: {report.shape_waste.step_s:.4g} s, wasted by shapes")
-    for name, share in report.shape_waste.shares.items():
-        yield Text(f"  {name.replace('_', ' '):<18}{share:>6.1%}")
-    if report.better_shape is not None:
-        yield Text(f"  {report.better_shape}")
 
 
 def warning_lines(report: Report) -> Iterator[Text]:

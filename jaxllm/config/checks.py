@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.config.batch_schedule import batches_of, doublings
 from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.model_spec import LAYERS, cached, has_experts, parameters
+from jaxllm.config.model_spec import LAYERS, PROJECTOR, VISION, cached, has_experts, parameters
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
@@ -376,6 +376,33 @@ def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
     }
     if found := next((key for key, is_set in unlike.items() if is_set), None):
         raise refuse(f"{found} does not go together with {what}: leave one of them out.")
+
+
+def check_images(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, data: DataConfig, images: int) -> None:
+    """Raises if the config has what a vision tower does not support. `images`: Config.images_per_sequence."""
+    if model.vision is None:
+        if data.max_images is not None:
+            raise refuse(f"data.max_images={data.max_images} has no effect without model.vision: leave it out.")
+        return
+    frozen = frozen_parameters(model, train.freeze)
+    parts = {name: {s.path for s in parameters(model) if s.path.startswith(name)} for name in (VISION, PROJECTOR)}
+    if cut := next((name[:-1] for name, paths in parts.items() if paths & frozen and paths - frozen), None):
+        raise refuse(f"train.freeze={shown(list(train.freeze))} freezes a part of {cut}: freeze all of it, or nothing.")
+    unlike = {
+        f"parallel.pipe={parallel.pipe}": parallel.pipe > 1,
+        f"parallel.context={parallel.context}": parallel.context > 1,
+        f"parallel.offload_state={parallel.offload_state}": parallel.offload_state == "all",
+        f"train.loss={train.loss}": train.loss == "dpo",
+        f"train.diloco_steps={train.diloco_steps}": train.diloco_steps is not None,
+        "train.length_schedule": bool(train.length_schedule),
+    }
+    if found := next((key for key, is_set in unlike.items() if is_set), None):
+        raise refuse(f"{found} does not go together with model.vision: leave it out, or set it to its default.")
+    if images and data.sources and data.packing != "best_fit":
+        raise refuse("model.vision needs whole images in a sequence: set data.packing=best_fit, or data.max_images=0.")
+    if data.sources and not images and any(paths - frozen for paths in parts.values()):
+        keys = f"data.source={data.source}, max_images={data.max_images} and train.sequence_length={train.sequence_length}"
+        raise refuse(f"No image is read with {keys}: change these, or set train.freeze=[vision, projector].")
 
 
 def check_store(run: RunConfig, checkpoint: CheckpointConfig) -> None:

@@ -22,9 +22,8 @@ from pydantic_core import PydanticCustomError
 from jaxllm.config import checks
 from jaxllm.config.batch_schedule import Phase, batches_of, doublings, phase_at, phases_of, sequences_before
 from jaxllm.config.errors import ConfigError, one_sentence, refuse
-from jaxllm.config.hf_kinds import SHAPE_KEYS
 from jaxllm.config.load import find_recipe, read_recipe, refuse_code
-from jaxllm.config.model_config import ModelConfig
+from jaxllm.config.model_config import SHAPE_KEYS, ModelConfig
 from jaxllm.config.model_spec import has_experts, layer_parameters
 from jaxllm.config.run_sections import CheckpointConfig, LaunchConfig, LogConfig, RunConfig
 from jaxllm.config.sections import CONVERSATIONS, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -67,6 +66,7 @@ class Config(Section):
         checks.check_remat(model, parallel)
         checks.check_experts(model, parallel, train, self.log, self.layer_norms_every)
         checks.check_frozen(model, parallel, train, self.log)
+        checks.check_images(model, parallel, train, self.data, self.images_per_sequence)
         windows = checks.effective_windows(model.windows, train.sequence_length)
         if parallel.context > 1 and parallel.pipe > 1 and not checks.repeats(windows, self.chunk_layers):
             raise refuse(
@@ -192,6 +192,15 @@ class Config(Section):
     def frozen(self) -> frozenset[str]:
         """Paths of the parameters that are not trained (config/model_spec.py)."""
         return checks.frozen_parameters(self.model, self.train.freeze)
+
+    @property
+    def images_per_sequence(self) -> int:
+        """Images that are computed for each sequence: conversations have some, and batches of a caller."""
+        sources = {part.source for part in self.data.sources}
+        if (vision := self.model.vision) is None or (sources and "chat" not in sources):
+            return 0
+        room = self.train.sequence_length // vision.tokens_per_image
+        return room if self.data.max_images is None else min(room, self.data.max_images)
 
     @property
     def layer_norms_every(self) -> int | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from jaxllm.config import hf_kinds
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.hf_kinds import KINDS, MUST_BE, ROPE_SCALINGS, SHAPE_KEYS, VARIANTS, WINDOWS, Windows
-from jaxllm.config.model_config import MOST_LAYERS, ModelConfig, rotating
+from jaxllm.config.hf_kinds import KINDS, MUST_BE, ROPE_SCALINGS, Windows
+from jaxllm.config.hf_vision import llava_config, text_config, vision_section
+from jaxllm.config.model_config import MOST_LAYERS, SHAPE_KEYS, VARIANTS, WINDOWS, ModelConfig, rotating
 from jaxllm.config.types import divisors
 from jaxllm.untrusted import INT32, RefusedInput, checked, read_json, shown
 
@@ -33,6 +34,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if not isinstance(found, Mapping):
         raise ConfigError(f"{where} does not hold a JSON object: give the config.json of a model.")
+    vision, found = vision_section(found, where), text_config(found, where)
     kind = kind_of(found, where)
     defaults = KINDS[kind].defaults
     for key, allowed in MUST_BE.items():
@@ -60,7 +62,7 @@ def model_section(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     section["head_dim"] = _integer({"head_dim": head_dim}, "head_dim", where)
     section["norm_eps"] = _number(found, "rms_norm_eps", where, defaults.get("rms_norm_eps", 1e-6))
     section["tie_embeddings"] = _switch(said, "tie_word_embeddings", where)
-    section = VARIANTS | KINDS[kind].variants | section
+    section = VARIANTS | KINDS[kind].variants | section | {"vision": vision}
     if "normalize_expert_weights" in KINDS[kind].says:
         section["normalize_expert_weights"] = _switch(said, "norm_topk_prob", where)
     if "no_rope_every" in KINDS[kind].says:
@@ -93,6 +95,10 @@ def hugging_face_config(
       original: the config.json that the model came with. Its keys beyond the shape are kept.
     """
     original = dict(original or {})
+    if (vision := model.get("vision")) is not None:
+        of_text = text_config(original, "The original config.json")
+        text = hugging_face_config({**model, "vision": None}, dtype=dtype, max_position=max_position, original=of_text)
+        return llava_config(vision, text, {} if of_text is original else original)
     kind = kind_of(original, "The original config.json") if original else _kind_of(model)
     if not can_say(model, KINDS[kind].windows):
         raise ConfigError(

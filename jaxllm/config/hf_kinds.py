@@ -8,20 +8,6 @@ Windows = Literal["none", "all", "all switched", "switched", "pattern"]
 one for the layers that layer_types names or from max_window_layers on; or one for layer_types, by default with a full layer
 every sliding_window_pattern."""
 
-WINDOWS = {"sliding_window": None, "full_attention_every": None, "full_attention_first": 0}
-"""Keys of the `model` section, with the values of a network without windows."""
-VARIANTS: dict[str, Any] = {
-    **{"qkv_bias": False, "qk_norm": None, "block_norms": "before", "norm_plus_one": False, "activation": "silu"},
-    **{"scale_embeddings": False, "num_experts": None, "experts_per_token": None, "normalize_expert_weights": False},
-    **{**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None, "no_rope_every": None},
-}
-"""Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
-SHAPE_KEYS = (
-    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
-    *("rope_theta", "rope_scaling", "tie_embeddings", "norm_eps"),
-    *VARIANTS,
-)
-"""Keys of the `model` section that define the network, as opposed to how it runs."""
 SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",

@@ -1,5 +1,10 @@
 """How a step runs its layers: as one compiled layer in a loop or each with arrays of its own, and when it sends them."""
 
+import re
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
 from jaxllm.config.attention import HOPPER, Capability, packed_documents
 from jaxllm.config.config import Config
 from jaxllm.config.model_spec import has_experts
@@ -14,6 +19,14 @@ RING_CHUNK_BYTES = 8 * 2**20
 """Smallest chunk of a sequence that `parallel.tensor_ring: null` sends in a ring. Each takes a few more kernels and copies. By
 the kernel account of H100s a step of 1B, 8B and 70B is 2 to 8% faster with chunks of 8 MiB and more, as fast with 4 MiB, and
 slower with less (benchmarks/RESULTS.md, "Tensor ranks in a ring")."""
+
+
+@cache
+def has_older_xla(jax: str = "") -> bool:
+    """Whether this JAX, or that here, is older than 0.12, whose XLA transposes fewer stacks and keeps fewer products."""
+    with suppress(PackageNotFoundError):
+        return [*map(int, re.findall(r"\d+", jax or version("jax"))[:2])] < [0, 12]
+    return False
 
 
 def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
@@ -31,7 +44,8 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
       XLA makes the zeros for all layers' blocks of documents at once, and 1B with 8 sequences of 8,192 takes 85.2 GiB on an
       H200 instead of 76.7;
     - not with ZeRO 2 and 3 in steps of a single microbatch: gradients are reduced behind too little, and 8B on eight H100s
-      takes 2% more time by the kernel account;
+      takes 2% more time by the kernel account; nor before JAX 0.12, whose XLA does not hide these transfers (0.48 s of such a
+      step are exposed with JAX 0.10, 0.16 s in a loop);
     - not with experts, whose gradients are made apart from their sums;
     - not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers back: 8B on eight H100s takes
       46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.
@@ -53,7 +67,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
     most = MOST_UNROLLED if parallel.pipe == 1 else MOST_IN_STAGE
     if capability is None or config.chunk_layers > most or recomputes_products or has_experts(model):
         return False
-    if is_sharded and config.at_largest_batch.num_microbatches == 1:
+    if is_sharded and (has_older_xla() or config.at_largest_batch.num_microbatches == 1):
         return False
     if (config.num_microbatches == 1 or parallel.pipe > 1) and _documents_in_blocks(config, capability):
         return False

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -13,6 +13,22 @@ from jaxllm.config.types import Count, PositiveFloat, PositiveInt, Section, Swit
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MOST_LAYERS, MOST_PARAMETERS = 16_384, 10**15
 """A thousand times what anybody has trained. Bytes, FLOPs and positions in arrays stay within 64 bits."""
+
+
+WINDOWS = {"sliding_window": None, "full_attention_every": None, "full_attention_first": 0}
+"""Keys of the `model` section, with the values of a network without windows."""
+VARIANTS: dict[str, Any] = {
+    **{"qkv_bias": False, "qk_norm": None, "block_norms": "before", "norm_plus_one": False, "activation": "silu"},
+    **{"scale_embeddings": False, "num_experts": None, "experts_per_token": None, "normalize_expert_weights": False},
+    **{**WINDOWS, "local_rope_theta": None, "query_pre_attn_scalar": None, "no_rope_every": None, "vision": None},
+}
+"""Keys in which networks differ from Llama, with Llama's values: files of earlier versions lack these keys."""
+SHAPE_KEYS = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("rope_theta", "rope_scaling", "tie_embeddings", "norm_eps"),
+    *VARIANTS,
+)
+"""Keys of the `model` section that define the network, as opposed to how it runs."""
 
 
 class RopeScaling(Section):
@@ -89,6 +105,73 @@ class LoraConfig(Section):
         return tuple(name for name in LORA_TARGETS if name in targets)
 
 
+Activation = Literal["quick_gelu", "gelu", "gelu_tanh"]
+
+
+class VisionConfig(Section):
+    """A vision tower before the network (LLaVA; Liu et al., 2023): patches of an image go through a ViT, and a projector of two
+    matrices makes features of hidden_size of them, which take the places of image tokens."""
+
+    kind: Literal["clip", "siglip"] = "clip"
+    """clip: a class token is before the patches, and a norm before the layers. siglip: patches have a bias."""
+    image_token_id: PositiveInt
+    """The token whose places the features take, in order."""
+    image_size: PositiveInt
+    """Pixels on each side of an image."""
+    patch_size: PositiveInt
+    """Pixels on each side of a patch."""
+    num_layers: PositiveInt
+    used_layers: PositiveInt = Field(default_factory=lambda given: given.get("num_layers", 1))
+    """Layers that are run: the features are the output of the last of them. Default: all."""
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_heads: PositiveInt
+    activation: Activation = "quick_gelu"
+    norm_eps: PositiveFloat = 1e-5
+    drop_first: Switch = True
+    """The feature of the first position, with clip that of the class token, is left out."""
+    projector_activation: Activation = "gelu"
+    projector_bias: Switch = True
+    channels: ClassVar[int] = 3
+
+    @property
+    def pixels(self) -> tuple[int, int, int]:
+        """Shape of an image: channels, height, width."""
+        return self.channels, self.image_size, self.image_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def positions(self) -> int:
+        """Positions in the tower: patches and the class token."""
+        return self.patches + (self.kind == "clip")
+
+    @property
+    def tokens_per_image(self) -> int:
+        return self.positions - self.drop_first
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (width := self.hidden_size) % self.num_heads:
+            raise refuse(
+                f"model.vision.hidden_size={width} is not a multiple of num_heads={self.num_heads}: change one of them."
+            )
+        if self.used_layers > self.num_layers:
+            raise refuse(f"model.vision.used_layers={self.used_layers} is more than num_layers={self.num_layers}: use fewer.")
+        if self.tokens_per_image < 1:
+            raise refuse(
+                f"model.vision.image_size={self.image_size} with patch_size={self.patch_size} and drop_first="
+                f"{str(self.drop_first).lower()} leaves no feature of an image: make the image larger, or its patches smaller."
+            )
+        return self
+
+
 class ModelConfig(Section):
     """The network's shape. Give `name` (a file in configs/models) or every size."""
 
@@ -146,6 +229,8 @@ class ModelConfig(Section):
     num_experts / experts_per_token where always the same ones (Fedus et al., 2022)."""
     router_z_loss_weight: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)] = 0.0
     """With num_experts: weight, for each layer, of the squared log-sum-exp of the router's logits (Zoph et al., 2022)."""
+    vision: VisionConfig | None = None
+    """A vision tower, whose features take the places of image tokens (docs/images.md)."""
     tie_embeddings: Switch = False
     """Embedding and head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
@@ -249,6 +334,10 @@ class ModelConfig(Section):
             raise refuse(
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: "
                 f"use one of {list(divisors(self.num_heads))} key-value heads."
+            )
+        if self.vision is not None and (token := self.vision.image_token_id) >= self.vocab_size:
+            raise refuse(
+                f"model.vision.image_token_id={token} is not below model.vocab_size={self.vocab_size}: change one of them."
             )
         count = sum(spec.size * (self.num_layers if spec.in_layer else 1) for spec in parameters(self))
         if count > MOST_PARAMETERS:

@@ -15,9 +15,10 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LAYERS, EXPERTS, ROUTES = "layers.", "experts", "routes"
+LAYERS, EXPERTS, ROUTES, TOWER_LAYERS = "layers.", "experts", "routes", "tower_layers"
 """Paths of the layer stack begin with the first. Such a parameter is declared for one layer. The others are dims."""
-
+VISION, PROJECTOR = "vision.", "projector."
+"""Where paths of a vision tower begin, and of what follows it."""
 
 Shape: TypeAlias = Any
 """A ModelConfig. It cannot be imported here, because types.py reads names from the table."""
@@ -35,8 +36,8 @@ class ParameterSpec:
     hugging_face: str
     """Name of Hugging Face's tensor; in the layer stack with {} for the number of the layer, then for that of the expert."""
     inputs: int
-    """How many leading dims, after that of experts, a matmul in a block sums over: Hugging Face stores the matrix transposed,
-    with these as columns. 0: not a block's matrix; both have the same order of dims."""
+    """How many leading dims, after `counted`, a matmul in a block sums over: Hugging Face stores the matrix transposed, with
+    these as columns. 0: not a block's matrix; both have the same order of dims."""
     output: str
     """Name of the tensor that this matmul makes; '' if there is none."""
     used: float = 1.0
@@ -54,6 +55,11 @@ class ParameterSpec:
     def of_experts(self) -> bool:
         """Whether each expert has its own: the first dim counts them."""
         return self.dims[0] == EXPERTS
+
+    @property
+    def counted(self) -> int:
+        """Leading dims that count experts, or the layers of a vision tower."""
+        return int(self.dims[0] in (EXPERTS, TOWER_LAYERS))
 
     @property
     def target(self) -> str:
@@ -81,7 +87,7 @@ class _Row:
     """Dims, a letter each. A bar ends those that a matmul sums over."""
     hugging_face: str
     output: str = ""
-    initial: Literal["normal", "residual", "norm", "zeros"] = "normal"
+    initial: Literal["normal", "residual", "norm", "ones", "zeros"] = "normal"
     """norm: what leaves the size of normalised tensors."""
     when: Callable[[Shape], bool] = lambda model: True
 
@@ -89,9 +95,13 @@ class _Row:
 _DIMS = {
     **{"V": ("vocab", "vocab_size"), "D": ("embed", "hidden_size"), "F": ("mlp", "intermediate_size")},
     **{"N": ("heads", "num_heads"), "K": ("kv_heads", "num_kv_heads"), "H": ("head_dim", "head_dim")},
-    **{"E": (EXPERTS, "num_experts"), "R": (ROUTES, "num_experts")},
+    **{"E": (EXPERTS, "num_experts"), "R": (ROUTES, "num_experts"), "P": ("projector", "hidden_size")},
+    **{"l": (TOWER_LAYERS, "num_layers"), "d": ("tower_embed", "hidden_size"), "f": ("tower_mlp", "intermediate_size")},
+    **{"n": ("tower_heads", "num_heads"), "h": ("tower_head_dim", "head_dim"), "t": ("tower_positions", "positions")},
+    **{"c": ("channels", "channels"), "x": ("patch_rows", "patch_size"), "y": ("patch_columns", "patch_size")},
 }
-"""Letter -> dim, and the key of the model section with its size."""
+"""Letter -> dim, and the key of the model section, for small letters of model.vision, with its size."""
+_VIT, _VIT_LAYER, _PROJECTOR = "vision_tower.", "vision_tower.encoder.layers.{}.", "multi_modal_projector."
 _LAYER, _ATTENTION, _MLP = "model.layers.{}.", "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 
@@ -111,6 +121,22 @@ def norms_after(model: Shape) -> bool:
 
 def _norm(path: str, letters: str, hugging_face: str, when: Callable[[Shape], bool]) -> _Row:
     return _Row(f"{LAYERS}{path}.scale", letters, hugging_face + ".weight", initial="norm", when=when)
+
+
+def _biased(path: str, letters: str, hugging_face: str, when: Callable[[Shape], bool]) -> tuple[_Row, _Row]:
+    """A matrix of a vision tower or a norm's scale, and its bias."""
+    inputs, bar, outputs = letters.rpartition("|")
+    counted = "l" if bar and inputs.startswith("l") else ""
+    weight = _Row(path, letters, hugging_face + ".weight", initial="normal" if bar else "ones", when=when)
+    return weight, _Row(f"{path}_bias", counted + outputs, hugging_face + ".bias", initial="zeros", when=when)
+
+
+def _tower_has(key: str, *values: Any) -> Callable[[Shape], bool]:
+    return lambda model: model.vision is not None and getattr(model.vision, key) in values
+
+
+_any_tower, _clip, _siglip = (_tower_has("kind", *kinds) for kinds in (("clip", "siglip"), ("clip",), ("siglip",)))
+_projector_bias = _tower_has("projector_bias", True)
 
 
 # Random numbers are drawn in this order.
@@ -143,6 +169,24 @@ _TABLE = (
     _norm("mlp_post_norm", "D", _LAYER + "post_feedforward_layernorm", norms_after),
     _Row("final_norm.scale", "D", "model.norm.weight", initial="norm"),
     _Row("head", "VD", "lm_head.weight", when=lambda model: not model.tie_embeddings),
+    _Row("vision.class_token", "d", _VIT + "embeddings.class_embedding", when=_clip),
+    _Row("vision.patch", "cxy|d", _VIT + "embeddings.patch_embedding.weight", when=_any_tower),
+    _Row("vision.patch_bias", "d", _VIT + "embeddings.patch_embedding.bias", "", "zeros", _siglip),
+    _Row("vision.position", "td", _VIT + "embeddings.position_embedding.weight", when=_any_tower),
+    *_biased("vision.norm_before", "d", _VIT + "pre_layrnorm", _clip),
+    *_biased("vision.blocks.attention_norm", "ld", _VIT_LAYER + "layer_norm1", _any_tower),
+    *_biased("vision.blocks.query", "ld|nh", _VIT_LAYER + "self_attn.q_proj", _any_tower),
+    *_biased("vision.blocks.key", "ld|nh", _VIT_LAYER + "self_attn.k_proj", _any_tower),
+    *_biased("vision.blocks.value", "ld|nh", _VIT_LAYER + "self_attn.v_proj", _any_tower),
+    *_biased("vision.blocks.out", "lnh|d", _VIT_LAYER + "self_attn.out_proj", _any_tower),
+    *_biased("vision.blocks.mlp_norm", "ld", _VIT_LAYER + "layer_norm2", _any_tower),
+    *_biased("vision.blocks.up", "ld|f", _VIT_LAYER + "mlp.fc1", _any_tower),
+    *_biased("vision.blocks.down", "lf|d", _VIT_LAYER + "mlp.fc2", _any_tower),
+    *_biased("vision.norm_after", "d", _VIT + "post_layernorm", _any_tower),
+    _Row("projector.first", "d|P", _PROJECTOR + "linear_1.weight", when=_any_tower),
+    _Row("projector.first_bias", "P", _PROJECTOR + "linear_1.bias", "", "zeros", _projector_bias),
+    _Row("projector.second", "P|D", _PROJECTOR + "linear_2.weight", when=_any_tower),
+    _Row("projector.second_bias", "D", _PROJECTOR + "linear_2.bias", "", "zeros", _projector_bias),
 )
 LORA_TARGETS: tuple[Any, ...] = tuple(dict.fromkeys(row.hugging_face.split(".")[-2] for row in _TABLE if row.output))
 """PEFT's names of a layer's matrices."""
@@ -163,7 +207,7 @@ def cached(function: F) -> F:
 @cached
 def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """All parameters of a network."""
-    sizes = {letter: getattr(model, key) for letter, (_, key) in _DIMS.items()}
+    sizes = {letter: getattr(model.vision if letter.islower() else model, key, None) for letter, (_, key) in _DIMS.items()}
     specs = [
         ParameterSpec(
             row.path,
@@ -171,7 +215,7 @@ def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
             tuple(sizes[letter] for letter in row.letters if letter != "|"),
             ("zeros" if model.norm_plus_one else "ones") if row.initial == "norm" else row.initial,
             row.hugging_face,
-            max(0, row.letters.find("|") - row.letters.startswith("E")),
+            max(0, row.letters.find("|") - row.letters.startswith(("E", "l"))),
             row.output,
             model.experts_per_token / model.num_experts if row.letters.startswith("E") else 1.0,
         )

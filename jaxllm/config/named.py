@@ -8,10 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.config.errors import ConfigError, nearest
-from jaxllm.config.hf_kinds import SHAPE_KEYS, VARIANTS
 from jaxllm.config.hub import folder_of, is_hub_name, pinned, stays
 from jaxllm.config.load import config_folder, published_models, read_recipe
-from jaxllm.config.model_config import ModelConfig
+from jaxllm.config.model_config import SHAPE_KEYS, VARIANTS, ModelConfig
 from jaxllm.config.run_sections import RunConfig
 
 

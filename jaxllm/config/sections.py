@@ -201,6 +201,8 @@ class DataConfig(Section):
     """A token attends only to its own document, whose end does not predict the next. false: one continuous text."""
     max_documents: PositiveInt | None = None
     """Most documents of a sequence for which attention on GPUs is compiled. null: one for 128 tokens, or what the data has."""
+    max_images: Count | None = None
+    """With model.vision: images of a sequence at most; each is computed as if it had so many. null: as many as have room."""
     held_out_fraction: Fraction = 0.05
     max_broken_share: Fraction = 0.01
     """chat, preferences: largest share of unusable lines. A small file may have ten, up to half of it; with 0 none."""

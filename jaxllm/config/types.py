@@ -37,7 +37,7 @@ EXPERT_CHOICE = "expert_choice"
 """The experts of each token and the order of rows, which every policy keeps: integers, 12 bytes for a token and expert."""
 EXPERT_UNIT = 64
 """On GPUs both sides of an expert's matrices, as split over tensor, are multiples of this."""
-ZERO_DIMS = (EXPERTS, "embed", "mlp", "vocab", "head_dim", "heads", "kv_heads")
+ZERO_DIMS = (EXPERTS, "embed", "mlp", "vocab", "head_dim", "heads", "kv_heads", "tower_embed", "projector")
 """The dims that ZeRO may shard. None counts layers, because ZeRO 3 gathers layer by layer."""
 FEW_ZEROS = 1 / 16
 """Share of a dim. Up to it the order of ZERO_DIMS decides, also against a vocabulary that divides: sharded by rows it takes

@@ -12,6 +12,7 @@ from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model.activations import XLA_ROWS, is_blockwise
 from jaxllm.cost_model.flops import causal_pairs
 from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.images import ImageSizes
 from jaxllm.cost_model.network import Group, group_of, links_of
 from jaxllm.cost_model.step_parts import ATTENTION_ROWS, BANDWIDTH_SHARE, KERNEL_S, LARGE_HEAD, MEMORY_SHARE, Fitted, tile_share
 
@@ -72,6 +73,7 @@ class LayerCompute:
         self.data_group = axis(self.d * self.c, self.t)
         self.pipe_group, self.replica_group = axis(self.P, self.d * self.c * self.t), axis(parallel.replica, replica_devices)
 
+        self.images = ImageSizes(config)
         self.rows = config.microbatch_sequences * self.S // self.c
         """Tokens of a microbatch that a rank multiplies; tensor ranks gather the sequence first."""
         N, K, H = model.num_heads, model.num_kv_heads, model.head_dim
@@ -110,9 +112,9 @@ class LayerCompute:
         return self.V * self.chunk_layers
 
     def vocabulary_parameters(self) -> float:
-        """Parameters of embedding and head, on one rank."""
+        """Parameters of embedding, head and vision tower, on one rank."""
         matrices = 1 if self.model.tie_embeddings else 2
-        return self.matrix_parameters() * matrices / self.P
+        return self.matrix_parameters() * matrices / self.P + self.images.parameters
 
     @property
     def trains_head(self) -> bool:
@@ -121,7 +123,8 @@ class LayerCompute:
     def trained_vocabulary(self) -> float:
         """As vocabulary_parameters, of those that are trained."""
         matrices = {"embedding"} if self.model.tie_embeddings else {"embedding", "head"}
-        return self.vocabulary_parameters() * len(matrices - self.config.frozen) / len(matrices)
+        of_text = self.vocabulary_parameters() - self.images.parameters
+        return of_text * len(matrices - self.config.frozen) / len(matrices) + self.images.trained_parameters
 
     def matrix_parameters(self) -> float:
         """Parameters of the embedding, or of the head, on one tensor rank."""

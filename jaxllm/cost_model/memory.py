@@ -191,6 +191,13 @@ class Step(StepSizes):
         # The head's input and its gradient; where the head is trained, other moments are fuller by far more than these.
         hidden = 0 if self.trained_head.compute else 2 * self.units["whole"]
         moments["loss"] = {**at_loss, "logits": self.logits(), "hidden_states": hidden}
+        if self.images.count:
+            # XLA keeps what ZeRO 3 gathers of a tower until its backward pass.
+            gathered = self.itemsize * self.tower.compute if self.zero == 3 else 0
+            of_loss, held = moments["loss"], {**held, "tower_weights": gathered if self.trained_tower.compute else 0}
+            moments["loss"] = {**of_loss, "tower_weights": held["tower_weights"]}
+            rest = {"weights": self.weights(), **self.gradients(), "images": self.images.kept_bytes}
+            moments["images"] = {**rest, "tower_weights": gathered, "tower": self.images.layer_bytes}
         waits = self.zero >= 2 or (self.layers_on_host and self.accumulates and self.loss_chunks == 1)
         at_end = {"vocabulary_gradients": self.waiting_head_gradient() if waits else head + embedding}
         moments |= {name: {**held, **at_end, **more} for name, more in layer_backward(self).items()}

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
-from jaxllm.config import Config, ModelConfig, ParallelConfig, model_spec
+from jaxllm.config import Config, ModelConfig, ParallelConfig, layer_stack, model_spec
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
-from jaxllm.config.model_spec import LAYERS, has_experts, layer_matmuls, layer_parameters
+from jaxllm.config.model_spec import LAYERS, PROJECTOR, VISION, has_experts, layer_matmuls, layer_parameters
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.rounds import exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST, zero_shard
 from jaxllm.cost_model.activations import bytes_per_token_and_layer, is_blockwise
 from jaxllm.cost_model.flops import trained_matrices
 from jaxllm.cost_model.hardware import Gpu
+from jaxllm.cost_model.images import ImageSizes
 
 FLOAT32 = 4
 SMALLEST_HALF = 128
@@ -66,7 +64,7 @@ def parameters(model: ModelConfig, parallel: ParallelConfig, frozen: frozenset[s
 def _parameters(model: Any, pipe: int, tensor: int, ranks: int, expert: int) -> Mapping[str, Elements]:
     """The same, sharded over so many ranks between steps, and experts over some of them in the step."""
     ways = pipe * tensor
-    split = {"vocab": ways, "heads": tensor, "mlp": tensor}
+    split = {"vocab": ways, **dict.fromkeys(("heads", "mlp", "tower_heads", "tower_mlp", "projector"), tensor)}
     if model.num_kv_heads % tensor == 0:
         split["kv_heads"] = tensor
     found = {}
@@ -98,20 +96,12 @@ def halvings(causal_block_length: int) -> int:
     return max(0, (causal_block_length // SMALLEST_HALF).bit_length() - 1)
 
 
-@cache
-def has_older_xla(jax: str = "") -> bool:
-    """Whether this JAX, or that here, is older than 0.12, whose XLA transposes fewer stacks and keeps fewer products."""
-    with suppress(PackageNotFoundError):
-        return [*map(int, re.findall(r"\d+", jax or version("jax"))[:2])] < [0, 12]
-    return False
-
-
 class StepSizes:
     """Sizes of a train step's tensors, in bytes on one device."""
 
     def __init__(self, config: Config, gpu: Gpu | None = None, capability: Capability = None, on_device: bool = True):
         self.config, self.model, self.parallel = config, config.model, config.parallel
-        self.is_older_xla = has_older_xla()
+        self.is_older_xla = layer_stack.has_older_xla()
         self.runs_ahead = gpu is None or gpu.chip.runs_ahead
         self.capability = gpu.chip.compute_capability if gpu else capability or HOPPER
         self.packed = packed_documents(config, self.capability) or 0
@@ -144,7 +134,10 @@ class StepSizes:
         self.largest_stack = here * max(trained[path].compute for path in stacks)
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
         self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
-        self.all = self.layers + self.vocabulary + table["final_norm.scale"]
+        of_tower = [path for path in table if path.startswith((VISION, PROJECTOR))]
+        self.tower = sum((table[path] for path in of_tower), none)
+        self.trained_tower = sum((trained[path] for path in of_tower), none)
+        self.all = self.layers + self.vocabulary + table["final_norm.scale"] + self.tower
         self.trained_layer = sum((trained[path] for path in of_layer), none)
         self.trained_layers = self.trained_layer.times(here)
         self.trained_embedding, self.trained_head = trained["embedding"], trained.get("head", trained["embedding"])
@@ -155,8 +148,9 @@ class StepSizes:
         if self.zero == 3 and p.pipe == 1:
             last = [spec.path for spec in layer_matmuls(self.model) if spec.dims[-1] == "embed" and spec.path in frozen]
             self.turned = here * sum(table[path].master for path in last)
-        self.trained = self.trained_layers + self.trained_vocabulary + trained["final_norm.scale"]
+        self.trained = self.trained_layers + self.trained_vocabulary + trained["final_norm.scale"] + self.trained_tower
         self.rows = self.head.compute // self.model.hidden_size
+        self.images = ImageSizes(config)
         self.pipelined = p.pipe > 1
         table_of = (p.schedule, p.pipe, self.microbatches, p.virtual_stages)
         self.slots, self.finished_slots = slots_of(*table_of) if self.pipelined else (1, 0)
@@ -186,7 +180,7 @@ class StepSizes:
             "frozen_weights": self.itemsize * (self.all.master - self.trained.master),
             "optimizer": self.optimizer_state() if offload == "none" else 0,
             "outer_state": outer,
-            "batch": self.microbatches * self.tokens * per_token,
+            "batch": self.microbatches * (self.tokens * per_token + self.images.pixels_bytes),
         }
 
     def optimizer_state(self) -> float:
@@ -329,7 +323,7 @@ class StepSizes:
             # Outputs that wait for the head, one that arrives and one that goes back.
             held["stage_messages"] = (self.finished_slots + 2) * self.units["split"]
             held["noise_scale"] = self.noise_scale()
-        return held
+        return {**held, "images": self.images.kept_bytes}
 
     def noise_scale(self, at_loss: bool = False) -> float:
         """Float32 bytes for measuring the noise scale in a pipeline (parallel/grad_square_norms.py): during a loss, that
@@ -387,7 +381,8 @@ class StepSizes:
         share = vocabulary.master if self.zero == 3 else vocabulary.compute
         head = self.head if self.zero == 3 else self.trained_head
         whole = head.compute if loss and (self.zero == 3 or not self.accumulates) else 0
-        return self.itemsize * (layers + (share if self.accumulates else 0) + whole + self.turned)
+        tower = self.trained_tower.master if self.zero == 3 else self.trained_tower.compute
+        return self.itemsize * (layers + (share if self.accumulates else 0) + whole + self.turned + tower)
 
     @property
     def fp8_rounded(self) -> float:
@@ -407,7 +402,8 @@ class StepSizes:
             # A step that measures the noise scale makes a microbatch's gradients apart, for their squares.
             is_apart = self.config.log.noise_scale_every is not None and self.zero < 2 and not self.pipelined
             apart = self.itemsize * layers + FLOAT32 * vocabulary if is_apart else 0
-            return {"gradients": FLOAT32 * (layers + vocabulary), "microbatch_gradients": apart}
+            tower = self.trained_tower.master if shared else self.trained_tower.compute
+            return {"gradients": FLOAT32 * (layers + vocabulary + tower), "microbatch_gradients": apart}
         if self.zero >= 2:
             return {"microbatch_gradients": FLOAT32 * layers}
         if self.sends_once and not self.has_own_layers:

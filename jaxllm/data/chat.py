@@ -27,13 +27,12 @@ from jaxllm.data.template_process import (
     Wish,
     needs_date,
 )
-from jaxllm.data.tokenizer import Tokenizer, read_companion, token_text
+from jaxllm.data.tokenizer import TEMPLATE_FILE, Tokenizer, read_companion, token_text
 from jaxllm.untrusted import RECIPE_BYTES, RefusedInput, read_text, reason_of, shown
 
 log = logging.getLogger(__name__)
 
 ASSISTANT = "assistant"
-TEMPLATE_FILE = "chat_template.jinja"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
@@ -67,6 +66,8 @@ class ChatTemplate:
     knows_date: bool = True
     """Whether the template may ask for today's date. False for training, where the text must be the same tomorrow: templates
     then use a date of their own, or get FIXED_DATE."""
+    image_token: str | None = None
+    """Text of the token that stands for an image. A template that reads the types of a content's parts gets it as a part."""
     _written: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def render(
@@ -174,7 +175,7 @@ class ChatTemplate:
     def _texts(self, messages: Sequence[Message], wishes: Sequence[Wish]) -> Iterator[str | ChatTemplateError]:
         """Texts of beginnings of a conversation, or why one has none. Raises ChatTemplateLimit where the text would be."""
         try:
-            for kind, text in self._process.render([_with_reasoning(message) for message in messages], wishes):
+            for kind, text in self._process.render([self._given(message) for message in messages], wishes):
                 if kind == RENDERED:
                     yield text
                 else:
@@ -184,6 +185,18 @@ class ChatTemplate:
             raise self._limit(stop) from None
         except RecursionError:
             raise self._refusal("is not tried on a conversation that nests too deeply") from None
+
+    def _given(self, message: Message) -> Message:
+        """A message as the template takes it."""
+        message = _with_reasoning(message)
+        if self.image_token is None or "type" not in self.words:
+            return message
+        first, *others = message["content"].split(self.image_token)
+        parts = [{"type": "text", "text": first}]
+        for text in others:
+            # Templates write the line end behind an image themselves.
+            parts += [{"type": "image"}, {"type": "text", "text": text.removeprefix("\n")}]
+        return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
     def _changed(self, messages: Sequence[Message], number: int, text: str, special: re.Pattern[str]) -> Span:
         """The part of the complete text that changes if a message has another content and no other field, with the token that
@@ -260,7 +273,7 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    folder: str | Path | None, file: str | Path | None = None, *, knows_date: bool = True
+    folder: str | Path | None, file: str | Path | None = None, *, knows_date: bool = True, image_token: str | None = None
 ) -> ChatTemplate | None:
     """Loads the chat template of a model or tokenizer folder: chat_template.jinja, or chat_template in tokenizer_config.json
     (the one named default if there are several). Returns None if the folder has none.
@@ -268,7 +281,7 @@ def load_chat_template(
     Args:
       folder: None for a tokenizer without a folder, which has no special tokens either.
       file: a Jinja file that replaces the folder's template.
-      knows_date: whether the template may ask for today's date.
+      knows_date, image_token: as in ChatTemplate.
 
     Raises:
       ConfigError: the file is missing, cannot be read, or is not a template.
@@ -280,7 +293,8 @@ def load_chat_template(
     if found is None:
         return None
     source, origin = found
-    template = ChatTemplate(source, str(origin), {} if folder is None else _special_tokens(Path(folder)), knows_date)
+    special_tokens = {} if folder is None else _special_tokens(Path(folder))
+    template = ChatTemplate(source, str(origin), special_tokens, knows_date, image_token)
     if not knows_date and needs_date(source):
         log.warning("The chat template of %s writes today's date. To stay the same it gets %s.", origin, FIXED_DATE.date())
     # Refuses a broken template here, not at the first conversation.

@@ -11,6 +11,9 @@ A pair of answers of which one is preferred (data.source=preferences) is a docum
     {"prompt": ..., "chosen": ..., "rejected": ...}     texts, or lists of messages
     {"chosen": [...], "rejected": [...]}                whole conversations that begin with the same messages
 
+With a vision tower a conversation has images, in a field `images` or `image` or in its parts, as data/images.py reads them.
+Each has a place in the text: a part {"type": "image"}, or PLACEHOLDER.
+
 Beside these, a system prompt (SYSTEM) becomes the first message, and a field of a message may say that its answer is not learnt
 (LEARNT). Tools are not supported: such a line is skipped and counted. Other fields of the lines are not read, which one warning
 says. The content of a message may be a list of parts that are texts.
@@ -30,19 +33,21 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.config.errors import ConfigError
-from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.data.chat import ASSISTANT, REASONING, ChatTemplate, ChatTemplateError, ChatTemplateLimit, Message, Span
 from jaxllm.data.documents import DocumentsInMemory
+from jaxllm.data.images import PLACEHOLDER, BrokenImage, Image, ImageTokens, images_of, with_placeholders
 from jaxllm.data.parts import kind_of
-from jaxllm.data.records import BROKEN_SHARE, read_objects, require_ends, require_few_broken
+from jaxllm.data.records import BROKEN_SHARE, listed, read_objects, require_ends, require_few_broken
 from jaxllm.data.tokenizer import Tokenizer
-from jaxllm.untrusted import RefusedInput, shown
+from jaxllm.untrusted import shown
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,7 @@ TOOLS, CALLS = ("tools", "functions"), ("tool_calls", "function_call")
 OFF = (None, False, "", [], {}, "[]")
 MOST_FIELDS = 20
 """The largest number of unread fields that the warning counts."""
+IMAGES = ("images", "image")
 _ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT}
 """ShareGPT's names of the roles, in any case. Other names stay."""
 # Conversations tokenised in one batch. The tokenizer uses all cores, and its results take much memory.
@@ -95,6 +101,8 @@ class _Text:
     answers: Sequence[Span]
     unread: Sequence[tuple[str, Any]] = ()
     """What of its messages is not in the text, and its value."""
+    images: Sequence[Image] = ()
+    """In order of their places."""
 
 
 def read_conversations(
@@ -104,6 +112,7 @@ def read_conversations(
     *,
     pairs: bool = False,
     max_broken_share: float = BROKEN_SHARE,
+    image_tokens: ImageTokens | None = None,
 ) -> DocumentsInMemory:
     """Reads the conversations of JSON lines files (.jsonl, .ndjson, .json, also .gz and .zst), in order of their sorted paths.
     Unusable lines are skipped. The description counts them, and a warning names the first ones.
@@ -114,6 +123,7 @@ def read_conversations(
       template: None if the tokenizer has none. Then only prompts and completions that are texts can be read.
       pairs: each line holds two answers of which one is preferred, and gives a document with both.
       max_broken_share: data.max_broken_share.
+      image_tokens: those of a model with a vision tower; None: conversations have no images.
 
     Raises:
       ConfigError: a file cannot be read or is not JSON lines, messages have no template, or too few lines are usable.
@@ -121,14 +131,20 @@ def read_conversations(
     files = _files(patterns)
     broken = _Broken()
     unread: dict[str, tuple[int, Any]] = {}
-    read = _read_pair if pairs else lambda *given: (_read(*given),)
-    conversations = _conversations(files, tokenizer, template, broken, unread, read)
-    keys, ids, scored, firsts = [], [], [], []
+    read = partial(_read_with_images, image_tokens) if image_tokens else _read_pair if pairs else lambda *a: (_read(*a[:3]),)
+    conversations = _conversations(files, tokenizer, template, broken, unread, read, image_tokens is not None)
+    keys, ids, scored, firsts, images = [], [], [], [], []
     try:
         while together := list(islice(conversations, _TOGETHER)):
             tokenized = _tokenize([text for _, texts in together for text in texts], tokenizer, template is not None)
             for where, texts in together:
                 tokens, answers = zip(*islice(tokenized, len(texts)), strict=True)
+                if image_tokens is not None:
+                    if (places := int((tokens[0] == image_tokens.id).sum())) != len(texts[0].images):
+                        broken.add(f"{where}: it has {len(texts[0].images)} images and {places} places for them in its text")
+                        continue
+                    (tokens, answers) = zip(image_tokens.expanded(tokens[0], answers[0]), strict=True)
+                    images.append(texts[0].images)
                 if pairs and not all(each[1:].any() for each in answers):
                     broken.add(f"{where}: an answer has no token of its own")
                     continue
@@ -158,18 +174,9 @@ def read_conversations(
     skipped = f"; {broken.total:,} of {total:,} lines skipped, the first {broken[0]}" if broken else ""
     description = f"{', '.join(patterns)} (answers are {share:.0%} of the tokens{skipped})"
     return DocumentsInMemory(
-        ids, np.array(keys, np.uint64), tokenizer, description, scored, np.array(firsts, np.int64) if pairs else None
+        *(ids, np.array(keys, np.uint64), tokenizer, description, scored, np.array(firsts, np.int64) if pairs else None),
+        images or None,
     )
-
-
-def listed(patterns: Sequence[str]) -> list[str]:
-    """The files that match data.paths, sorted. Raises ConfigError if there are too many entries to look at."""
-    listing = Listing(MOST_ENTRIES)
-    try:
-        return sorted({path for pattern in patterns for path in listing.files(pattern)})
-    except RefusedInput as error:
-        sentence = f"data.paths is too much to read at the start of each run ({error}): name a smaller folder."
-        raise ConfigError(sentence) from None
 
 
 def _files(patterns: Sequence[str]) -> list[str]:
@@ -188,6 +195,7 @@ def _conversations(
     broken: _Broken,
     unread: dict[str, tuple[int, Any]],
     read: Callable[..., Texts],
+    reads_images: bool,
 ) -> Iterator[tuple[str, Texts]]:
     """Reads the usable conversations of the files, in order, with FILE:LINE. Adds that and the reason to `broken` for the
     others, and to `unread` each field that is not read: how often, and its first value."""
@@ -197,9 +205,11 @@ def _conversations(
             try:
                 if record is None:
                     raise _BrokenLine(reason)
-                yield f"{path}:{line}", (texts := read(record, tokenizer, template))
+                yield f"{path}:{line}", (texts := read(record, tokenizer, template, Path(path).parent))
                 usable += 1
-                beside = {name: record[name] for name in record.keys() - _fields(record)}
+                beside = {
+                    name: record[name] for name in record.keys() - _fields(record) - ({*IMAGES} if reads_images else set())
+                }
                 for name, value in (beside | {name: value for text in reversed(texts) for name, value in text.unread}).items():
                     if name in unread or len(unread) < MOST_FIELDS:
                         count, example = unread.get(name, (0, value))
@@ -226,7 +236,25 @@ def _fields(record: Mapping[str, Any]) -> set[str]:
     return {*(["prompt", "completion"] if form is None else [form]), *SYSTEM, *TOOLS}
 
 
-def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> Texts:
+def _read_with_images(
+    tokens: ImageTokens, record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None, folder: Path
+) -> Texts:
+    """Raises as `_read` does."""
+    beside = next((record[name] for name in IMAGES if record.get(name) not in OFF), [])
+    record, own = with_placeholders(record)
+    if own and beside:
+        raise _BrokenLine("it has images in its messages and beside them")
+    try:
+        images = images_of(own or beside, folder)
+    except BrokenImage as error:
+        raise _BrokenLine(str(error)) from None
+    found = _read(record, tokenizer, template, tokens)
+    names = [image if isinstance(image, bytes) else os.path.relpath(image, folder).encode() for image in images]
+    hashes = [hashlib.blake2b(name, digest_size=8).hexdigest() for name in names]
+    return (replace(found, images=images, key=_key([found.key, *hashes]) if images else found.key),)
+
+
+def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None, folder: Path) -> Texts:
     """Raises as `_read` does."""
     if missing := [name for name in PAIR if name not in record]:
         raise _BrokenLine(f"it has no {missing[0]} answer")
@@ -260,7 +288,9 @@ def _read_pair(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTe
     return chosen, replace(rejected, unread=[*rejected.unread, *unread])
 
 
-def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None) -> _Text:
+def _read(
+    record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None, tokens: ImageTokens | None = None
+) -> _Text:
     """Raises _BrokenLine or ChatTemplateError if this record is unusable, and ConfigError if no record can be used."""
     given, messages = 0, []
     if any(record.get(name) not in OFF for name in TOOLS):
@@ -290,18 +320,28 @@ def _read(record: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplat
             raise _BrokenLine("it has a system prompt among its messages and another one beside them")
     elif system is not None:
         given, messages = given + 1, [{"role": "system", "content": system}, *messages]
-    return _rendered(messages, given, tokenizer.special_tokens, template)
+    return _rendered(messages, given, tokenizer.special_tokens, template, tokens)
 
 
-def _rendered(messages: Sequence[Message], given: int, special_tokens: Sequence[str], template: ChatTemplate) -> _Text:
+def _rendered(
+    messages: Sequence[Message],
+    given: int,
+    special_tokens: Sequence[str],
+    template: ChatTemplate,
+    tokens: ImageTokens | None,
+) -> _Text:
     """Raises as `_read` does."""
-    wanted = _wanted(messages, given)
+    wanted, refused = _wanted(messages, given), special_tokens
+    if tokens is not None:
+        refused = [token for token in special_tokens if token not in (PLACEHOLDER, tokens.text)]
     for number, message in enumerate(messages, start=1):
         # Check the other fields too: a template may write any of them.
         for text in _strings(message):
-            _check_text(text, f"message {number}", special_tokens)
+            _check_text(text, f"message {number}", refused)
         if number - 1 in wanted and not message["content"].strip():
             raise _BrokenLine(f"message {number} is an empty answer")
+    if tokens is not None:
+        messages = [{**message, "content": tokens.in_text(message["content"])} for message in messages]
     text, answers = template.render_answers(messages, wanted, special_tokens)
     template.require_written(messages, text)
     return _Text(_key(messages), text, answers, [*_not_written(messages, wanted, text, template)])

@@ -1,10 +1,10 @@
-"""Documents of token ids with random access: the interface that every text source implements, and those in memory. prepared.py
-has those of prepared folders, id_files.py those of other programs' files.
+"""Documents of token ids with random access: the interface that every text source implements, and those in memory.
+disk_documents.py has those of files.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class Documents(Protocol):
     chosen_tokens: np.ndarray | None = None
     """Integers [documents] if each is a pair, a text with the chosen answer and then one with the rejected: tokens of the first
     text."""
+    images: Sequence[Sequence[Any]] | None = None
+    """The images of each document, in order of their places (images.py)."""
 
     def read(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
         """Reads the token ids [start, stop) of each given document, as integers of any type."""
@@ -55,14 +57,15 @@ class DocumentsInMemory(Documents):
         description: str,
         scored: Sequence[np.ndarray] | None = None,
         chosen_tokens: np.ndarray | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
     ):
         """
         Args:
           ids: token ids of each document, integers of one type. At least one document.
           scored: for each document, a bool array as long as its ids. Default: every token is scored.
-          chosen_tokens: see Documents.
+          chosen_tokens, images: see Documents.
         """
-        self.chosen_tokens = chosen_tokens
+        self.chosen_tokens, self.images = chosen_tokens, images
         self.keys, self.tokenizer, self.description = keys, tokenizer, description
         self.lengths = np.array([len(these) for these in ids], np.int64)
         self._ids = np.concatenate(ids)

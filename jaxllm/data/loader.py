@@ -8,6 +8,7 @@ Sample k is a pure function of (seed, k, sources and weights). There is no state
     mask       bool  [B, S]   True where the target counts in the loss. False at the end of a document, in free space, and
                               for tokens that the source does not score, such as questions in conversations
     positions  int32 [B, S]   counted from 0 in each piece of a document
+    images     float32 [B, I, 3, height, width]     with a vision tower: of each sequence, in order of their places; then zeros
     segments   int32 [B, S]   1, 2, ... for each piece of a document, 0 in free space; of pairs, the text with the chosen answer
                               has an odd number and that with the rejected one the next
 
@@ -15,10 +16,12 @@ With data.mask_documents=false a sequence is one text: no segments, positions 0.
 the first token of the next. At the end of a row that target is masked, because the next document is not read.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grain
 import numpy as np
@@ -27,6 +30,9 @@ from grain.experimental import index_shuffle
 from jaxllm.config import ConfigError
 from jaxllm.data.documents import Documents
 from jaxllm.data.packing import PACKINGS, Pieces
+
+if TYPE_CHECKING:
+    from jaxllm.data.images import SequenceImages
 
 Batch = dict[str, np.ndarray]
 Result = TypeVar("Result")
@@ -51,11 +57,13 @@ class PackedDocuments:
         packing: str,
         mask_documents: bool,
         vocab_size: int,
+        images: SequenceImages | None = None,
     ):
         """Packs the documents `order`, in this order. The name of the source is for error messages."""
         self.name, self._documents, self._masks = name, documents, mask_documents
-        self._sequence_length, self._vocab_size = sequence_length, vocab_size
-        self.packing = PACKINGS[packing](documents.lengths, order, sequence_length)
+        self._sequence_length, self._vocab_size, self._images = sequence_length, vocab_size, images
+        lengths = documents.lengths if images is None else images.room(documents, sequence_length)
+        self.packing = PACKINGS[packing](lengths, order, sequence_length)
 
     def in_order(self, samples: Sequence[int]) -> Batch:
         """Samples by number, in the given order of documents. Numbers past the last give empty rows. Raises as `rows`."""
@@ -69,7 +77,8 @@ class PackedDocuments:
         found = [nothing if one is None else self.packing.pieces(*one) for one in wanted]
         pieces = Pieces(*map(np.concatenate, zip(*found, strict=True))) if found else nothing
         lengths = np.asarray(self._documents.lengths[pieces.documents], np.int64)
-        # Read one token more than the row holds: the target of the last one.
+        # Read one token more than the row holds: the target of the last one. Images may take more room than their tokens.
+        pieces = pieces._replace(stops=np.minimum(pieces.stops, lengths))
         spans = pieces.documents, pieces.starts, np.minimum(pieces.stops + 1, lengths)
         read = self._documents.read(*spans)
         self._check(read, pieces.documents, pieces.starts)
@@ -86,6 +95,8 @@ class PackedDocuments:
                 for (ids, targets, size), border in whole:
                     of_row += [(ids[:border], targets[:border], border), (ids[border:], targets[border:], size - border)]
             self._fill({key: array[row] for key, array in batch.items()}, of_row)
+        if self._images is not None:
+            batch["images"] = self._images.pixels(self._documents, [here.documents.tolist() for here in found])
         return batch
 
     def _check(self, read: list[np.ndarray], documents: np.ndarray, starts: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""`jaxllm data prepare`: tokenises text files into a prepared folder. jaxllm/data/prepared.py describes its format.
+"""`jaxllm data prepare`: tokenises text files into a prepared folder. jaxllm/data/disk_documents.py describes its format.
 
 The division into shards depends only on the names and sizes of the inputs. Any number of processes, on any number of
 machines, therefore make the same folder, and a stopped run resumes where it was.
@@ -19,6 +19,7 @@ from typing import Any
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.file_patterns import Listing
 from jaxllm.config.hub import pin
+from jaxllm.data.disk_documents import RECORD_TOKENS
 from jaxllm.data.manifest import (
     FOR_MANIFEST,
     FORMAT,
@@ -38,7 +39,6 @@ from jaxllm.data.manifest import (
     writing,
 )
 from jaxllm.data.parts import InputFile, Part, is_splittable, kind_of
-from jaxllm.data.prepared import RECORD_TOKENS
 from jaxllm.data.records import BROKEN_SHARE, inspected, require_ends, require_few_broken, require_share
 from jaxllm.data.shards import PrepareProgress, Task, described, read_shard, run_tasks, strict_error, unwritable, write_shard
 from jaxllm.data.stores import find_in_store, is_address

@@ -11,12 +11,13 @@ import codecs
 import math
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.data.parts import DamagedFile, InputFile, Part, Record, check_text, decompressed, is_splittable, kind_of
 from jaxllm.data.rows import (
     CsvRows,
@@ -339,3 +340,13 @@ def _read_csv(part: Part, text_key: str) -> Iterator[Record]:
                 yield Record(text, number, reason, raw.tell())
         except DamagedFile as error:
             yield Record(None, number + 1, str(error), part.size, lost=part.size)
+
+
+def listed(patterns: Sequence[str]) -> list[str]:
+    """The files that match data.paths, sorted. Raises ConfigError if there are too many entries to look at."""
+    listing = Listing(MOST_ENTRIES)
+    try:
+        return sorted({path for pattern in patterns for path in listing.files(pattern)})
+    except RefusedInput as error:
+        sentence = f"data.paths is too much to read at the start of each run ({error}): name a smaller folder."
+        raise ConfigError(sentence) from None

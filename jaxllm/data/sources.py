@@ -5,6 +5,8 @@ and number in files of ids. Adding or removing a file does not move another, and
 same split.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import math
@@ -16,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,15 +27,18 @@ from jaxllm.config.file_patterns import MOST_ENTRIES, Listing
 from jaxllm.config.sections import CONVERSATIONS
 from jaxllm.config.types import DOCUMENTS, GIVEN, NEEDS_DOCUMENTS
 from jaxllm.data.cached import CachedFolder, shard_cache
-from jaxllm.data.chat import ChatTemplate, load_chat_template
-from jaxllm.data.conversations import listed, read_conversations
+from jaxllm.data.disk_documents import MegatronDocuments, PreparedDocuments, TokenFile
 from jaxllm.data.documents import ChainedDocuments, Documents, SplitDocument, text_documents
 from jaxllm.data.loader import PackedDocuments, SampleStream, document_order
-from jaxllm.data.prepared import PreparedDocuments
-from jaxllm.data.records import require_text
+from jaxllm.data.records import listed, require_text
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxllm.untrusted import GIB, RefusedInput, read_bytes, reason_of
+
+if TYPE_CHECKING:
+    # Most runs read no conversations.
+    from jaxllm.data.chat import ChatTemplate
+    from jaxllm.data.images import ImageTokens, SequenceImages
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +90,8 @@ class Data:
     """Template for conversations. None without conversations, or if they are plain prompts and completions."""
     end_of_turn: int | None = None
     """The token with which the template ends an answer."""
+    images: SequenceImages | None = None
+    """With a vision tower."""
 
     @property
     def ends(self) -> set[int]:
@@ -121,6 +128,8 @@ class Data:
         ]
         if longer := self._longer("chat"):
             lines.append(f"{longer:,} conversations are longer than a sequence and are cut")
+        if self.images is not None and (left := sum(len(s.train) - len(self.whole(s, s.train)) for s in self.sources)):
+            lines.append(f"{left:,} conversations have images and do not fit into a sequence, and are left out")
         if longer := self._longer("preferences"):
             lines.append(f"{longer:,} pairs are longer than a sequence and are left out")
         return "; ".join([*lines, f"sha256 {self.fingerprint}"])
@@ -146,6 +155,9 @@ class Data:
                     raise ConfigError(
                         f"No pair of {source.name} fits into train.sequence_length={S}: use longer sequences or shorter pairs."
                     )
+            elif self.images is not None and not len(self.whole(source, source.train)):
+                limits = f"train.sequence_length={S} and data.max_images={self.images.most}"
+                raise ConfigError(f"No conversation of {source.name} fits into {limits}: use longer sequences, or more images.")
             elif source.train_tokens < S:
                 raise ConfigError(
                     f"The training text of {source.name} has {source.train_tokens} tokens, fewer than "
@@ -166,16 +178,20 @@ class Data:
         return tuple(self._packed(source, source.held_out) for source in some)
 
     def whole(self, source: Source, order: np.ndarray) -> np.ndarray:
-        """Those of the documents that may be packed: of pairs, those that fit into a sequence."""
-        if source.documents.chosen_tokens is None:
-            return order
-        return order[source.documents.lengths[order] <= self.config.train.sequence_length]
+        """Those of the documents that may be packed: of pairs and of conversations with images, those that fit into a
+        sequence."""
+        documents, S = source.documents, self.config.train.sequence_length
+        if self.images is not None:
+            count = self.images.counts(documents)
+            return order[((count == 0) | ((documents.lengths <= S) & (count <= self.images.most)))[order]]
+        return order if documents.chosen_tokens is None else order[documents.lengths[order] <= S]
 
     def _packed(self, source: Source, order: np.ndarray) -> PackedDocuments:
         order = self.whole(source, order)
         data, S = self.config.data, self.config.train.sequence_length
         vocab_size = self.config.model.vocab_size
-        return PackedDocuments(source.name, source.documents, order, S, data.packing, data.mask_documents, vocab_size)
+        masks = data.mask_documents
+        return PackedDocuments(source.name, source.documents, order, S, data.packing, masks, vocab_size, self.images)
 
 
 def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, given: Iterable[Any] | None = None) -> Data:
@@ -203,9 +219,19 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, gi
     }
     # Texts in a mixture with prepared folders use the tokenizer of those folders.
     for_texts = named or next((documents.tokenizer for documents in prepared.values()), None)
-    template = turn = None
+    template = turn = tokens = images = None
+    if (vision := config.model.vision) is not None and config.images_per_sequence:
+        from jaxllm.data.images import SequenceImages, image_tokens, load_image_processor
+
+        folder = for_texts.folder if for_texts else None
+        tokens = image_tokens(for_texts, vision) if for_texts else None
+        images = SequenceImages(load_image_processor(folder, vision), config.images_per_sequence)
     if any(part.source in CONVERSATIONS for part in data.sources):
-        template = load_chat_template(for_texts.folder if for_texts else None, data.chat_template, knows_date=False)
+        from jaxllm.data.chat import load_chat_template
+
+        home = for_texts.folder if for_texts else None
+        image_token = tokens.text if tokens else None
+        template = load_chat_template(home, data.chat_template, knows_date=False, image_token=image_token)
         if template is not None and for_texts is not None and for_texts.folder is not None:
             # The template's process stays for the conversations, after which it ends.
             turn = template.end_of_turn(for_texts)
@@ -219,7 +245,7 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, gi
                 )
     documents = [
         prepared.get(part.name)
-        or open_documents(part, for_texts, template, data.max_broken_share, config.model.vocab_size, given)
+        or open_documents(part, for_texts, template, data.max_broken_share, config.model.vocab_size, given, tokens)
         for part in data.sources
     ]
     fraction, several = data.held_out_fraction, len(data.sources) > 1
@@ -234,7 +260,7 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, gi
     tokenizer = _the_tokenizer(data, sources, named)
     if tokenizer is not None:
         _require_vocabulary(config, tokenizer, documents)
-    return Data(config, sources, tokenizer, template, turn)
+    return Data(config, sources, tokenizer, template, turn, images)
 
 
 def _require_vocabulary(config: Config, tokenizer: Tokenizer, documents: Sequence[Documents]) -> None:
@@ -260,6 +286,7 @@ def open_documents(
     max_broken_share: float,
     vocab_size: int,
     given: Iterable[Any] | None = None,
+    tokens: ImageTokens | None = None,
 ) -> Documents:
     """Opens the documents of a source that is not prepared. Several files are concatenated. The default tokenizer of texts is
     bytes.
@@ -279,15 +306,16 @@ def open_documents(
             raise ConfigError(NEEDS_DOCUMENTS)
         return given_documents(given, tokenizer, vocab_size)
     if source.source in ("megatron", "tokens"):
-        from jaxllm.data.id_files import MegatronDocuments, TokenFile
-
         if source.source == "megatron":
             return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
         return _chain([TokenFile(name, vocab_size, tokenizer) for name in sorted(set(map(_name, listed(source.paths))))])
     if source.source in CONVERSATIONS:
+        from jaxllm.data.conversations import read_conversations
+
         assert tokenizer is not None, "refused by the config"
         pairs = source.source == "preferences"
-        return read_conversations(source.paths, tokenizer, template, pairs=pairs, max_broken_share=max_broken_share)
+        options: dict[str, Any] = {"pairs": pairs, "max_broken_share": max_broken_share, "image_tokens": tokens}
+        return read_conversations(source.paths, tokenizer, template, **options)
     if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)

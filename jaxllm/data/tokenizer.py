@@ -57,7 +57,8 @@ def byte_characters() -> dict[int, str]:
 BYTES = "bytes"
 DOCUMENT_END = b"\0"
 CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-FILES = ("tokenizer.json", CONFIG, SPECIAL, ADDED, "chat_template.jinja")
+TEMPLATE_FILE = "chat_template.jinja"
+FILES = ("tokenizer.json", CONFIG, SPECIAL, ADDED, TEMPLATE_FILE)
 _DECODER, _LONGEST_TOKEN = "added_tokens_decoder", 4096
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

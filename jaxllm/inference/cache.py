@@ -6,7 +6,7 @@ key-value head.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def attention_of(rooms: tuple[int, ...], S: int) -> Attend:
 
 
 def prefill(
-    model: Llama, ids_BS: Int[Array, "B S"], lengths_B: Int[Array, " B"], rooms: tuple[int, ...]
+    model: Llama, ids_BS: Int[Array, "B S"], lengths_B: Int[Array, " B"], rooms: tuple[int, ...], images: Any = None
 ) -> tuple[Float[Array, "B V"], Caches]:
     """Runs the model on complete prompts.
 
@@ -58,6 +58,7 @@ def prefill(
       ids_BS: prompts, padded on the right with any ids, because a later position does not affect earlier ones.
       lengths_B: length of each prompt, 1 .. S.
       rooms: number of positions in each cache. A position attends to this many, its own included.
+      images: as Llama.hidden takes them.
 
     Returns:
       (float32 logits after each row's last id, the caches).
@@ -85,7 +86,7 @@ def prefill(
         position_BT = jnp.maximum(last_B1 - (last_B1 - jnp.arange(room)[None]) % room, 0)
         return jnp.take_along_axis(x_LBSKH, position_BT[None, :, :, None, None], axis=2)
 
-    h_BSD = model.hidden(ids_BS, ops=Ops(attend=attend, look_up=look_up), run_layers=run_layers)
+    h_BSD = model.hidden(ids_BS, images=images, ops=Ops(attend=attend, look_up=look_up), run_layers=run_layers)
     layers, kinds = kept.pop(), np.array(model.config.layer_kinds)
     caches = tuple(Cache(*(stored(x[kinds == kind], room) for x in layers)) for kind, room in enumerate(rooms))
     last_BD = jnp.take_along_axis(h_BSD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]

@@ -134,8 +134,8 @@ class Generator:
         # Set explicitly, so that the output of one program has the sharding that the next was compiled for.
         shardings = (laid_out(), (Cache(cached, cached),) * len(self._windows))
 
-        def start(params, ids_BS, lengths_B, numbers, *, rooms, kind):
-            logits_BV, caches = prefill(nnx.merge(graph, params), ids_BS, lengths_B, rooms)
+        def start(params, ids_BS, lengths_B, numbers, images, *, rooms, kind):
+            logits_BV, caches = prefill(nnx.merge(graph, params), ids_BS, lengths_B, rooms, images)
             return next_ids(logits_BV, kind, numbers, jnp.int32(0)), caches
 
         def step(params, caches, ids_B, lengths_B, done, numbers, *, kind):
@@ -151,11 +151,18 @@ class Generator:
         """The model with the generator's parameters, in the compute dtype."""
         return nnx.merge(self._graph, self._params)
 
-    def ids(self, prompts: Sequence[np.ndarray], new_tokens: int, sampling: Sampling = Sampling()) -> Iterator[np.ndarray]:
+    def ids(
+        self,
+        prompts: Sequence[np.ndarray],
+        new_tokens: int,
+        sampling: Sampling = Sampling(),
+        images: np.ndarray | None = None,
+    ) -> Iterator[np.ndarray]:
         """Yields the next id of each prompt, int32 [prompts], new_tokens times. The caller may stop earlier.
 
         Args:
           prompts: ids, at least one each, of any lengths. Each prompt is continued independently of the others.
+          images: pixels for the image tokens of the prompts, float32 [images, 3, height, width], prompt after prompt.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) < 1 or new_tokens < 1:
@@ -167,7 +174,7 @@ class Generator:
         options = {"kind": sampling.kind, "numbers": sampling.numbers}
         positions = cache_positions(max(lengths), new_tokens)
         kept = tuple(int(min(positions, window)) for window in self._windows)
-        ids_B, caches = self._start(self._params, ids_BS, lengths_B, rooms=kept, **options)
+        ids_B, caches = self._start(self._params, ids_BS, lengths_B, images=images, rooms=kept, **options)
         for done in range(1, new_tokens + 1):
             chosen_B = ids_B
             if done < new_tokens:
@@ -296,6 +303,7 @@ def complete(
     stop_ids: frozenset[int] = frozenset(),
     stop_texts: Sequence[str] = (),
     on_text: Callable[[int, str, bool], None] = lambda row, text, ended: None,
+    images: np.ndarray | None = None,
 ) -> list[Completion]:
     """Continues each prompt until a stop token, a stop text or new_tokens.
 
@@ -303,11 +311,12 @@ def complete(
       prompts: ids.
       on_text: called with (number of the prompt, new text since the last call, whether the text has ended). It receives
         complete characters only, and nothing that may be the start of a stop text.
+      images: as in Generator.ids.
     """
     streams = [TextStream(tokenizer, prompt, stop_texts) for prompt in prompts]
     found: list[Completion | None] = [None] * len(prompts)
     texts, all_ids = [""] * len(prompts), [[] for _ in prompts]
-    for done, ids_B in enumerate(generator.ids(prompts, new_tokens, sampling), start=1):
+    for done, ids_B in enumerate(generator.ids(prompts, new_tokens, sampling, images), start=1):
         for row, stream in enumerate(streams):
             if found[row] is not None:
                 continue

@@ -291,7 +291,7 @@ class JaxLLM(TemplateLM):
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         cut = {key: options[key] for key in ("top_p", "top_k") if options.get(key)} if temperature else {}
         sampling = Sampling(temperature=temperature, seed=seed, **cut)
-        ends = predict.stop_ids(self._reader, {**self._home.original_config, **self._home.generation}, template, until)
+        ends = predict.stop_ids(self._reader, {**self._home.text_config, **self._home.generation}, template, until)
         ids = [np.array(prompt, np.int32) for prompt in self._cut(prompts, self.max_length - new_tokens)]
         how = {"new_tokens": new_tokens, "sampling": sampling, "stop_ids": ends, "stop_texts": until}
         return [one.text for one in complete(self._generator, self._reader, ids, **how)]

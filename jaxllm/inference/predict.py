@@ -17,8 +17,10 @@ import numpy as np
 
 from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError, sequence_unit, with_overrides
+from jaxllm.config.model_config import VisionConfig
 from jaxllm.cost_model.inference_memory import bucket, cache_bytes, cache_positions
 from jaxllm.data.chat import ChatTemplate, load_chat_template
+from jaxllm.data.images import PLACEHOLDER, BrokenImage, ImageTokens, image_tokens, load_image_processor, open_image
 from jaxllm.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jaxllm.inference.evaluate import Score, Windows, read_text, tokenize
 from jaxllm.inference.evaluate import evaluate as score
@@ -119,6 +121,7 @@ def generate(
     *,
     tokenizer: str | None = None,
     adapter: Adapters = (),
+    images: Sequence[str | Path] = (),
     say: Callable[[str], None] = lambda line: None,
     on_text: Callable[[int, str, bool], None] = lambda row, text, ended: None,
     **options: Any,
@@ -128,6 +131,7 @@ def generate(
     Args:
       model, overrides, tokenizer, adapter, say: as in `evaluate`.
       prompts: one or several texts to continue. With `chat` each is a user message, and the answer is generated.
+      images: files for the places `<image>` of the prompts, in order. A single prompt without any begins with them.
       on_text: called with (number of the prompt, new text, whether the text has ended) as text arrives.
       options: fields of GenerateOptions: chat, system, max_new_tokens, temperature, top_p, top_k, seed, stop.
 
@@ -144,12 +148,16 @@ def generate(
         # The text that is searched for it has no special tokens.
         if stop not in reader.special_tokens and any(token in stop for token in reader.special_tokens):
             raise ConfigError(f"--stop={shown(stop)} is a special token and more, which no text has: give that token alone.")
-    template = load_chat_template(reader.folder) if how.chat else None
+    prompts, tokens, pixels = with_images(home, reader, prompts, images)
+    template = load_chat_template(reader.folder, image_token=tokens.text if tokens else None) if how.chat else None
     if how.chat and template is None:
         raise ConfigError(f"{home.description} has no chat template: leave out --chat, or add chat_template.jinja to it.")
     ids = [encode_prompt(reader, prompt, vocab_size, template, how.system) for prompt in prompts]
+    ids = [tokens.expanded(these)[0] for these in ids] if tokens else ids
+    if tokens and sum(int((these == tokens.id).sum()) for these in ids) != len(images) * tokens.per_image:
+        raise ConfigError("The chat template does not write each image once: change it, or leave out --chat.")
     # A folder without a generation_config.json has these keys in its config.json.
-    ends = stop_ids(reader, {**home.original_config, **home.generation}, template, how.stops)
+    ends = stop_ids(reader, {**home.text_config, **home.generation}, template, how.stops)
     if template is not None:
         template.close()
     most = max(map(len, ids)) + how.max_new_tokens
@@ -168,8 +176,36 @@ def generate(
     generator = Generator(loaded.model)
     # The generator has its own copy, perhaps in another dtype.
     del loaded
-    rest = {"sampling": how, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text}
+    rest = {"sampling": how, "stop_ids": ends, "stop_texts": how.stops, "on_text": on_text, "images": pixels}
     return complete(generator, reader, ids, new_tokens=how.max_new_tokens, **rest)
+
+
+def with_images(
+    home: Folder, tokenizer: Tokenizer, prompts: Sequence[str], images: Sequence[str | Path]
+) -> tuple[Sequence[str], ImageTokens | None, np.ndarray | None]:
+    """(prompts with the image token in the places of images, that token, pixels); None for both without images.
+
+    Raises:
+      ConfigError: the model has no vision tower, an image is unusable, or there are more or fewer places than images.
+    """
+    if not images:
+        return prompts, None, None
+    if home.model.get("vision") is None:
+        raise ConfigError(f"{home.description} has no vision tower: leave out --image, or name another model.")
+    if len(prompts) == 1 and PLACEHOLDER not in prompts[0]:
+        prompts = [f"{PLACEHOLDER}\n" * len(images) + prompts[0]]
+    if (places := sum(prompt.count(PLACEHOLDER) for prompt in prompts)) != len(images):
+        raise ConfigError(f"The prompts have {places} places {PLACEHOLDER} for {len(images)} images: make them equal.")
+    vision = VisionConfig.model_validate(home.model["vision"])
+    processor, tokens = load_image_processor(home.companions, vision), image_tokens(tokenizer, vision)
+    try:
+        pixels = []
+        for image in images:
+            with open_image(Path(image)) as opened:
+                pixels.append(processor.pixels(opened))
+    except BrokenImage as error:
+        raise ConfigError(f"--image: {error}: give another file.") from None
+    return [tokens.in_text(prompt) for prompt in prompts], tokens, np.stack(pixels)
 
 
 def encode_prompt(
@@ -231,7 +267,7 @@ def stop_ids(
 
 def longest_of(home: Folder) -> int | None:
     """Number of positions that the model was trained with, or made for."""
-    made_for = home.original_config.get("max_position_embeddings")
+    made_for = home.text_config.get("max_position_embeddings")
     rope = home.model.get("rope_scaling") or {}
     if rope.get("rope_type") == "yarn" and isinstance(made_for, int):
         made_for = max(made_for, int(rope["factor"] * rope["original_max_position"]))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ConfigError, ModelConfig, ParallelConfig
-from jaxllm.config.model_spec import EXPERTS, LORA_RANK, ROUTES
+from jaxllm.config.model_spec import EXPERTS, LORA_RANK, ROUTES, TOWER_LAYERS
 from jaxllm.config.types import zero_shard
 from jaxllm.mesh.axes import MANUAL, PIPE, REPLICA, TENSOR, ZERO_AXES, axis_sizes
 
@@ -111,6 +111,8 @@ def weight_rules(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tupl
         EXPERTS: (),
         ROUTES: (),
         LORA_RANK: (),
+        **dict.fromkeys((TOWER_LAYERS, "channels", "patch_rows", "patch_columns", "tower_positions", "tower_embed"), ()),
+        **{"tower_heads": (TENSOR,), "tower_head_dim": (), "tower_mlp": (TENSOR,), "projector": (TENSOR,)},
     }
 
 

@@ -56,6 +56,7 @@ class BlockContext(NamedTuple):
         return self._replace(rotary=rotary, kinds_L=kind)
 
 
+Images = Float[Array, "I C height width"]
 BlockFunction = Callable[[Any, Float[Array, "B S D"], BlockContext], tuple[Float[Array, "B S D"], Losses]]
 RunLayers = Callable[[BlockFunction, Any, Float[Array, "B S D"], BlockContext], Float[Array, "B S D"]]
 
@@ -91,6 +92,10 @@ class Llama(nnx.Module):
             self.final_norm = RMSNorm(config, "final_norm", rngs=rngs)
             if "head" in specs:
                 self.head = parameter(rngs, config, specs["head"], zero_rows)
+            if config.vision is not None:
+                from jaxllm.model.vision import Projector, VisionTower
+
+                self.vision, self.projector = VisionTower(config, rngs=rngs), Projector(config, rngs=rngs)
 
     def _stack(self, rngs: nnx.Rngs) -> Block:
         @nnx.split_rngs(splits=self.config.num_layers)
@@ -106,6 +111,7 @@ class Llama(nnx.Module):
         positions_BS: Int[Array, "B S"] | None = None,
         segments_BS: Int[Array, "B S"] | None = None,
         *,
+        images: Images | None = None,
         ops: Ops | None = None,
         run_layers: RunLayers = scan_layers,
     ) -> Float[Array, "B S D"]:
@@ -115,6 +121,8 @@ class Llama(nnx.Module):
           tokens_BS: ids below vocab_size.
           positions_BS: default 0 .. S-1 in every sequence.
           segments_BS: document of each position; default: one document.
+          images: pixels, normalised as the processor says, in order of their places: model.vision.tokens_per_image image tokens
+            each, sequence after sequence.
           ops, run_layers: functions for attention, matmuls, layouts and the layer loop; default: plain XLA.
         """
         ops = ops or Ops(attend=plain_attention(self.config))
@@ -123,7 +131,10 @@ class Llama(nnx.Module):
         block_context = BlockContext(rotary_table(self.config, positions_BS), segments_BS, layer_kinds(self.config))
         with jax.named_scope("embedding"):
             h_BSD = ops.look_up(self.embedding[...].astype(self.config.compute_dtype), tokens_BS)
-            h_BSD = ops.constrain(scaled_embeddings(self.config, h_BSD), SHARDED_SEQUENCE)
+            h_BSD = scaled_embeddings(self.config, h_BSD)
+            if images is not None:
+                h_BSD = self.vision.in_places(self.projector, h_BSD, tokens_BS, images)
+            h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         graph, layers = nnx.split(self.layers)
         h_BSD = run_layers(partial(apply_block, graph, ops), nnx.to_pure_dict(layers), h_BSD, block_context)
         return self.final_norm(h_BSD)
@@ -132,9 +143,12 @@ class Llama(nnx.Module):
         matrix = self.embedding if self.config.tie_embeddings else self.head
         return matrix[...].astype(self.config.compute_dtype)
 
-    def __call__(self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, ops: Ops | None = None):
-        """Logits, float32 [B, S, vocab_size]. Training computes them a chunk at a time (loss.py)."""
-        h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, ops=ops)
+    def __call__(
+        self, tokens_BS: Int[Array, "B S"], positions_BS=None, segments_BS=None, *, images: Images | None = None, ops=None
+    ) -> Float[Array, "B S V"]:
+        """Logits, float32 [B, S, vocab_size]; the arguments are those of `hidden`. Training computes them a chunk at a time
+        (loss.py)."""
+        h_BSD = self.hidden(tokens_BS, positions_BS, segments_BS, images=images, ops=ops)
         with jax.named_scope("head"):
             logits_BSV = jnp.einsum("BSD,VD->BSV", h_BSD, self.head_matrix(), preferred_element_type=jnp.float32)
         return logits_BSV[..., : self.config.vocab_size]

@@ -33,7 +33,7 @@ def put_global_batch(mesh: Mesh, read: Read, rows: np.ndarray, sequence_length: 
     # Context ranks hold an early and a late chunk of each sequence (zigzag.py). Later code does not see the order.
     dealt = order(S, mesh.shape[CONTEXT]) if mesh.shape[CONTEXT] > 1 else np.arange(S)
     local = {name: array.reshape(M, len(mine), *array.shape[1:]) for name, array in read(rows[:, mine].reshape(-1)).items()}
-    local = {name: array[:, :, dealt] if array.ndim > 2 else array for name, array in local.items()}
+    local = {name: array[:, :, dealt] if array.shape[2:3] == (S,) else array for name, array in local.items()}
 
     def put(array: np.ndarray) -> jax.Array:
         def callback(index):

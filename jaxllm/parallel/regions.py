@@ -215,6 +215,7 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], dict[s
             return h_BSD, found
 
         h_BSD = scaled_embeddings(model, ops.look_up(weights["embedding"], rows["tokens"]))
+        h_BSD = images_in_places(ctx, weights, h_BSD, rows) if "images" in rows else h_BSD
         h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         _, found = jax.lax.scan(turn, h_BSD, jnp.arange(stages * stacking.virtual_stages))
         # The turns go through the layers in order; identity layers come last.
@@ -225,6 +226,13 @@ def layer_norms_region(ctx: ParallelContext) -> Callable[[Params, Batch], dict[s
         return norms | (spread(*counted[0]) if counted else {})
 
     return region
+
+
+def images_in_places(ctx: ParallelContext, weights: Params, h_BSD: jax.Array, rows: Rows) -> jax.Array:
+    """Embeddings with the features of a microbatch's images in their places."""
+    network = nnx.merge(ctx.graph, ctx.table)
+    vision, projector = (nnx.merge(nnx.split(getattr(network, name))[0], weights[name]) for name in ("vision", "projector"))
+    return vision.in_places(projector, h_BSD, rows["tokens"], rows["images"])
 
 
 def first_sums(ctx: ParallelContext, weights: Params, microbatches: int) -> Params:
@@ -298,6 +306,10 @@ def microbatch_sums(
                 return x, own[name]
             return zero.reduced(name, x, own[name], earlier[name] if earlier else _zeros(rest[name], jnp.float32))[:2]
 
+        def owned(name: str) -> Any:
+            """An entry whose gradients are made, and then added to its accumulator."""
+            return weights[name] if own is None or name not in own else accumulate.accumulated(weights[name], own_sum(name)[1])
+
         tokens, final_norm, head_sum = rows["tokens"], weights["final_norm"], None
         with jax.named_scope("embedding"):
             if own is None or "embedding" not in own:
@@ -305,7 +317,10 @@ def microbatch_sums(
             else:
                 look_up = partial(accumulate.look_up, ops, ctx.config.parallel.tensor, is_head=model.tie_embeddings)
                 h_BSD, head_sum = look_up(weights["embedding"], own_sum("embedding")[1], tokens)
-            h_BSD = ops.constrain(scaled_embeddings(model, h_BSD), SHARDED_SEQUENCE)
+            h_BSD = scaled_embeddings(model, h_BSD)
+            if "images" in rows:
+                h_BSD = images_in_places(ctx, {name: owned(name) for name in ("vision", "projector")}, h_BSD, rows)
+            h_BSD = ops.constrain(h_BSD, SHARDED_SEQUENCE)
         block_context = BlockContext(rotary_table(model, rows["positions"]), rows.get("segments"), ctx.kinds_here())
         h_BSD, own_losses, kept = run_layers(weights["layers"], accumulators, earlier, h_BSD, block_context)
         if own is not None and "final_norm" in own:

@@ -7,7 +7,6 @@ print("\\n".join(report.lines()))
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -19,16 +18,16 @@ from jaxllm.config.remat_policy import remat_words
 from jaxllm.config.types import zero_text
 from jaxllm.cost_model import flops
 from jaxllm.cost_model.error_range import ErrorRange, error_range, range_json, range_lines
-from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, find_gpu, fits_text
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.megatron import SAFE_SHARE, megatron_memory, nominal_bytes, record_text
 from jaxllm.cost_model.memory import MemoryEstimate, StageMemory, estimate_memory
 from jaxllm.cost_model.replicas import exchange_json, exchange_lines
-from jaxllm.cost_model.shape_waste import ShapeWaste, shape_waste
 from jaxllm.cost_model.step_parts import StepTime
 from jaxllm.cost_model.step_time import CONVENTIONS, Convention, estimate_step_time, step_time_lines
 from jaxllm.display import preformatted, readable
-from jaxllm.plan.advice import Change, better_shape, better_shape_line, changes_that_fit
+from jaxllm.plan.advice import Change, changes_that_fit
 
 LABEL_WIDTH = 28
 """Characters of a table's first column."""
@@ -113,16 +112,6 @@ class Estimate:
         """Bytes per device in host memory, by jaxllm's own estimate."""
         return self.by_convention["jaxllm"].memory.host_bytes
 
-    @cached_property
-    def waste(self) -> ShapeWaste | None:
-        """What shapes waste of the step; None without a GPU."""
-        return self.gpu and shape_waste(self.config, self.gpu, self.gpus_per_host, self.convention)
-
-    @cached_property
-    def better_shape(self) -> Change | None:
-        """The change of shapes that gains most; None without a GPU, or if none gains enough."""
-        return self.gpu and better_shape(self.config, self.gpu, self.gpus_per_host, self.convention)
-
     @property
     def speed_range(self) -> ErrorRange:
         """How far off the speed may be; needs a GPU."""
@@ -154,8 +143,6 @@ class Estimate:
             "terms_s": speed and dict(speed.terms_s),
             "phases_s": speed and speed.phases_s,
             "hidden_s": speed and dict(speed.hidden_s),
-            "shape_waste": self.waste and self.waste.to_json(),
-            "better_shape": self.better_shape and self.better_shape.to_json(),
             "between_replicas": exchange_json(self.config, speed and speed.between_replicas_s),
             "changes": [change.to_json() for change in self.changes],
             "by_convention": {name: verdict.to_json() for name, verdict in self.by_convention.items()},
@@ -233,10 +220,6 @@ class Estimate:
         )
         yield from (f"  {line}" for line in range_lines(speed.tokens_per_s_per_gpu, self.speed_range))
         yield from (f"  {line}" for line in step_time_lines(speed))
-        if self.waste is not None:
-            yield f"  {self.waste.line()}"
-        if self.better_shape is not None:
-            yield f"  {better_shape_line(self.better_shape)}"
 
 
 def estimate(

@@ -25,7 +25,8 @@ from jaxllm.config.model_spec import has_experts
 from jaxllm.config.named import title_of
 from jaxllm.config.types import ITEMSIZE
 from jaxllm.cost_model import inference_memory
-from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, find_gpu, fits_text
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import FIT_SHARE, Gpu, capacity_text, fits_text
 from jaxllm.cost_model.hosts import HOST_GPUS, choose_gpus_per_host, hosts_text, require_devices
 from jaxllm.cost_model.inference_memory import Moments, cache_positions, evaluation_rows, generation_moments
 from jaxllm.cost_model.memory import StageMemory, Terms

@@ -16,7 +16,6 @@ from jaxllm.cluster import distributed, progress
 from jaxllm.config import ConfigError
 from jaxllm.data.loader import PackedDocuments, SampleStream
 from jaxllm.data.manifest import read_npy, sync
-from jaxllm.inference.generate import printable, sample
 from jaxllm.json_lines import read_lines
 from jaxllm.mesh.axes import CONTEXT
 from jaxllm.parallel.device_batches import evaluated_microbatches, put_global_batch
@@ -193,6 +192,8 @@ def conclude(run: Run) -> str | None:
         console.say(f"{found.tokens:,} held-out {unit}s scored in {documents:,} document{'s' if documents > 1 else ''}")
         console.say(f"held-out loss {found.loss:.3f} nats per {unit} ({found.loss / math.log(2):.3f} bits){by_source(found)}")
     if (length := config.log.sample_tokens) and data.tokenizer is not None:
+        from jaxllm.inference.generate import printable, sample
+
         begun = config.log.sample_prompt
         prompt = data.tokenizer.encode(begun, parse_special=True)
         if prompt.max(initial=0) >= config.model.vocab_size:

@@ -77,7 +77,11 @@ def batch_layout(
     if config.train.loss == "dpo" and trains:
         dtypes["reference"] = jnp.float32
     shape, sharding = (microbatches, rows, config.train.sequence_length), batch_sharding(mesh)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    layout = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    if count := config.images_per_sequence:
+        pixels = (*shape[:2], count, *config.model.vision.pixels)
+        layout["images"] = jax.ShapeDtypeStruct(pixels, jnp.float32, sharding=sharding)
+    return layout
 
 
 @dataclass(frozen=True)

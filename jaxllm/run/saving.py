@@ -21,8 +21,7 @@ from jaxllm.cluster import distributed, progress
 from jaxllm.config import Config, ConfigError, whole_rope_scaling
 from jaxllm.config.batch_schedule import done_by, phases_of
 from jaxllm.config.hf_config import CONFIG, TOKENIZER
-from jaxllm.data.chat import TEMPLATE_FILE
-from jaxllm.data.tokenizer import Tokenizer, read_companion
+from jaxllm.data.tokenizer import TEMPLATE_FILE, Tokenizer, read_companion
 from jaxllm.run import fewer_hosts
 from jaxllm.run.batch_growth import resumed
 from jaxllm.run.hooks import Moment, Run, is_multiple

@@ -314,7 +314,7 @@ class Trainer:
         def read(rows: np.ndarray) -> dict[str, np.ndarray]:
             """Rows parts k to parts k + parts - 1 are sample k, cut. A process reads whole samples, in order."""
             found = samples(rows[::parts] // parts)
-            return {name: array.reshape(len(rows), -1) for name, array in found.items()}
+            return found if parts == 1 else {name: array.reshape(len(rows), -1) for name, array in found.items()}
 
         rows = parts * config.sequences_before(step) + np.arange(parts * phase.sequences)
         rows = rows.reshape(-1, parts * config.microbatch_rows)

@@ -3,7 +3,8 @@ resolved, but for that of `fastest`. No JAX.
 """
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import EstimateMemory
 from jaxllm.plan import advice

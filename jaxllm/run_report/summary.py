@@ -21,7 +21,8 @@ from jaxllm.config import ConfigError
 from jaxllm.config.named import title_of
 from jaxllm.config.types import zero_text
 from jaxllm.cost_model.flops import mfu, parameter_words
-from jaxllm.cost_model.hardware import Gpu, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import Gpu
 from jaxllm.cost_model.hosts import choose_gpus_per_host
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.cost_model.noise_reading import NoiseEstimate, reading, wasted_share

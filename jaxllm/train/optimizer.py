@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from jaxllm.config import Config, ConfigError
-from jaxllm.config.model_spec import ParameterSpec, parameters
+from jaxllm.config.model_spec import ParameterSpec, layer_parameters
 from jaxllm.config.types import GIVEN
 from jaxllm.mesh.axes import PIPE, TENSOR, ZERO_AXES
 from jaxllm.mesh.sharding import Parameter, layout, stack_dims, weight_rules
@@ -62,7 +62,7 @@ MUON_RMS = 0.2
 
 def _muon(config: Config, table: Any, mesh: Mesh | None) -> optax.GradientTransformation:
     """Muon for the blocks' matrices, each for itself, and Adam for all else."""
-    o, specs = config.optimizer, {spec.path: spec for spec in parameters(config.model) if spec.inputs}
+    o, specs = config.optimizer, {spec.path: spec for spec in layer_parameters(config.model) if spec.inputs}
 
     def of_matrices(function: Any) -> Any:
         return jax.tree.map(lambda p: function(p, specs[p.path]) if p.path in specs else optax.MaskedNode(), table)

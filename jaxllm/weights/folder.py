@@ -16,9 +16,10 @@ matrix: the first `columns` dims of that are the matrix's columns in Hugging Fac
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +29,9 @@ import numpy as np
 from jaxllm.config.errors import ConfigError
 from jaxllm.config.hf_config import CONFIG, MODEL, SHAPE_KEYS, TOKENIZER, kind_of, model_section, read_object, stored_section
 from jaxllm.config.hf_kinds import KINDS
+from jaxllm.config.hf_vision import text_config, without_prefix
 from jaxllm.config.hub import folder_of
-from jaxllm.config.model_config import LoraConfig, ModelConfig
+from jaxllm.config.model_config import LoraConfig, ModelConfig, VisionConfig
 from jaxllm.config.model_spec import LORA_A, LORA_B, parameters
 from jaxllm.config.types import PositiveInt, Switch
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked
@@ -47,8 +49,9 @@ Index = Sequence[slice]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 """Name suffixes of tensors with all experts of a layer, as transformers 5 has them in memory."""
-BUFFERS = (".rotary_emb.inv_freq",)
-"""Name suffixes of tensors that are not weights: old folders store the rotary frequencies, which follow from the config."""
+BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|position_ids)|vision_tower\.head\..*")
+"""Names of tensors that the network does not need: old folders store rotary frequencies and position numbers, and SigLIP has a
+head of its own, which makes no features."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Entry:
     are template.format(layer, expert)."""
     dims: tuple[int, ...]
     """Sizes of the array that is one tensor."""
+    names: tuple[str, ...]
+    """Names of these dims."""
     columns: int
     """Number of leading dims that are the columns of Hugging Face's matrix. 0: both sides have the same order."""
 
@@ -92,9 +97,14 @@ class Entry:
     @property
     def their_shape(self) -> tuple[int, ...]:
         """Shape of each Hugging Face tensor."""
-        if self.columns:
-            return self.matrix[::-1]
-        return self.dims if self.template in (EMBEDDING, HEAD) else (math.prod(self.dims),)
+
+        def merged(*part: slice) -> tuple[int, ...]:
+            sizes: list[int] = []
+            for name, size in zip(self.names[slice(*part)], self.dims[slice(*part)], strict=True):
+                sizes[-1:] = [sizes[-1] * size] if sizes and name.endswith("head_dim") else [*sizes[-1:], size]
+            return tuple(sizes)
+
+        return merged(self.columns, None) + merged(0, self.columns)
 
 
 def entries(model: Mapping[str, Any], kind: str | None = None) -> list[Entry]:
@@ -105,17 +115,18 @@ def entries(model: Mapping[str, Any], kind: str | None = None) -> list[Entry]:
     """
     # Not validated: the file may be damaged, and its reader says so. Scaled frequencies are of the same shape.
     shape = {key: model[key] for key in SHAPE_KEYS if key in model and key != "rope_scaling"}
-    if model.get("lora") is not None:
-        shape["lora"] = LoraConfig.model_validate(model["lora"])
+    for key, section in (("lora", LoraConfig), ("vision", VisionConfig)):
+        if model.get(key) is not None:
+            shape[key] = section.model_validate(model[key])
     network = ModelConfig.model_construct(**shape)
     found = []
     for spec in parameters(network):
         name = spec.hugging_face
         for part, theirs in KINDS[kind].names.items() if kind else ():
             name = name.replace(part, theirs)
-        counted = int(spec.of_experts)
-        stack = (network.num_layers, *spec.shape[:counted]) if spec.in_layer else ()
-        found.append(Entry(tuple(spec.path.split(".")), name, stack, spec.shape[counted:], spec.inputs))
+        counted, path = spec.counted, tuple(spec.path.split("."))
+        stack = (*([network.num_layers] if spec.in_layer else []), *spec.shape[:counted])
+        found.append(Entry(path, name, stack, spec.shape[counted:], spec.dims[counted:], spec.inputs))
     return found
 
 
@@ -158,6 +169,11 @@ class Folder:
     def original_config(self) -> dict[str, Any]:
         """The content of the config.json that came with the weights; {} without one."""
         return self._read_companion(CONFIG)
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The same of the network behind a vision tower."""
+        return text_config(self.original_config, self.description)
 
     def _read_companion(self, name: str) -> dict[str, Any]:
         found = None if self.companions is None else self.companions / name
@@ -346,13 +362,15 @@ def _open_jaxllm(key: str, path: Path) -> JaxllmFolder:
 def _open_hugging_face(key: str, path: Path) -> HuggingFaceFolder:
     config = read_object(path / CONFIG)
     section = model_section(config, str(path / CONFIG))
-    kind = kind_of(config, str(path / CONFIG))
+    kind = kind_of(text_config(config, str(path / CONFIG)), str(path / CONFIG))
     files, promises = _files_and_promises(key, path)
     tensors = tensors_in(path, files, "get the file again")
     for tensor, name in promises.items():
         if tensor not in tensors or tensors[tensor].file.path.name != name:
             raise ConfigError(f"{path / name} does not hold {tensor}, although {INDEX} says so: get both files again.")
-    dropped = tuple(sorted(name for name in tensors if name.endswith(BUFFERS)))
+    if section["vision"] is not None:
+        tensors = {without_prefix(name): replace(tensor, name=without_prefix(name)) for name, tensor in tensors.items()}
+    dropped = tuple(sorted(name for name in tensors if BUFFERS.fullmatch(name)))
     for name in dropped:
         del tensors[name]
     if fused := [name for name in tensors if name.endswith(FUSED)]:

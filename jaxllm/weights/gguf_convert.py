@@ -367,6 +367,8 @@ def to_gguf(
     if folder.tokenizer is None and not reads_bytes(folder):
         raise ConfigError(f"SRC={source} has no tokenizer.json, which llama.cpp needs: put the model's own beside the weights.")
     config, model = config_json(folder, wanted, max_position), ModelConfig.model_validate(folder.model)
+    if folder.model.get("vision") is not None:
+        raise ConfigError("llama.cpp has vision towers in a file of their own, which jaxllm does not write: use --to hf.")
     arch = architecture(config["model_type"], model)
     moves, tensors = _moves(folder, arch, model, wanted)
     layout = {Path(destination).name: tensors}

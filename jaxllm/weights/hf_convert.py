@@ -20,6 +20,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
 from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
+from jaxllm.config.hf_vision import text_config, with_prefix
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
 from jaxllm.weights.folder import EMBEDDING, HEAD, INDEX, Entry, Folder, HuggingFaceFolder, entries, open_folder
@@ -148,9 +149,13 @@ def write_hf(
     """
     companion_files(folder.companions)
     config = config_json(folder, wanted, max_position)
-    theirs = entries(folder.model, config["model_type"])
+    theirs = entries(folder.model, text_config(config, "The config.json")["model_type"])
     moves, tensors = _moves_out(folder, theirs, wanted)
-    layout = in_files(_in_their_order(theirs, tensors), "model", largest_file)
+    tensors = _in_their_order(theirs, tensors)
+    if folder.model.get("vision") is not None:
+        moves = [replace(move, name=with_prefix(move.name), target=with_prefix(move.target)) for move in moves]
+        tensors = {with_prefix(name): described for name, described in tensors.items()}
+    layout = in_files(tensors, "model", largest_file)
     with new_folder(destination, total_bytes(layout), force) as aside:
         stream(moves, layout, aside, "to Hugging Face", partial(new_file, metadata=FOR_TORCH))
         if len(layout) > 1:
@@ -251,7 +256,7 @@ def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | Non
       wanted: dtype of the weights; None: as stored.
       max_position: as in to_hf.
     """
-    original, length = folder.original_config, folder.sequence_length
+    original, length = folder.text_config, folder.sequence_length
     if max_position is None and length is not None:
         # Training on longer sequences extends the supported positions.
         before = (folder.model.get("rope_scaling") or {}).get("original_max_position") or 0
@@ -261,7 +266,7 @@ def config_json(folder: Folder, wanted: np.dtype | None, max_position: int | Non
             f"{folder.description} does not say how many positions the model was trained for: add --max-position=N."
         )
     dtype = (wanted or folder.common_dtype).name
-    config = hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=original)
+    config = hugging_face_config(folder.model, dtype=dtype, max_position=max_position, original=folder.original_config)
     return config if original else config | token_ids(folder)
 
 

@@ -108,7 +108,7 @@ def config_of(source: WeightsSource, overrides: Sequence[str], sequence_length: 
         model = {"compute_dtype": stored, **model}
     train = {"steps": 1, "sequence_length": sequence_length, "microbatch_sequences": 1}
     # This config reads no text: the caller supplies token ids, one document per sequence.
-    data = {"source": "prepared", "paths": ["none"], "mask_documents": False}
+    data = {"source": "given", "mask_documents": False}
     values = with_overrides({"model": model, "train": train, "data": data}, overrides)
     _require_its_shape(source, values["model"])
     sizes, micro = values.get("parallel") or {}, values["train"]["microbatch_sequences"]

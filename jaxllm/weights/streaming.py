@@ -74,7 +74,7 @@ class Conversion:
             "every tensor was read back, and its checksum is the source's",
         ]
         if self.dropped:
-            lines.append(f"dropped {len(self.dropped)} buffers such as {self.dropped[0]}: they follow from the config")
+            lines.append(f"dropped {len(self.dropped)} tensors such as {self.dropped[0]}: the network does not need them")
         return lines + ([] if self.agreement is None else [self.agreement.line])
 
 

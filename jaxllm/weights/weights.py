@@ -261,14 +261,16 @@ def initial_weights(config: Config) -> WeightsSource | None:
         return None
     source = find_weights("train.init_from", config.train.init_from)
     companion_files(source.outline.companions)
+    ours_said = config.model.model_dump(mode="json")
     for key in MUST_AGREE:
-        theirs, ours = source.model.get(key, VARIANTS.get(key)), getattr(config.model, key)
-        if theirs != ours:
+        theirs, ours = source.model.get(key, VARIANTS.get(key)), ours_said[key]
+        if key == "vision" and theirs is None and ours is not None:
+            log.warning("train.init_from=%s has no vision tower: it begins with random values.", config.train.init_from)
+        elif theirs != ours:
             raise ConfigError(
                 f"train.init_from={config.train.init_from} holds a model with model.{key}={theirs}, not {ours}: "
                 f"set model.{key}={theirs}, or start from other weights."
             )
-    ours_said = config.model.model_dump(mode="json")
     for key in MAY_DIFFER:
         theirs, ours = source.model.get(key), ours_said[key]
         if key == "rope_scaling" and isinstance(theirs, dict):
@@ -305,7 +307,10 @@ def read_initial(source: WeightsSource | None, adapter: Folder | None, params: A
     Args:
       table: Parallelized.table.
     """
-    base, own = (partial(chosen, table=table, which=which) for which in (lambda p: not p.is_lora, lambda p: p.is_lora))
+    # The weights may be those of a model without a vision tower.
+    theirs = None if source is None else {entry.name for entry in source.outline.entries.values()}
+    of_base = lambda p: not p.is_lora and (theirs is None or p.path in theirs)  # noqa: E731
+    base, own = (partial(chosen, table=table, which=which) for which in (of_base, lambda p: p.is_lora))
     found, adapters = base(params), own(params)
     if source is not None:
         found = read_weights(source, give_up(found), base(table))

@@ -215,6 +215,6 @@ def test_the_steps_that_no_count_was_taken_from(accuracy):
 
 
 def test_a_version_names_its_xla(accuracy):
-    older = accuracy.step_sizes.has_older_xla.__wrapped__
+    older = accuracy.layer_stack.has_older_xla.__wrapped__
     assert all(map(older, ("jax 0.10.2, jax-cuda13-plugin 0.12.0", "0.11.2")))
     assert not any(map(older, ("0.12rc1", "0.12.0.1", "1.0")))

@@ -10,7 +10,8 @@ from jaxllm.compile import aot
 from jaxllm.compile.report import compile_report
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.attention import takes_cudnn, why_not_cudnn
-from jaxllm.cost_model.hardware import GPUS, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.step_time import estimate_step_time
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.search import search

@@ -29,7 +29,8 @@ from jaxllm.compile.jaxpr_flops import kernel_flops
 from jaxllm.compile.report import CompileReport, compile_report
 from jaxllm.compile.text import render
 from jaxllm.config import ConfigError, config_folder, load_config
-from jaxllm.cost_model.hardware import GPUS, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.machine import xla_flags
 from jaxllm.run.memory_check import total_bytes

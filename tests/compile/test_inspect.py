@@ -14,13 +14,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from jaxllm.compile.inspect import LEAST_WASTE, inspect_config, network_warnings
+from jaxllm.compile.inspect import inspect_config, matmul_parts, network_warnings
 from jaxllm.compile.text import render_inspect
 from jaxllm.config import ATTENTION_RESULTS, ConfigError, config_folder, load_config
 from jaxllm.cost_model.hardware import GPUS
-from jaxllm.cost_model.shape_waste import matmul_parts
 from jaxllm.mesh.axes import make_mesh
-from jaxllm.plan.estimate import estimate
 from jaxllm.train.build import build_training
 
 ROOT = config_folder().parent
@@ -201,12 +199,8 @@ def test_a_tied_embedding_is_a_matmul_in_chunks():
 
 @pytest.mark.parametrize("kind", ["h100-80gb", "a100-80gb"])
 @pytest.mark.parametrize(("name", "tensor"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 8), ("smollm2-360m", 1), ("qwen2.5-7b", 4)])
-def test_warnings_agree_with_the_table_of_what_shapes_waste(name, tensor, kind):
+def test_warnings_quote_matmuls_of_the_step(name, tensor, kind):
     report = inspect_config(published(name, f"parallel.tensor={tensor}"), gpus=8, gpu=kind)
-    for warned, part in (("tiles", "tiles"), ("small", "small_tiles")):
-        share, is_said = report.shape_waste.shares[part], bool(messages(report, warned))
-        # What the table has as nothing is no warning, and what it has as much is one.
-        assert share > 0 if is_said else share < LEAST_WASTE
     quoted = {tuple(map(int, re.search(r"output of (\d+) x (\d+)", w.message).groups())) for w in report.warnings}
     config = published(name, f"parallel.tensor={tensor}").resolve(8)
     assert quoted <= {shape[:2] for shape in matmul_parts(config, GPUS[kind], 8)}
@@ -336,20 +330,6 @@ def test_precision_is_told():
     assert mixture["tokens between ranks with experts"] == ("bfloat16", "-", "bfloat16")
     assert mixture["router"] == ("TF32", "float32", "float32")
     assert mixture.keys() - plain.keys() == {"router", "tokens between ranks with experts"}
-
-
-def test_with_a_gpu_the_waste_of_shapes_is_shown_and_without_one_it_is_not():
-    config = published("llama-3.1-8b", "parallel.pipe=3", "parallel.data=2", "train.global_batch_sequences=120")
-    plain, on_gpu = (inspect_config(config, gpu=gpu) for gpu in (None, "b200-192gb"))
-    assert (plain.shape_waste, plain.gpu, plain.better_shape) == (None, "h100-80gb", None)
-    assert "wasted by shapes" not in text_of(plain)
-    shares = on_gpu.to_json()["shape_waste"]["shares"]
-    assert shares == estimate(config, "b200-192gb").to_json()["shape_waste"]["shares"]
-    text = text_of(on_gpu)
-    for name, share in shares.items():
-        assert f"  {name.replace('_', ' '):<18}{share:>6.1%}" in text
-    assert shares["identity_layers"] > 0.02
-    json.dumps(on_gpu.to_json())
 
 
 def test_times_and_warnings_are_those_of_the_gpu():

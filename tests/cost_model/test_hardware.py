@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from jaxllm.config.errors import ConfigError
+from jaxllm.cost_model.gpu_choice import find_gpu
 from jaxllm.cost_model.hardware import (
     GPUS,
     HOST_MEMORY_SHARE,
     RESERVE_BYTES,
     XLA_MEMORY_FRACTION,
-    find_gpu,
     gpu_from_device_kind,
     host_copy_bytes_per_s,
 )

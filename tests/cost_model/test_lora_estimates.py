@@ -6,7 +6,7 @@ import pytest
 from jaxllm.compile import aot
 from jaxllm.config import load_config
 from jaxllm.cost_model.flops import train_flops_per_token
-from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
 from jaxllm.cost_model.memory import estimate_memory
 from jaxllm.plan.estimate import estimate
 from jaxllm.run.memory_check import total_bytes

@@ -13,7 +13,8 @@ from memory_config import A100, MODEL, config, layers_of_weights
 from jaxllm.config import load_config
 from jaxllm.config.attention import takes_cudnn
 from jaxllm.cost_model.activations import is_blockwise
-from jaxllm.cost_model.hardware import GPUS, find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
+from jaxllm.cost_model.hardware import GPUS
 from jaxllm.cost_model.memory import Step, estimate_memory
 from jaxllm.cost_model.step_sizes import FLOAT32, Elements, slots_of
 from jaxllm.mesh.axes import axis_sizes

@@ -6,7 +6,7 @@ from scripts import CHECKOUT
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.attention import why_no_experts
 from jaxllm.cost_model.flops import parameter_count, parameter_words, train_flops_per_token
-from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
 from jaxllm.plan.estimate import estimate
 from jaxllm.plan.search import SearchOptions, best_with_fp8, search
 from jaxllm.plan.search_text import verdict_lines
@@ -69,9 +69,6 @@ def test_expert_parallelism_gains_where_experts_have_few_tokens():
     longer, shorter = (there.speed.step_s / here.speed.step_s - 1 for here, there in (many, few))
     page = " ".join((CHECKOUT / "docs" / "experts.md").read_text(encoding="utf-8").split())
     assert f"is {longer:.0%} longer with `expert=8` at two sequences of 8,192 tokens a microbatch, and {-shorter:.0%}" in page
-    assert many[1].better_shape.keys == {"parallel.expert": 1}
-    assert few[0].better_shape.keys == {"parallel.expert": 8}
-    assert "shorter (rows beyond parallel.expert_buffer=1.5 are dropped)" in "\n".join(few[0].lines())
     assert few[1].memory.peak_bytes < few[0].memory.peak_bytes
     # Rows may be dropped, so a plan has experts on several ranks only if the config asks for it.
     for asked, keep, found in ((few[1], (), 8), (many[1], (), 1), (many[1], ("expert",), 8), (few[0], (), 1)):

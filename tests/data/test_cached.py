@@ -16,8 +16,8 @@ from tiny import TINY
 from jaxllm.config import ConfigError, load_config
 from jaxllm.data import buckets, cached, prepared, stores
 from jaxllm.data.cached import CachedFolder, ShardCache
+from jaxllm.data.disk_documents import PreparedDocuments
 from jaxllm.data.prepare import prepare
-from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.sources import load_data
 
 pytest.importorskip("moto")

@@ -6,7 +6,7 @@ import pytest
 from megatron_files import CODES, write
 
 from jaxllm.config import ConfigError
-from jaxllm.data.id_files import MegatronDocuments
+from jaxllm.data.disk_documents import MegatronDocuments
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[]], [list(range(7, 100))]]
 

@@ -28,9 +28,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxllm import untrusted
 from jaxllm.config import ConfigError
 from jaxllm.data import parts, prepared, records, shards
+from jaxllm.data.disk_documents import PreparedDocuments
 from jaxllm.data.parts import zstd
 from jaxllm.data.prepare import parse_shard, prepare
-from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.sources import read_texts
 from jaxllm.data.tokenizer import load_tokenizer
 

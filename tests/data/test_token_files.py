@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.data.id_files import TokenFile
+from jaxllm.data.disk_documents import TokenFile
 from jaxllm.data.sources import load_data
 
 END = SimpleNamespace(sha256="of a tokenizer", eos_id=9, bos_id=7)
@@ -37,7 +37,7 @@ def write(path, ids, dtype=np.uint16, header=()):
 )
 def test_a_document_ends_with_the_end_of_text_or_begins_with_it(tmp_path, ids, documents, monkeypatch):
     path = write(tmp_path / "train.bin", ids)
-    monkeypatch.setattr("jaxllm.data.id_files._SCANNED", 2)
+    monkeypatch.setattr("jaxllm.data.disk_documents._SCANNED", 2)
     assert read(TokenFile(path, 100, END)) == documents
     assert read(TokenFile(path, 100)) == [ids]
 

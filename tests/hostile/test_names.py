@@ -16,7 +16,7 @@ from tiny import TINY
 from jaxllm.cli.errors import ending_in_one_sentence, in_one_line
 from jaxllm.cli.options import print_lines, print_report, tell
 from jaxllm.config import ConfigError, load_config
-from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
 from jaxllm.display import preformatted, table
 from jaxllm.run.console import Console
 from jaxllm.run.tracker_kinds import Gauges, Kind, TensorBoard, reason_of

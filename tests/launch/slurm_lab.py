@@ -20,8 +20,7 @@ from pathlib import Path
 
 import pytest
 import real_launches
-
-from jaxllm.rehearsal.hosts import ADDRESSES, SWITCH, Network, networks_are_possible
+from host_networks import ADDRESSES, SWITCH, Network, networks_are_possible
 
 PACKAGES = {
     **{"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},

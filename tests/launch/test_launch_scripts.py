@@ -166,7 +166,7 @@ def test_an_environment_gets_the_newest_python_that_can_make_one(tmp_path):
         return executable(file, script)
 
     def found(name: str) -> str:
-        return in_environment(name, PATH=f"{path}:/usr/bin:/bin", PYENV_ROOT=str(roots)).stdout.strip()
+        return in_environment(name, PATH=f"{path}:/usr/bin:/bin", PYENV_ROOT=str(roots), PYTHON="").stdout.strip()
 
     in_use = interpreter(path / "python3", "3.11")
     interpreter(path / "python3.13", "3.13", ensurepip=False)

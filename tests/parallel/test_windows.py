@@ -32,7 +32,7 @@ from jaxllm.compile.jaxpr_flops import matmul_flops
 from jaxllm.config import ConfigError, load_config
 from jaxllm.config.attention import branch_shares, chunks_in_reach, first_seen, window_shares
 from jaxllm.cost_model.flops import attention_flops_per_token, causal_pairs
-from jaxllm.cost_model.hardware import find_gpu
+from jaxllm.cost_model.gpu_choice import find_gpu
 from jaxllm.cost_model.step_model import StepModel
 from jaxllm.cost_model.step_parts import MEASURED
 from jaxllm.mesh.axes import axis_sizes

@@ -83,25 +83,6 @@ def test_every_term_is_printed_with_its_bytes_and_its_seconds():
     assert f"{report.peak_bytes / H100.capacity_bytes:.1%} of the 72.3 GiB that a step may take" in text
 
 
-@pytest.mark.parametrize("convention", ["jaxllm", "megatron"])
-def test_what_shapes_waste_is_a_line_under_the_seconds(convention):
-    """32 layers over 3 x 2 chunks of 6 leave four slots empty."""
-    mesh = {"pipe": 3, "tensor": 2, "zero": 1, "virtual_stages": 2, "schedule": "interleaved"}
-    train = {**RECIPE["train"], "global_batch_sequences": 120}
-    report = estimate(load_config({**RECIPE, "parallel": mesh, "train": train}), "h100-80gb", 12, convention=convention)
-    values, lines = report.to_json(), list(report.lines())
-    lost = sum(values["shape_waste"]["lost_s"].values())
-    assert lost == pytest.approx(values["step_s"] * sum(values["shape_waste"]["shares"].values()))
-    assert f"identity layers {values['shape_waste']['shares']['identity_layers']:.1%}" in lines[-2]
-    assert lines[-2].startswith("  of these, lost to: ")
-    better = values["better_shape"]
-    assert lines[-1] == (
-        f"  {' '.join(f'{key}={value}' for key, value in better['keys'].items())} would make the step "
-        f"{1 - better['step_s'] / values['step_s']:.1%} shorter"
-    )
-    assert estimate(config(), gpus=16).to_json()["shape_waste"] is None
-
-
 def test_the_megatron_convention_is_the_published_rule():
     chosen = config("parallel.remat=none").resolve(16)
     report = estimate(chosen, "h100-80gb", 16, convention="megatron")

@@ -15,7 +15,6 @@ from jaxllm.config import ConfigError
 from jaxllm.config.rounds import fragments_after
 from jaxllm.cost_model.replicas import exchange_lines, exchange_of
 from jaxllm.mesh.axes import axis_sizes, replicated
-from jaxllm.rehearsal.shrink import shrink
 from jaxllm.run.loop import fit
 from jaxllm.train.diloco import combine_fragments, combine_replicas, outer_step
 
@@ -199,9 +198,3 @@ def test_what_cannot_be_is_refused(tiny_config):
         tiny_config("train.diloco_steps=4", "train.diloco_fragments=3")
     with pytest.raises(ConfigError, match=r"diloco_fragments=2 is above 1, the layers of a stage's chunk: use one of 1\."):
         tiny_config("train.diloco_steps=4", "train.diloco_fragments=2", "parallel.pipe=2")
-
-
-def test_a_rehearsal_keeps_fragments(tiny_config, tmp_path):
-    given = ("model.num_layers=24", "parallel.pipe=4", "parallel.replica=2", "train.diloco_steps=9", "train.diloco_fragments=3")
-    small = shrink(tiny_config(*given, "train.steps=40"), 2, 8, tmp_path)
-    assert (small.chunk_layers, small.train.diloco_steps, small.train.diloco_fragments) == (2, 4, 2)

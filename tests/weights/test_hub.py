@@ -11,8 +11,8 @@ from tiny import TINY
 
 from jaxllm.cluster import distributed
 from jaxllm.config import ConfigError, load_config
+from jaxllm.data.disk_documents import PreparedDocuments
 from jaxllm.data.prepare import prepare
-from jaxllm.data.prepared import PreparedDocuments
 from jaxllm.data.shards import run_tasks
 from jaxllm.data.sources import load_data
 from jaxllm.run.loop import fit
