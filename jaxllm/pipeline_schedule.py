@@ -335,7 +335,7 @@ def _allot(stored: np.ndarray, read: np.ndarray, writes: np.ndarray, read_first:
 def _complete(forward: Units, backward: Units, writes: np.ndarray, stage: int) -> None:
     """Ticks whose backward pass is not valid get the microbatch that was written last to their slot, be it garbage. With the
     documents of another one, scores beyond its log-sum-exp overflow, and zero times infinity is no zero."""
-    held, reads = {}, backward.valid.any(axis=1)
+    held, reads = {}, np.asarray(backward.valid.any(axis=1))
     for t in range(len(writes)):
         if writes[t]:
             held[int(forward.slot[t, stage])] = forward.microbatch[t, stage]

@@ -91,7 +91,8 @@ def hidden(text: str) -> str:
 
 
 def kinds(notebook: Any) -> list[list[str]]:
-    """Kind of each code cell's outputs, without their content: 'stdout', or the sorted types of a result."""
+    """Kind of each code cell's outputs, without their content: 'stdout' once, and the sorted types of each result. On a slow
+    machine lines on stderr say what a cell waits for, and cut its output in two."""
 
     def kind(output: Any) -> str:
         name = output["output_type"]
@@ -99,7 +100,11 @@ def kinds(notebook: Any) -> list[list[str]]:
             return output["name"]
         return name if name == "error" else f"{name} {' '.join(sorted(output['data']))}"
 
-    return [[kind(output) for output in cell["outputs"]] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    def of_cell(outputs: Any) -> list[str]:
+        found = [kind(output) for output in outputs]
+        return [*(["stdout"] if "stdout" in found else []), *(one for one in found if one not in ("stdout", "stderr"))]
+
+    return [of_cell(cell["outputs"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def differences(kept: Any, fresh: Any) -> list[str]:

@@ -106,7 +106,7 @@ def random_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array
     full = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": np.ones((G, S), bool)}
     full["positions"] = np.broadcast_to(np.arange(S, dtype=np.int32), (G, S))
     full |= {"segments": np.ones((G, S), np.int32)} if config.data.mask_documents else {}
-    if count := config.images_per_sequence:
-        full["images"] = np.zeros((G, count, *config.model.vision.pixels), np.float32)
+    if (vision := config.model.vision) is not None and config.images_per_sequence:
+        full["images"] = np.zeros((G, config.images_per_sequence, *vision.pixels), np.float32)
     read = lambda rows: {name: array[rows] for name, array in full.items()}  # noqa: E731
     return put_global_batch(mesh, read, np.arange(G).reshape(M, -1), S)

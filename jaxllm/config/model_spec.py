@@ -207,7 +207,7 @@ def cached(function: F) -> F:
 @cached
 def parameters(model: Shape) -> tuple[ParameterSpec, ...]:
     """All parameters of a network."""
-    sizes = {letter: getattr(model.vision if letter.islower() else model, key, None) for letter, (_, key) in _DIMS.items()}
+    sizes: dict[str, Any] = {x: getattr(model.vision if x.islower() else model, key, None) for x, (_, key) in _DIMS.items()}
     specs = [
         ParameterSpec(
             row.path,

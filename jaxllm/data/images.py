@@ -95,7 +95,7 @@ class ImageProcessor:
         array = np.asarray(image.resize((width, height), self.resample))
         top, left = (height - self.side) // 2, (width - self.side) // 2
         array = array[top : top + self.side, left : left + self.side].astype(np.float32) * np.float32(self.scale)
-        return ((array - np.float32(self.mean)) / np.float32(self.std)).transpose(2, 0, 1)
+        return ((array - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)).transpose(2, 0, 1)
 
 
 # -------------------------------------------------------------------------------------------------- preprocessor_config.json

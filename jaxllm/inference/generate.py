@@ -134,7 +134,7 @@ class Generator:
         # Set explicitly, so that the output of one program has the sharding that the next was compiled for.
         shardings = (laid_out(), (Cache(cached, cached),) * len(self._windows))
 
-        def start(params, ids_BS, lengths_B, numbers, images, *, rooms, kind):
+        def start(params, ids_BS, lengths_B, numbers, images=None, *, rooms, kind):
             logits_BV, caches = prefill(nnx.merge(graph, params), ids_BS, lengths_B, rooms, images)
             return next_ids(logits_BV, kind, numbers, jnp.int32(0)), caches
 

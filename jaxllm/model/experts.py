@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def route(
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     # Kept by every remat policy: computed again, a near tie could come out the other way.
     ids_BSK = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(probabilities_BSE), K)[1], EXPERT_CHOICE)
-    weights_BSK = of_chosen(E, probabilities_BSE, ids_BSK)
+    weights_BSK: Any = of_chosen(E, probabilities_BSE, ids_BSK)
     if model.normalize_expert_weights:
         weights_BSK = weights_BSK / weights_BSK.sum(axis=-1, keepdims=True)
     losses = {}
@@ -159,7 +159,7 @@ Deliver = Callable[[ComputeRows, int, Float[Array, "T D"], Int[Array, "T K"], Fl
 def deliver_here(compute: ComputeRows, experts: int, x_TD: jax.Array, ids_TK: jax.Array, weights_TK: jax.Array) -> jax.Array:
     """A Deliver for a rank that computes all experts."""
     order = sort_by_expert(ids_TK, experts)
-    weights_R1 = dispatch(weights_TK.reshape(-1, 1), order.of_copies())
+    weights_R1: Any = dispatch(weights_TK.reshape(-1, 1), order.of_copies())
     return combine(compute(dispatch(x_TD, order), weights_R1, order.sizes_E), order)
 
 

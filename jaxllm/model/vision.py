@@ -7,6 +7,7 @@ width of the network behind it. Norms and softmax are computed in float32.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +28,27 @@ class Parameters(nnx.Module):
     """Those declared directly under a path of the table."""
 
     def __init__(self, model: ModelConfig, path: str, *, rngs: nnx.Rngs):
+        assert model.vision is not None, "only a model with a tower has these"
+        self.config = model.vision
         add_parameters(self, model, path, rngs)
 
 
 class VisionTower(Parameters):
     """Images to hidden states: patches, then layers of attention without a mask and feed-forwards, both after a norm."""
 
+    class_token: nnx.Param
+    patch: nnx.Param
+    patch_bias: nnx.Param
+    position: nnx.Param
+    norm_before: nnx.Param
+    norm_before_bias: nnx.Param
+
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(model, "vision", rngs=rngs)
-        self.config, self.blocks = model.vision, Parameters(model, "vision.blocks", rngs=rngs)
+        self.blocks = Parameters(model, "vision.blocks", rngs=rngs)
 
     @jax.named_scope("vision")
-    def __call__(self, pixels_ICXY: Float[Array, "I C X Y"], dtype: str) -> Float[Array, "I T D"]:
+    def __call__(self, pixels_ICXY: Float[Array, "I C X Y"], dtype: Any) -> Float[Array, "I T D"]:
         """The output of the last layer that is used, of the positions that make features.
 
         Args:
@@ -115,7 +125,6 @@ class Projector(Parameters):
 
     def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(model, "projector", rngs=rngs)
-        self.config = model.vision
 
     @jax.named_scope("projector")
     def __call__(self, x_ITD: Float[Array, "I T D"]) -> Float[Array, "I T E"]:

@@ -78,8 +78,8 @@ def batch_layout(
         dtypes["reference"] = jnp.float32
     shape, sharding = (microbatches, rows, config.train.sequence_length), batch_sharding(mesh)
     layout = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
-    if count := config.images_per_sequence:
-        pixels = (*shape[:2], count, *config.model.vision.pixels)
+    if (vision := config.model.vision) is not None and config.images_per_sequence:
+        pixels = (*shape[:2], config.images_per_sequence, *vision.pixels)
         layout["images"] = jax.ShapeDtypeStruct(pixels, jnp.float32, sharding=sharding)
     return layout
 

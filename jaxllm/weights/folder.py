@@ -98,13 +98,13 @@ class Entry:
     def their_shape(self) -> tuple[int, ...]:
         """Shape of each Hugging Face tensor."""
 
-        def merged(*part: slice) -> tuple[int, ...]:
+        def merged(part: slice) -> tuple[int, ...]:
             sizes: list[int] = []
-            for name, size in zip(self.names[slice(*part)], self.dims[slice(*part)], strict=True):
+            for name, size in zip(self.names[part], self.dims[part], strict=True):
                 sizes[-1:] = [sizes[-1] * size] if sizes and name.endswith("head_dim") else [*sizes[-1:], size]
             return tuple(sizes)
 
-        return merged(self.columns, None) + merged(0, self.columns)
+        return merged(slice(self.columns, None)) + merged(slice(self.columns))
 
 
 def entries(model: Mapping[str, Any], kind: str | None = None) -> list[Entry]:

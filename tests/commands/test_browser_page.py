@@ -17,7 +17,7 @@ from test_project_files import pinned, plain
 from typer.testing import CliRunner
 
 from jaxllm.cli.app import app
-from jaxllm.config import Config, load_config, published_models
+from jaxllm.config import Config, layer_stack, load_config, published_models
 from jaxllm.cost_model.hardware import GPUS
 
 SETTINGS = ("train.steps=1000", "model.name=llama-3.2-1b", "train.sequence_length=4096", "train.global_batch_sequences=8")
@@ -29,6 +29,12 @@ IMPORTED = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions",
 @pytest.fixture(scope="module")
 def planner():
     return scripts.load("docs/browser/planner.py")
+
+
+@pytest.fixture(autouse=True)
+def _as_without_jax(monkeypatch):
+    """A page has no JAX, and takes the newest XLA for granted."""
+    monkeypatch.setattr(layer_stack, "has_older_xla", lambda: False)
 
 
 def ask(planner, kind, asked=ASKED, **changes):

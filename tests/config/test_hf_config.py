@@ -54,6 +54,7 @@ def test_both_dialects_say_the_same_network(dialect):
         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 16},
         "tie_embeddings": False,
         "norm_eps": 1e-5,
+        "vision": None,
         "qkv_bias": False,
         "qk_norm": None,
         "block_norms": "before",

@@ -16,7 +16,7 @@ from jaxllm.compile.aot import can_compile_for_gpus
 from jaxllm.compile.report import compile_report
 from jaxllm.config import load_config
 from jaxllm.config.attention import HOPPER
-from jaxllm.config.layer_stack import MOST_IN_STAGE, MOST_UNROLLED, has_own_layers
+from jaxllm.config.layer_stack import MOST_IN_STAGE, MOST_UNROLLED, has_older_xla, has_own_layers
 from jaxllm.cost_model.hardware import GPUS
 from jaxllm.model import loss
 from jaxllm.model.fp8 import RoundedMatrix, fp8_matmul, letters
@@ -176,7 +176,8 @@ SINGLE = ("train.global_batch_sequences=8", "train.microbatch_sequences=8")
         (("model.scan_layers=true",), HOPPER, False),
         (("model.scan_layers=false",), None, True),
         (("parallel.data=4", "parallel.zero=1"), HOPPER, True),
-        (("parallel.data=4", "parallel.zero=3", *TWO), HOPPER, True),
+        (("parallel.data=4", "parallel.zero=3", *TWO), HOPPER, not has_older_xla()),
+        (("parallel.data=4", "parallel.zero=3", *TWO, "model.scan_layers=false"), HOPPER, True),
         (("parallel.data=4", "parallel.zero=3", *TWO, "parallel.remat=full"), HOPPER, False),
         (
             ("parallel.data=4", "parallel.zero=3", "train.global_batch_sequences=4", "train.microbatch_sequences=1"),
@@ -224,7 +225,7 @@ def test_layers_have_their_own_arrays_where_that_pays(tiny_config, overrides, ca
         (1, ("sums", "stacks", "slices", "zero_fills"), 0.35, 1.01, ()),
         (2, ("sums", "stacks", "slices"), 0.4, 1.02, ("parallel.zero=3", "train.global_batch_sequences=4")),
         # Residuals are copied into a ring either way. In so small a step the update, with gradients in both forms, is fullest.
-        (2, ("sums", "slices"), 0.45, 1.08, ("parallel.pipe=2", "parallel.zero=1", "train.global_batch_sequences=16")),
+        (2, ("sums", "slices"), 0.48, 1.08, ("parallel.pipe=2", "parallel.zero=1", "train.global_batch_sequences=16")),
     ],
     ids=["alone", "shards", "stages"],
 )
@@ -240,11 +241,11 @@ def test_unrolled_layers_copy_little(gpus, parts, moved_share, memory, overrides
         "data": {"mask_documents": False},
     }
     reports = {}
-    for scan in ("null", "true"):
+    for scan in ("false", "true"):
         config = load_config(base, [f"model.scan_layers={scan}", *overrides])
         reports[scan] = compile_report(config, GPUS["h100-80gb"], gpus)
     moved = {scan: sum(row.bytes for row in report.kernels.parts if row.part in parts) for scan, report in reports.items()}
-    assert moved["null"] < moved_share * moved["true"]
-    assert reports["null"].kernels.step_s < reports["true"].kernels.step_s
-    assert reports["null"].total_bytes <= memory * reports["true"].total_bytes
-    assert reports["null"].compiled_flops == reports["null"].executed_flops
+    assert moved["false"] < moved_share * moved["true"]
+    assert reports["false"].kernels.step_s < reports["true"].kernels.step_s
+    assert reports["false"].total_bytes <= memory * reports["true"].total_bytes
+    assert reports["false"].compiled_flops == reports["false"].executed_flops

@@ -13,10 +13,10 @@ TOWERS = {
     "siglip": ("model.vision.kind=siglip", "model.vision.drop_first=false", "model.vision.projector_bias=false"),
 }
 SIZES = {"image_size": SIDE, "patch_size": 4, "num_layers": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4}
-MESHES = [(data, tensor) for data in (1, 2, 8) for tensor in (1, 2, 4) if data * tensor <= 8]
+MESHES = [(data, tensor) for data in (1, 2, 8) for tensor in (1, 2, 4) if data * tensor in (4, 8)]
 FREEZE = {"trained": (), "frozen": ("train.freeze=[vision]",)}
 COMBINATIONS = list(itertools.product((0, 1, 2, 3), MESHES, TOWERS, FREEZE, (1, 2)))
-DEFAULT = pairwise(COMBINATIONS)
+DEFAULT = pairwise([(*_, mesh, tower, freeze, m) for *_, mesh, tower, freeze, m in COMBINATIONS if mesh != (2, 4)])
 
 
 def batch(seed=0):
@@ -32,12 +32,19 @@ def batch(seed=0):
 
 @pytest.fixture(scope="module")
 def make_run(tiny_config):
-    def make(level, mesh, tower, freeze, microbatches, *more):
+    def make(level, mesh, tower, freeze, microbatches):
         data, tensor = mesh
-        axes = (f"parallel.data={data}", f"parallel.tensor={tensor}", f"parallel.zero={level}")
+        axes = (
+            "data.source=given",
+            "data.paths=[]",
+            f"train.sequence_length={S}",
+            f"parallel.data={data}",
+            f"parallel.tensor={tensor}",
+            f"parallel.zero={level}",
+        )
         sizes = (f"train.global_batch_sequences={M * ROWS}", f"train.microbatch_sequences={M * ROWS // data // microbatches}")
         vision = [f"model.vision.{key}={value}" for key, value in {**SIZES, "image_token_id": TOKEN}.items()]
-        config = tiny_config(*axes, *sizes, f"train.sequence_length={S}", *vision, *TOWERS[tower], *FREEZE[freeze], *more)
+        config = tiny_config(*axes, *sizes, *vision, *TOWERS[tower], *FREEZE[freeze])
         return Run(config, lambda seed: {name: x.reshape(microbatches, -1, *x.shape[2:]) for name, x in batch(seed).items()})
 
     return make
