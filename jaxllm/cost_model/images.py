@@ -18,7 +18,9 @@ class ImageSizes:
         self.trained_parameters = sum(spec.size for spec in specs if spec.path not in frozen) / tensor
         self.count = config.microbatch_sequences * config.images_per_sequence
         """Images of a microbatch, with those that are padding."""
-        self.pixels_bytes = self.kept_bytes = self.layer_bytes = self.forward_flops = self.backward_flops = 0.0
+        self.pixels_bytes = self.kept_bytes = self.layer_bytes = self.moved_bytes = self.forward_flops = self.backward_flops = (
+            0.0
+        )
         if vision is None or not self.count:
             return
         itemsize, D, F, T = ITEMSIZE[config.model.compute_dtype], vision.hidden_size, vision.intermediate_size, vision.positions
@@ -33,6 +35,8 @@ class ImageSizes:
         # Queries, keys, values, attention's output and both sides of the activation, and float32 scores; then their gradients.
         products, scores = itemsize * rows * (4 * D + 2 * F) / tensor, 4 * self.count * T**2 * vision.num_heads / tensor
         self.layer_bytes = (products + scores) * (2 if trains_tower else 1)
+        # Attention here is XLA's: what it reads and writes, in float32 scores, by the kernels of two steps for H100s.
+        self.moved_bytes = vision.used_layers * scores * (20 if trains_tower else 3)
         layer = 2 * rows * (4 * D * D + 2 * D * F) + 4 * self.count * T**2 * D
         patches = 2 * self.count * vision.patches * vision.channels * vision.patch_size**2 * D
         tower, projector = (vision.used_layers * layer + patches) / tensor, 2 * features * width * (D + width) / tensor
@@ -40,13 +44,15 @@ class ImageSizes:
         # A layer's forward pass again, and two products for each of its own.
         self.backward_flops = 3 * tower * trains_tower + 2 * projector * (trains_projector or trains_tower)
 
-    def times(self, microbatches: int, matmul_s: Callable[[int, int, int], float]) -> dict[str, float]:
-        """Seconds of tower and projector in a step, at the rate of `matmul`; nothing without images.
+    def times(self, microbatches: int, matmul_s: Callable[..., float], moved_s: Callable[[float], float]) -> dict[str, float]:
+        """Seconds of tower and projector in a step, with matmuls at the rate of `matmul`; nothing without images.
 
         Args:
           matmul_s: (rows, columns, length of the sum) -> seconds of a matmul.
+          moved_s: bytes -> seconds to read or write them.
         """
         if not self.count:
             return {}
         flops_per_s = 2 * math.prod(self.matmul) / matmul_s(*self.matmul)
-        return {"vision": microbatches * (self.forward_flops + self.backward_flops) / flops_per_s}
+        matmuls_s = (self.forward_flops + self.backward_flops) / flops_per_s
+        return {"vision": microbatches * (matmuls_s + moved_s(self.moved_bytes))}

@@ -87,7 +87,7 @@ class StepModel(LayerCompute):
             terms["bubble"] = (self.P - 1) * sum(terms.values()) / ticks
             self.add_pipe_reductions(once)
         self.add_step_data(once, self.V * forward_s, self.V * backward_s)
-        add_times(terms, {**self.head(), **self.images.times(self.M, self.matmul_s)})
+        add_times(terms, {**self.head(), **self.images.times(self.M, self.matmul_s, self.moved_s)})
         add_exchange(once, self.config, self.replica_group, self.links, sum(terms.values()))
         if self.offload_state != "none":
             once.add("offload_state", self.state_offload_s(self.offload_state))

@@ -164,9 +164,6 @@ def _open(file: Path) -> Any:
     return ArrayRecordReader(str(file), _READER_OPTIONS)
 
 
-# ------------------------------------------------------------------------------------------------ files of other programs
-
-
 class _MappedDocuments(Documents):
     """Documents that follow each other in one memory-mapped file of ids. See Documents."""
 

@@ -229,9 +229,8 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, gi
     if any(part.source in CONVERSATIONS for part in data.sources):
         from jaxllm.data.chat import load_chat_template
 
-        home = for_texts.folder if for_texts else None
-        image_token = tokens.text if tokens else None
-        template = load_chat_template(home, data.chat_template, knows_date=False, image_token=image_token)
+        home, token = for_texts.folder if for_texts else None, tokens.text if tokens else None
+        template = load_chat_template(home, data.chat_template, knows_date=False, image_token=token)
         if template is not None and for_texts is not None and for_texts.folder is not None:
             # The template's process stays for the conversations, after which it ends.
             turn = template.end_of_turn(for_texts)
@@ -305,17 +304,16 @@ def open_documents(
         if given is None:
             raise ConfigError(NEEDS_DOCUMENTS)
         return given_documents(given, tokenizer, vocab_size)
-    if source.source in ("megatron", "tokens"):
-        if source.source == "megatron":
-            return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
+    if source.source == "megatron":
+        return _chain([MegatronDocuments(path, tokenizer) for path in source.paths])
+    if source.source == "tokens":
         return _chain([TokenFile(name, vocab_size, tokenizer) for name in sorted(set(map(_name, listed(source.paths))))])
     if source.source in CONVERSATIONS:
         from jaxllm.data.conversations import read_conversations
 
         assert tokenizer is not None, "refused by the config"
-        pairs = source.source == "preferences"
-        options: dict[str, Any] = {"pairs": pairs, "max_broken_share": max_broken_share, "image_tokens": tokens}
-        return read_conversations(source.paths, tokenizer, template, **options)
+        options: dict[str, Any] = {"pairs": source.source == "preferences", "image_tokens": tokens}
+        return read_conversations(source.paths, tokenizer, template, max_broken_share=max_broken_share, **options)
     if source.source == "python_stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         texts, skipped = _read_library(root)

@@ -14,7 +14,7 @@ from store_servers import Hub, Server, s3, s3_environment, serving
 from tiny import TINY
 
 from jaxllm.config import ConfigError, load_config
-from jaxllm.data import buckets, cached, prepared, stores
+from jaxllm.data import buckets, cached, disk_documents, stores
 from jaxllm.data.cached import CachedFolder, ShardCache
 from jaxllm.data.disk_documents import PreparedDocuments
 from jaxllm.data.prepare import prepare
@@ -264,7 +264,7 @@ def test_what_was_read_longest_ago_leaves_first_and_comes_back(store, tmp_path, 
     cache.make_room(0, may_remove=True)
     assert not readers.cache_info().currsize
     assert documents.read([0], [0], [3])[0].tolist() == read_all(documents)[0][:3]
-    open_file, removed = prepared._open, []
+    open_file, removed = disk_documents._open, []
 
     def late(file):
         if not removed:
@@ -272,7 +272,7 @@ def test_what_was_read_longest_ago_leaves_first_and_comes_back(store, tmp_path, 
             file.unlink()
         return open_file(file)
 
-    monkeypatch.setattr(prepared, "_open", late)
+    monkeypatch.setattr(disk_documents, "_open", late)
     assert read_all(PreparedDocuments(CachedFolder(cache, store.root))) == read_all(documents)
     assert removed == [first]
     filled()

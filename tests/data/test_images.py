@@ -260,25 +260,26 @@ def test_image_tokens_repeat_with_what_is_beside_them():
 # ------------------------------------------------------------------------------------------------------------ a whole run
 
 
+@pytest.mark.slow
 def test_a_run_learns_to_name_drawn_shapes(config_of, tokenizer, tmp_path):
     """Trained from nothing, exported, and asked about pictures that it has not seen."""
     rng = random.Random(0)
     names = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    for number in range(600):
+    for number in range(2400):
         picture(rng, *names[number % 12]).save(tmp_path / f"{number}.png")
     (tmp_path / "data").mkdir()
     records = [
-        asked("<image> what is it ?", "a {} {}".format(*names[number % 12]), image=f"../{number}.png") for number in range(600)
+        asked("<image> what is it ?", "a {} {}".format(*names[number % 12]), image=f"../{number}.png") for number in range(2400)
     ]
     config = config_of(
         records,
-        *("train.steps=250", "train.sequence_length=64", "train.global_batch_sequences=8", "parallel.data=1"),
-        *("optimizer.learning_rate=0.003", "optimizer.warmup_tokens=4000", "run.cpu_devices=1", "log.every_steps=250"),
+        *("train.steps=900", "train.sequence_length=64", "train.global_batch_sequences=8", "parallel.data=1"),
+        *("optimizer.learning_rate=0.003", "optimizer.warmup_tokens=8000", "run.cpu_devices=1", "log.every_steps=300"),
     )
     jaxllm.fit(config)
     model = tmp_path / "model"
     jaxllm.export(config.run.dir, model, "hf")
-    asks, files, right = 24, [], []
+    asks, files, right = 48, [], []
     for number in range(asks):
         colour, shape = names[number % 12]
         picture(rng, colour, shape).save(file := tmp_path / f"asked-{number}.png")

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxllm import untrusted
 from jaxllm.config import ConfigError
-from jaxllm.data import parts, prepared, records, shards
+from jaxllm.data import disk_documents, parts, records, shards
 from jaxllm.data.disk_documents import PreparedDocuments
 from jaxllm.data.parts import zstd
 from jaxllm.data.prepare import parse_shard, prepare
@@ -792,7 +792,7 @@ def test_more_shards_than_open_files_are_read_alike(tmp_path, monkeypatch):
     texts = made_up(60)
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
     here([tmp_path / "a.jsonl"], tmp_path / "out", shard_bytes=2000, record_tokens=16)
-    monkeypatch.setattr(prepared, "OPEN_FILES", 2)
+    monkeypatch.setattr(disk_documents, "OPEN_FILES", 2)
     documents = PreparedDocuments(tmp_path / "out")
     assert len(documents._shards) == 4
     order = np.random.default_rng(0).permutation(np.arange(60).repeat(3))

@@ -123,7 +123,7 @@ def test_too_many_entries_are_refused(tmp_path, tiny_config, monkeypatch):
     for number in range(5):
         write(tmp_path / f"{number}.bin", [1, 2])
     config = tiny_config("data.source=tokens", f"data.paths=[{tmp_path}/*.bin]")
-    monkeypatch.setattr("jaxllm.data.conversations.MOST_ENTRIES", 3)
+    monkeypatch.setattr("jaxllm.data.records.MOST_ENTRIES", 3)
     with pytest.raises(
         ConfigError, match=r"^data\.paths is too much to read at the start of each run \(.*\): name a smaller f"
     ):

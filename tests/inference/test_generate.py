@@ -281,7 +281,7 @@ class Scripted:
     def __init__(self, *texts: bytes):
         self.texts, self.asked = texts, 0
 
-    def ids(self, prompts, new_tokens, sampling):
+    def ids(self, prompts, new_tokens, sampling, images):
         for step in range(new_tokens):
             self.asked += 1
             yield np.array([text[step] if step < len(text) else 120 for text in self.texts])
