@@ -76,7 +76,7 @@ def generate(
     model: opt.ModelFolder,
     prompt: Annotated[list[str], option("TEXT", "A text to continue. Repeatable: prompts are processed together.")],
     overrides: opt.Overrides = None,
-    image: Annotated[list[str] | None, option("FILE", "An image for the next <image> in the prompts. Repeatable.")] = None,
+    image: Annotated[list[str] | None, option("FILE", "An image, for the next image token of the prompts. Repeatable.")] = None,
     chat: Annotated[bool, flag("--chat", "Prompts are user messages: answer them with the model's chat template.")] = False,
     system: Annotated[str | None, option("TEXT", "With --chat: the system message.")] = None,
     max_new_tokens: Annotated[int, option("N", "At most this many tokens per prompt.")] = 128,

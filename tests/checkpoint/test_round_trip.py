@@ -97,7 +97,7 @@ def test_buffers_of_old_folders_are_left_aside_and_told(tmp_path):
     weights = random_weights(HUB)
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32) for i in range(3)}
     done = from_hf(str(write_folder(tmp_path / "hf", HUB, {**weights, **buffers})), str(tmp_path / "ours"))
-    assert "dropped 3 buffers such as model.layers.0.self_attn.rotary_emb.inv_freq" in done.lines()[-1]
+    assert "dropped 3 tensors such as model.layers.0.self_attn.rotary_emb.inv_freq" in done.lines()[-1]
     assert done.tensors == len(weights)
 
 

@@ -159,7 +159,7 @@ def test_a_sample_that_does_not_fit_is_left_out(tiny_config, monkeypatch):
         def sample(*inputs, **options):
             raise jax.errors.JaxRuntimeError(message)
 
-        monkeypatch.setattr("jaxllm.run.evaluation.sample", sample)
+        monkeypatch.setattr("jaxllm.inference.generate.sample", sample)
         return conclude(SimpleNamespace(trainer=trainer, console=SimpleNamespace(say=said.append)))
 
     assert fails_with(EXHAUSTED) is None
