@@ -38,6 +38,11 @@ class _Siglip(_Clip):
     layer_norm_eps: PositiveFloat = 1e-6
 
 
+_KEYS = {
+    **{key: key for key in ("hidden_size", "intermediate_size", "image_size", "patch_size")},
+    **{"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"},
+}
+"""Names in `model.vision` and in `vision_config`."""
 _TOWERS = {"clip_vision_model": _Clip, "siglip_vision_model": _Siglip}
 _NO_TOWER = {
     **{"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16},
@@ -99,26 +104,20 @@ def vision_section(found: Mapping[str, Any], where: str) -> dict[str, Any] | Non
     try:
         return _section(kind, checked(dict(tower), _TOWERS[kind]), checked(dict(found), _Llava)).model_dump(mode="json")
     except RefusedInput as error:
-        raise ConfigError(
-            f"{where} describes a vision tower that jaxllm does not support ({error}): use another model."
-        ) from None
+        raise ConfigError(f"{where} has a vision tower that is not supported ({error}): use another model.") from None
 
 
 def _section(kind: str, its: _Clip, said: _Llava) -> VisionConfig:
-    token = said.image_token_id if said.image_token_index is None else said.image_token_index
+    tokens = {token for token in (said.image_token_index, said.image_token_id) if token is not None}
+    if len(tokens) > 1:
+        raise RefusedInput("image_token_index and image_token_id disagree")
     layer, layers = said.vision_feature_layer, its.num_hidden_layers
     section = {
+        **{ours: getattr(its, theirs) for ours, theirs in _KEYS.items()},
         "kind": kind.split("_")[0],
-        "image_token_id": 32000 if token is None else token,
-        "image_size": its.image_size,
-        "patch_size": its.patch_size,
-        "num_layers": layers,
+        "image_token_id": tokens.pop() if tokens else 32000,
         "used_layers": layer if layer >= 0 else layers + 1 + layer,
-        "hidden_size": its.hidden_size,
-        "intermediate_size": its.intermediate_size,
-        "num_heads": its.num_attention_heads,
         "activation": _ACTIVATIONS[its.hidden_act],
-        "norm_eps": its.layer_norm_eps,
         "drop_first": said.vision_feature_select_strategy == "default",
         "projector_activation": _ACTIVATIONS[said.projector_hidden_act],
         "projector_bias": said.multimodal_projector_bias,
@@ -135,19 +134,12 @@ def llava_config(vision: Mapping[str, Any], text: Mapping[str, Any], original: M
       original: the config.json that the model came with. Its keys beyond the shape are kept.
     """
     section, theirs = VisionConfig.model_validate(vision), {ours: name for name, ours in _ACTIVATIONS.items()}
-    kind = f"{section.kind}_vision_model"
     tower: dict[str, Any] = {
         **(original.get("vision_config") or {}),
-        "model_type": kind,
-        "num_hidden_layers": section.num_layers,
-        "hidden_size": section.hidden_size,
-        "intermediate_size": section.intermediate_size,
-        "num_attention_heads": section.num_heads,
-        "num_channels": 3,
-        "image_size": section.image_size,
-        "patch_size": section.patch_size,
+        **{name: getattr(section, ours) for ours, name in _KEYS.items()},
+        "model_type": f"{section.kind}_vision_model",
+        "num_channels": section.channels,
         "hidden_act": theirs[section.activation],
-        "layer_norm_eps": section.norm_eps,
         # Its pooling head makes none of the features.
         **({"vision_use_head": False} if section.kind == "siglip" else {}),
     }

@@ -44,8 +44,7 @@ def has_own_layers(config: Config, capability: Capability = HOPPER) -> bool:
       XLA makes the zeros for all layers' blocks of documents at once, and 1B with 8 sequences of 8,192 takes 85.2 GiB on an
       H200 instead of 76.7;
     - not with ZeRO 2 and 3 in steps of a single microbatch: gradients are reduced behind too little, and 8B on eight H100s
-      takes 2% more time by the kernel account; nor before JAX 0.12, whose XLA does not hide these transfers (0.48 s of such a
-      step are exposed with JAX 0.10, 0.16 s in a loop);
+      takes 2% more time by the kernel account; nor before JAX 0.12, whose XLA exposes three times as much as in a loop;
     - not with experts, whose gradients are made apart from their sums;
     - not beside tensor or context ranks, where XLA's scheduler holds gradients of several layers back: 8B on eight H100s takes
       46.7 GiB instead of 36.3 at tensor 2 with `full`, and 8% less time by the kernel account.

@@ -194,8 +194,8 @@ class Step(StepSizes):
         if self.images.count:
             # XLA keeps what ZeRO 3 gathers of a tower until its backward pass.
             gathered = self.itemsize * self.tower.compute if self.zero == 3 else 0
-            of_loss, held = moments["loss"], {**held, "tower_weights": gathered if self.trained_tower.compute else 0}
-            moments["loss"] = {**of_loss, "tower_weights": held["tower_weights"]}
+            held = {**held, "tower_weights": gathered if self.trained_tower.compute else 0}
+            moments["loss"]["tower_weights"] = held["tower_weights"]
             rest = {"weights": self.weights(), **self.gradients(), "images": self.images.kept_bytes}
             moments["images"] = {**rest, "tower_weights": gathered, "tower": self.images.layer_bytes}
         waits = self.zero >= 2 or (self.layers_on_host and self.accumulates and self.loss_chunks == 1)

@@ -139,19 +139,15 @@ def load_image_processor(folder: Path | None, vision: VisionConfig) -> ImageProc
     try:
         said = checked(found.get("image_processor", found), _Said)
         crops = crops if said.do_center_crop is None else said.do_center_crop
-        size, crop = _sides(said.size, side), _sides(said.crop_size, side)
-        if (crops and crop != {side}) or (not crops and size != {side}) or min(size) < side:
+        # A number, in files of old versions, is that of the shorter side where the middle is cut out.
+        size = said.size if isinstance(said.size, Mapping) else {"shortest_edge" if crops else "height": said.size or side}
+        cut = said.crop_size.values() if isinstance(said.crop_size, Mapping) else [said.crop_size or side]
+        shortest = size.get("shortest_edge")
+        if not (crops and {*cut} == {side} and shortest >= side if shortest else {*size.values()} == {side}):
             raise RefusedInput(f"it makes images of another size than the tower's {side} x {side}")
     except RefusedInput as error:
         raise ConfigError(f"{file} describes a processor that jaxllm does not have ({error}): change it.") from None
-    # A number, in files of old versions, is that of the shorter side.
-    keeps_shape = not isinstance(said.size, Mapping) or "shortest_edge" in said.size
-    shortest = min(size) if crops and keeps_shape else None
     return ImageProcessor(side, shortest, said.resample, said.image_mean or mean, said.image_std or std, said.rescale_factor)
-
-
-def _sides(size: Any, default: int) -> set[int]:
-    return {default} if size is None else set(size.values()) if isinstance(size, Mapping) else {size}
 
 
 # ---------------------------------------------------------------------------------------------------------- in a sequence

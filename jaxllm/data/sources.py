@@ -341,7 +341,7 @@ def split(documents: Documents, fraction: float, whose: str = "") -> tuple[Docum
       ConfigError: the fraction leaves nothing to train on.
     """
     count = len(documents.lengths)
-    if fraction == 0 or (count == 1 and documents.chosen_tokens is not None):
+    if fraction == 0 or (count == 1 and (documents.chosen_tokens is not None or documents.images)):
         return documents, np.arange(count), np.arange(0)
     if count == 1:
         length = int(documents.lengths[0])

@@ -149,8 +149,14 @@ class GivenBatches:
     def _array(self, step: int, name: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
         B, S = self._config.phase_at(step).sequences, self._config.train.sequence_length
-        if (name in (*INTEGERS, "mask") and array.shape != (B, S)) or array.shape[:2] not in ((B, S), (B,)):
-            raise self._refusal(step, f"has {name} of shape {list(array.shape)}: it needs [{B}, {S}]")
+        needs, fits = f"[{B}, {S}]", array.shape[:2] in ((B, S), (B,))
+        if name in (*INTEGERS, "mask"):
+            fits = array.shape == (B, S)
+        elif name == "images" and (vision := self._config.model.vision) is not None:
+            needs = f"[{B}, images, {', '.join(map(str, vision.pixels))}]"
+            fits = (*array.shape[:1], *array.shape[2:]) == (B, *vision.pixels)
+        if not fits:
+            raise self._refusal(step, f"has {name} of shape {list(array.shape)}: it needs {needs}")
         wanted = "integers" if name in INTEGERS else "bool" if name == "mask" else "numbers"
         kinds = {"integers": "iu", "bool": "b", "numbers": "biuf"}[wanted]
         if array.dtype.kind not in kinds and not (wanted == "numbers" and jax.numpy.issubdtype(array.dtype, np.floating)):
@@ -167,6 +173,10 @@ class GivenBatches:
             if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
                 bad = ids[(ids < 0) | (ids >= vocab_size)].flat[0]
                 raise self._refusal(step, f"has the id {bad} in {name}, and model.vocab_size={vocab_size}")
+        if (vision := self._config.model.vision) is not None:
+            places = (batch["tokens"] == vision.image_token_id).sum(1).max(initial=0)
+            if places > (room := batch["images"].shape[1] * vision.tokens_per_image if "images" in batch else 0):
+                raise self._refusal(step, f"has {places} image tokens in a sequence, and images for {room}: give more images")
         if (segments := batch.get("segments")) is None:
             return
         if not self._config.data.mask_documents:

@@ -189,6 +189,8 @@ def adapter_to_peft(
     found = find_weights("SRC", source, step)
     if found.model.get("lora") is None:
         raise ConfigError(f"SRC={source} has no adapter: give a run with model.lora, or leave out --adapter-only.")
+    if found.model.get("vision") is not None:
+        raise ConfigError("Adapters of models with a vision tower are written merged only: leave out --adapter-only.")
     distributed.start_without_devices()
     folder = found.unmerged()
     with new_folder(destination, 0, force) as aside:

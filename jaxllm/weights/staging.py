@@ -15,8 +15,7 @@ from jaxllm.machine.host import rename_if_free
 # ------------------------------------------------------------------------------------------------------------- companions
 
 GENERATION = "generation_config.json"
-OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
-BESIDE = (GENERATION, CONFIG, *OF_IMAGES, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "README*")
+BESIDE = (GENERATION, CONFIG, "*processor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "README*")
 OF_TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tekken.json"),
     *("chat_template*", "additional_chat_templates"),

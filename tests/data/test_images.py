@@ -121,6 +121,8 @@ def test_pixels_are_those_of_transformers_with_pillow(tmp_path, kind, size):
     ("said", "sentence"),
     [
         ({"size": {"shortest_edge": 24}, "crop_size": 24}, "images of another size than the tower's 16 x 16"),
+        ({"size": {"shortest_edge": 16}, "do_center_crop": False}, "images of another size"),
+        ({"size": {"height": 24, "width": 24}, "crop_size": 16}, "images of another size"),
         ({"do_pad": True}, "do_pad is true"),
         ({"do_resize": False}, "do_resize is false"),
         ({"image_mean": [0.5]}, "image_mean"),

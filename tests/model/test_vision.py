@@ -14,6 +14,7 @@ from jaxllm.config.hf_config import hugging_face_config, model_section
 from jaxllm.data.images import FILES
 from jaxllm.mesh.axes import make_mesh
 from jaxllm.parallel.parallelize import parallelize
+from jaxllm.run.given import GivenBatches
 from jaxllm.weights.hf_convert import from_hf, to_hf
 
 TOKEN, SIDE, S = 39, 12, 32
@@ -213,6 +214,7 @@ SIZES = {"steps": 1, "sequence_length": 16, "global_batch_sequences": 8, "freeze
     [
         ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer is"),
         ({"vision_feature_layer": -25}, "used_layers"),
+        ({"image_token_id": 7}, "image_token_index and image_token_id disagree"),
         ({"vision_config": {"model_type": "pixtral"}}, "vision_config of model_type=pixtral"),
         ({"text_config": None}, "text_config=null: it should be an object"),
         ({"text_config": {"model_type": "gpt2"}}, "model_type=gpt2: jaxllm supports"),
@@ -253,3 +255,27 @@ def test_what_does_not_go_together_with_a_tower_is_refused(override, sentence):
         return
     with pytest.raises(ConfigError, match=sentence):
         load_config(values, [override])
+
+
+@pytest.mark.parametrize(
+    ("images", "sentence"),
+    [
+        ((8, 1, 3, 8, 8), None),
+        (None, "has 4 image tokens in a sequence, and images for 0"),
+        ((8, 0, 3, 8, 8), "has 4 image tokens in a sequence, and images for 0"),
+        ((8, 1, 3, 8, 9), r"has images of shape \[8, 1, 3, 8, 9\]: it needs \[8, images, 3, 8, 8\]"),
+    ],
+)
+def test_images_of_the_callers_batches_fit_their_places(images, sentence):
+    values = {"model": {**MODEL, "vision": {**VISION, "num_heads": 2}}, "train": SIZES, "data": {"source": "given"}}
+    config = load_config(values).resolve(1)
+    tokens = np.zeros((8, 16), np.int32)
+    tokens[3, 2:6] = VISION["image_token_id"]
+    batch = {"tokens": tokens, "targets": tokens, "mask": tokens > 0, "segments": np.ones_like(tokens)}
+    batch |= {} if images is None else {"images": np.ones(images, np.float32)}
+    given = GivenBatches(config, lambda step: batch, jax.devices()[0])
+    if sentence is None:
+        assert given.at(0)["images"].shape == images
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        given.at(0)
