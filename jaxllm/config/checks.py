@@ -380,7 +380,7 @@ def check_frozen(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
 
 def check_images(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, data: DataConfig, images: int) -> None:
     """Raises if the config has what a vision tower does not support. `images`: Config.images_per_sequence."""
-    if model.vision is None:
+    if (vision := model.vision) is None:
         if data.max_images is not None:
             raise refuse(f"data.max_images={data.max_images} has no effect without model.vision: leave it out.")
         return
@@ -391,6 +391,7 @@ def check_images(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
     unlike = {
         f"parallel.pipe={parallel.pipe}": parallel.pipe > 1,
         f"parallel.context={parallel.context}": parallel.context > 1,
+        f"parallel.tensor={parallel.tensor}": math.gcd(vision.num_heads, vision.intermediate_size) % parallel.tensor > 0,
         f"parallel.offload_state={parallel.offload_state}": parallel.offload_state == "all",
         f"train.loss={train.loss}": train.loss == "dpo",
         f"train.diloco_steps={train.diloco_steps}": train.diloco_steps is not None,

@@ -45,12 +45,8 @@ class ImageSizes:
         self.backward_flops = 3 * tower * trains_tower + 2 * projector * (trains_projector or trains_tower)
 
     def times(self, microbatches: int, matmul_s: Callable[..., float], moved_s: Callable[[float], float]) -> dict[str, float]:
-        """Seconds of tower and projector in a step, with matmuls at the rate of `matmul`; nothing without images.
-
-        Args:
-          matmul_s: (rows, columns, length of the sum) -> seconds of a matmul.
-          moved_s: bytes -> seconds to read or write them.
-        """
+        """Seconds of tower and projector in a step, by those of a matmul (rows, columns, length of the sum) and of bytes that
+        are read or written."""
         if not self.count:
             return {}
         flops_per_s = 2 * math.prod(self.matmul) / matmul_s(*self.matmul)

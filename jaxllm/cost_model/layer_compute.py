@@ -153,11 +153,6 @@ class LayerCompute:
     def tile_share(self, rows: int, columns: int, length: int) -> float:
         return tile_share(rows, columns, length, self.gpu.chip.multiprocessors)
 
-    def attention_share(self, blocks: int) -> float:
-        """Thread blocks of attention, of the places for them on the multiprocessors in whole waves."""
-        multiprocessors = self.gpu.chip.multiprocessors
-        return blocks / (-(-blocks // multiprocessors) * multiprocessors)
-
     def block_matmul_s(self, rows: int, columns: int, length: int) -> float:
         """The same for a matmul of a block: in FP8, if the config asks for it."""
         return self.matmul_s(rows, columns, length, self.is_fp8)
@@ -222,7 +217,10 @@ class LayerCompute:
         flops_per_key = 2 * self.rows * heads * self.model.head_dim
         if self.fuses_attention:
             blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
-            half_s = flops_per_key * self.keys_per_query(window) / (self.peak_flops * self.attention_share(blocks))
+            # Thread blocks, of the places for them on the multiprocessors in whole waves.
+            waves = -(-blocks // self.gpu.chip.multiprocessors)
+            share = blocks / (waves * self.gpu.chip.multiprocessors)
+            half_s = flops_per_key * self.keys_per_query(window) / (self.peak_flops * share)
             return 2 * half_s / self.attention_shares[0], 5 * half_s / self.attention_shares[1]
         keys = self.S if window is None else min(self.S, window + XLA_ROWS)
         scores_s = self.moved_s(4 * 4 * self.rows * keys * heads)

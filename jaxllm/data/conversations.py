@@ -143,7 +143,8 @@ def read_conversations(
                     if (places := int((tokens[0] == image_tokens.id).sum())) != len(texts[0].images):
                         broken.add(f"{where}: it has {len(texts[0].images)} images and {places} places for them in its text")
                         continue
-                    (tokens, answers) = zip(image_tokens.expanded(tokens[0], answers[0]), strict=True)
+                    learnt = answers[0] & (tokens[0] != image_tokens.id)
+                    (tokens, answers) = zip(image_tokens.expanded(tokens[0], learnt), strict=True)
                     images.append(texts[0].images)
                 if pairs and not all(each[1:].any() for each in answers):
                     broken.add(f"{where}: an answer has no token of its own")
@@ -241,9 +242,10 @@ def _read_with_images(
 ) -> Texts:
     """Raises as `_read` does."""
     beside = next((record[name] for name in IMAGES if record.get(name) not in OFF), [])
-    record, own = with_placeholders(record)
-    if own and beside:
-        raise _BrokenLine("it has images in its messages and beside them")
+    parts = {name: with_placeholders(record[name]) for name in (*PROMPT, "completion") if name in record}
+    record, own = {**record, **{name: text for name, (text, _) in parts.items()}}, [i for _, its in parts.values() for i in its]
+    if (own and beside) or all(record.get(name) not in OFF for name in IMAGES):
+        raise _BrokenLine("it has images in two places: in its messages, images or image")
     try:
         images = images_of(own or beside, folder)
     except BrokenImage as error:

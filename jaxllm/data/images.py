@@ -1,6 +1,6 @@
 """Images of conversations: where they are in a text, and the pixels that a vision tower takes of them.
 
-    processor = load_image_processor(folder, model.vision)
+    processor = load_image_processor(model.vision, folder)
     pixels_CXY = processor.pixels(open_image("cat.jpg"))
 
 An image is the path of a JPEG, PNG or WebP, or its bytes. In a text PLACEHOLDER says where it is.
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Literal
 
 import numpy as np
@@ -22,14 +23,14 @@ from jaxllm.config.hf_config import read_object
 from jaxllm.config.model_config import VisionConfig
 from jaxllm.config.types import PositiveFloat, PositiveInt, Switch
 from jaxllm.data.documents import Documents
-from jaxllm.data.tokenizer import JsonTokenizer, Tokenizer
+from jaxllm.data.tokenizer import PROCESSOR_FILES, JsonTokenizer, Tokenizer
 from jaxllm.machine.host import available_cpus
 from jaxllm.untrusted import MIB, RefusedInput, checked, shown
 
 PLACEHOLDER = "<image>"
 FORMATS = ("JPEG", "PNG", "WEBP")
-MOST_BYTES, MOST_PIXELS = 64 * MIB, 2**26
-"""Limits of an image before its pixels are decoded; 2^26 pixels take 200 MB."""
+MOST_BYTES, MOST_PIXELS, MOST_TIMES = 64 * MIB, 2**26, 200
+"""Limits of an image before its pixels are decoded, the last of its sides; 2^26 pixels take 200 MB."""
 Image = Path | bytes
 
 
@@ -50,6 +51,8 @@ def open_image(image: Image) -> Any:
         raise ConfigError("Reading images needs Pillow: pip install 'jaxllm[images]'.") from None
     name = "the image" if isinstance(image, bytes) else str(image)
     try:
+        if isinstance(image, Path) and not S_ISREG(image.stat().st_mode):
+            raise BrokenImage(f"{name} is no file")
         if (size := len(image) if isinstance(image, bytes) else image.stat().st_size) > MOST_BYTES:
             raise BrokenImage(f"{name} has {size:,} bytes, more than {MOST_BYTES // MIB} MiB")
         found = Pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image, formats=FORMATS)
@@ -57,9 +60,9 @@ def open_image(image: Image) -> Any:
         raise BrokenImage(f"{name} is no {', '.join(FORMATS)}") from None
     except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
         raise BrokenImage(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if math.prod(found.size) > MOST_PIXELS:
+    if math.prod(found.size) > MOST_PIXELS or max(found.size) > MOST_TIMES * min(found.size):
         found.close()
-        raise BrokenImage(f"{name} has {found.size[0]} x {found.size[1]} pixels, more than {MOST_PIXELS:,}")
+        raise BrokenImage(f"{name} has {found.size[0]} x {found.size[1]} pixels, more than {MOST_PIXELS:,} or too narrow")
     return found
 
 
@@ -83,8 +86,11 @@ class ImageProcessor:
         Raises:
           BrokenImage: its bytes are damaged.
         """
+        from PIL import ImageOps
+
         try:
-            image = image.convert("RGB")
+            # As transformers opens one: cameras write how it was held.
+            image = ImageOps.exif_transpose(image).convert("RGB")
         except (OSError, SyntaxError, ValueError) as error:
             raise BrokenImage(f"{getattr(image, 'filename', '') or 'the image'} is damaged ({error})") from None
         width, height = self.side, self.side
@@ -100,7 +106,6 @@ class ImageProcessor:
 
 # -------------------------------------------------------------------------------------------------- preprocessor_config.json
 
-FILES = ("preprocessor_config.json", "processor_config.json")
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _SIGLIP = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _Size = PositiveInt | dict[Literal["shortest_edge", "height", "width"], PositiveInt]
@@ -124,16 +129,16 @@ class _Said:
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
 
 
-def load_image_processor(folder: Path | None, vision: VisionConfig) -> ImageProcessor:
-    """The processor of a model's folder; without its file that of the class of the tower.
+def load_image_processor(vision: VisionConfig, *folders: str | Path | None) -> ImageProcessor:
+    """The processor of the first of a model's folders with its file; without one that of the class of the tower.
 
     Raises:
       ConfigError: the file is damaged, or says what jaxllm does not do.
     """
     mean, std = _CLIP if vision.kind == "clip" else _SIGLIP
     side, crops = vision.image_size, vision.kind == "clip"
-    file = next((folder / name for name in FILES if (folder / name).is_file()), None) if folder else None
-    if file is None:
+    files = (Path(folder) / name for folder in folders if folder for name in PROCESSOR_FILES)
+    if (file := next((file for file in files if file.is_file()), None)) is None:
         return ImageProcessor(side, side if crops else None, 3, mean, std)
     found = read_object(file)
     try:
@@ -167,7 +172,9 @@ class SequenceImages:
 
     def room(self, documents: Documents, sequence_length: int) -> np.ndarray:
         """Lengths of documents as they are packed: a sequence that they fill has at most so many images."""
-        return np.maximum(documents.lengths, self.counts(documents) * -(-sequence_length // self.most))
+        counts = self.counts(documents)
+        # `most` of these fill no more than a sequence, and one more does not fit.
+        return np.maximum(documents.lengths, np.where(counts > 0, counts * sequence_length // (self.most + 1) + 1, 0))
 
     def pixels(self, documents: Documents, rows: Sequence[Sequence[int]]) -> np.ndarray:
         """float32 [rows, most, 3, side, side]: of the documents of each row.

@@ -16,12 +16,10 @@ With data.mask_documents=false a sequence is one text: no segments, positions 0.
 the first token of the next. At the end of a row that target is masked, because the next document is not read.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grain
 import numpy as np
@@ -30,9 +28,6 @@ from grain.experimental import index_shuffle
 from jaxllm.config import ConfigError
 from jaxllm.data.documents import Documents
 from jaxllm.data.packing import PACKINGS, Pieces
-
-if TYPE_CHECKING:
-    from jaxllm.data.images import SequenceImages
 
 Batch = dict[str, np.ndarray]
 Result = TypeVar("Result")
@@ -57,9 +52,9 @@ class PackedDocuments:
         packing: str,
         mask_documents: bool,
         vocab_size: int,
-        images: SequenceImages | None = None,
+        images: Any = None,
     ):
-        """Packs the documents `order`, in this order. The name of the source is for error messages."""
+        """Packs the documents `order`, in this order. The name of the source is for messages; `images`: SequenceImages."""
         self.name, self._documents, self._masks = name, documents, mask_documents
         self._sequence_length, self._vocab_size, self._images = sequence_length, vocab_size, images
         lengths = documents.lengths if images is None else images.room(documents, sequence_length)

@@ -223,9 +223,9 @@ def load_data(config: Config, cache_folder: Callable[[], Path] | None = None, gi
     if (vision := config.model.vision) is not None and config.images_per_sequence:
         from jaxllm.data.images import SequenceImages, image_tokens, load_image_processor
 
-        folder = for_texts.folder if for_texts else None
+        folders = for_texts.folder if for_texts else None, config.train.init_from
         tokens = image_tokens(for_texts, vision) if for_texts else None
-        images = SequenceImages(load_image_processor(folder, vision), config.images_per_sequence)
+        images = SequenceImages(load_image_processor(vision, *folders), config.images_per_sequence)
     if any(part.source in CONVERSATIONS for part in data.sources):
         from jaxllm.data.chat import load_chat_template
 

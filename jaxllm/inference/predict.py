@@ -188,7 +188,7 @@ def with_images(
     Raises:
       ConfigError: the model has no vision tower, an image is unusable, or there are more or fewer places than images.
     """
-    if not images:
+    if not images and (home.model.get("vision") is None or not any(PLACEHOLDER in prompt for prompt in prompts)):
         return prompts, None, None
     if home.model.get("vision") is None:
         raise ConfigError(f"{home.description} has no vision tower: leave out --image, or name another model.")
@@ -197,7 +197,7 @@ def with_images(
     if (places := sum(prompt.count(PLACEHOLDER) for prompt in prompts)) != len(images):
         raise ConfigError(f"The prompts have {places} places {PLACEHOLDER} for {len(images)} images: make them equal.")
     vision = VisionConfig.model_validate(home.model["vision"])
-    processor, tokens = load_image_processor(home.companions, vision), image_tokens(tokenizer, vision)
+    processor, tokens = load_image_processor(vision, home.companions), image_tokens(tokenizer, vision)
     try:
         pixels = []
         for image in images:

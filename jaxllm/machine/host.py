@@ -196,14 +196,11 @@ def installed_version(package: str) -> str | None:
 # ------------------------------------------------------------------------------------------------------ starting Python
 
 
-def own_path() -> list[str]:
-    """The folders of this process's modules, without the working directory: there a recipe or a text of others may be."""
-    return [folder for folder in sys.path if folder and isinstance(folder, str)]
-
-
 def program(code: str) -> tuple[str, ...]:
-    """Python's options for a program that has the modules of own_path()."""
-    return "-P", "-c", f"import sys\nsys.path = {own_path()!r}\n{code}"
+    """Python's options for a program that has this process's modules, but not those of the working directory: there a recipe or
+    a text of others may be."""
+    folders = [folder for folder in sys.path if folder and isinstance(folder, str)]
+    return "-P", "-c", f"import sys\nsys.path = {folders!r}\n{code}"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from jaxllm.config import Config, ConfigError, ModelConfig
 from jaxllm.config.errors import one_sentence
-from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config
+from jaxllm.config.hf_config import CONFIG, MODEL, TOKENIZER, hugging_face_config, read_object
 from jaxllm.config.hf_vision import text_config, with_prefix
 from jaxllm.data.stores import is_address
 from jaxllm.data.tokenizer import BYTES, load_tokenizer, save_byte_tokenizer
@@ -335,14 +335,16 @@ def verify(hugging_face: Path, ours: str | Path, step: int | None = None, adapte
     memory for two copies of the model in float32."""
     import jax
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     from jaxllm.weights.load_model import open_model
 
     logging.disable_progress_bar()
-    network = AutoModelForCausalLM.from_pretrained(hugging_face, dtype=torch.float32, attn_implementation="eager")
-    ids_BS = np.random.default_rng(0).integers(0, network.config.vocab_size, (2, 32)).astype(np.int32)
+    # Of a model with a vision tower the text alone is compared.
+    kind = "AutoModelForImageTextToText" if "vision_config" in read_object(hugging_face / CONFIG) else "AutoModelForCausalLM"
+    network = getattr(transformers, kind).from_pretrained(hugging_face, dtype=torch.float32, attn_implementation="eager")
+    ids_BS = np.random.default_rng(0).integers(0, len(network.get_input_embeddings().weight), (2, 32)).astype(np.int32)
     with torch.no_grad():
         theirs_BSV = network(torch.tensor(ids_BS).long()).logits
     with jax.default_matmul_precision("float32"):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import re
 
@@ -113,7 +114,7 @@ def test_pixels_are_those_of_transformers_with_pillow(tmp_path, kind, size):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8))
     expected = theirs(image.convert("P"), return_tensors="np")["pixel_values"][0]
     for folder in (tmp_path, None):
-        found = load_image_processor(folder, vision).pixels(image.convert("P"))
+        found = load_image_processor(vision, folder).pixels(image.convert("P"))
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -131,7 +132,7 @@ def test_pixels_are_those_of_transformers_with_pillow(tmp_path, kind, size):
 def test_another_processor_is_refused_by_its_key(tmp_path, said, sentence):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     with pytest.raises(ConfigError, match=f"preprocessor_config.json describes a processor.*{sentence}"):
-        load_image_processor(tmp_path, VISION)
+        load_image_processor(VISION, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- conversations
@@ -172,7 +173,7 @@ def test_each_image_is_in_its_place(config_of, tokenizer, pictures, tmp_path, te
     learnt = batch["targets"][0][batch["mask"][0]]
     assert load_tokenizer(tokenizer).decode(learnt) == "a red circle"
     assert batch["images"].shape == (1, 4, 3, 16, 16)
-    expected = load_image_processor(tokenizer, VISION).pixels(picture(random.Random(0)))
+    expected = load_image_processor(VISION, tokenizer).pixels(picture(random.Random(0)))
     np.testing.assert_array_equal(batch["images"][0, 0], expected)
     assert (batch["images"][0, 1:] == 0).all()
 
@@ -186,7 +187,7 @@ def test_sequences_hold_the_images_of_their_conversations_in_order(config_of, to
     records += [asked("what is it ?", "a square")] * 5
     config = config_of(records, "data.max_images=2", "train.sequence_length=64")
     data = load_data(config)
-    stream, processor = data.stream(), load_image_processor(tokenizer, VISION)
+    stream, processor = data.stream(), load_image_processor(VISION, tokenizer)
     of_file = [processor.pixels(picture(random.Random(n), colour)) for n, colour in enumerate(COLOURS)]
     batch = stream.samples(np.arange(stream.sources[0].packing.num_samples))
     colours = {int(load_tokenizer(tokenizer).encode(colour)[-1]): number for number, colour in enumerate(COLOURS)}
@@ -215,6 +216,9 @@ def test_sequences_hold_the_images_of_their_conversations_in_order(config_of, to
         (asked("<image>", image="text.png"), "text.png is no JPEG, PNG, WEBP"),
         (asked("<image>", image="large.png"), "large.png has 70 x 24 pixels, more than 1,000"),
         (asked("<image>", image="heavy.png"), "heavy.png has 90,000 bytes, more than 0 MiB"),
+        (asked("<image>", image="narrow.png"), "narrow.png has 402 x 2 pixels, more than 1,000 or too narrow"),
+        (asked("<image>", image="pipe.png"), "pipe.png is no file"),
+        (asked("<image>", image="0.png", images=["1.png"]), "it has images in two places"),
         (asked("<image>", image=7), "an image is 7, neither a path nor bytes"),
     ],
 )
@@ -224,6 +228,8 @@ def test_a_conversation_with_an_unusable_image_is_skipped_and_named(config_of, p
     (tmp_path / "data" / "text.png").write_text("no picture")
     (tmp_path / "data" / "heavy.png").write_bytes(bytes(90_000))
     Image.new("RGB", (70, 24)).save(tmp_path / "data" / "large.png")
+    Image.new("RGB", (402, 2)).save(tmp_path / "data" / "narrow.png")
+    os.mkfifo(tmp_path / "data" / "pipe.png")
     data = load_data(config_of([*[asked("<image> what", image=pictures[0])] * 3, record]))
     assert data.sources[0].train.size == 3
     assert re.search(rf"1 of 4 lines skipped, the first .*chat.jsonl:4: .*{reason}", data.description)
@@ -244,6 +250,43 @@ def test_a_conversation_without_room_is_left_out_and_counted(config_of, pictures
     assert data.stream().samples(np.arange(1))["images"].shape[1] == 32 // 4
     with pytest.raises(ConfigError, match=r"No conversation of chat fits into train.sequence_length=12 .*max_images=3"):
         load_data(config_of(records[-1:], "train.sequence_length=12")).stream()
+
+
+@pytest.mark.parametrize(("most", "length"), [(3, 32), (4, 32), (2, 31), (1, 20)])
+def test_a_sequence_takes_as_many_images_as_it_may_and_no_more(config_of, pictures, most, length):
+    """Also where their number does not divide the sequence, nothing is cut and each image is in a sequence."""
+    records = [asked("<image> " * count, image=None, images=pictures[:count]) for count in (1, most) * 3]
+    data = load_data(config_of(records, f"data.max_images={most}", f"train.sequence_length={length}"))
+    stream = data.stream()
+    batch = stream.samples(np.arange(stream.sources[0].packing.num_samples))
+    of_rows = (batch["tokens"] == 3).sum(1) // VISION.tokens_per_image
+    assert of_rows.max() == most
+    assert of_rows.sum() == 3 + 3 * most
+    assert ((np.abs(batch["images"]).max((2, 3, 4)) > 0).sum(1) == of_rows).all()
+
+
+def test_images_of_answers_are_not_learnt(config_of, pictures):
+    batch = load_data(config_of([asked("what", "a <image> bar", image=pictures[0])] * 4)).stream().samples(np.arange(1))
+    assert (batch["tokens"] == 3).any()
+    assert not (batch["targets"][batch["mask"]] == 3).any()
+
+
+def test_a_picture_is_seen_as_its_camera_was_held(tmp_path):
+    pixels = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8))
+    turned = pixels.transpose(Image.Transpose.ROTATE_90)
+    held = Image.Exif()
+    held[0x112] = 6
+    turned.save(tmp_path / "turned.png", exif=held)
+    processor = load_image_processor(VISION)
+    with module.open_image(tmp_path / "turned.png") as found:
+        np.testing.assert_array_equal(processor.pixels(found), processor.pixels(pixels))
+
+
+def test_a_run_keeps_the_processor_that_it_was_trained_with(tokenizer, tmp_path):
+    (tokenizer / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    load_tokenizer(tokenizer).save(tmp_path / "kept")
+    assert load_image_processor(VISION, tmp_path / "kept").mean == (0.5, 0.5, 0.5)
+    assert load_image_processor(VISION, None, tmp_path / "kept").mean == (0.5, 0.5, 0.5)
 
 
 def test_a_tokenizer_without_the_image_token_is_refused(config_of, pictures):
@@ -292,6 +335,8 @@ def test_a_run_learns_to_name_drawn_shapes(config_of, tokenizer, tmp_path):
     assert correct > 0.95 * asks, [one.text for one in found]
     with pytest.raises(ConfigError, match="The prompts have 0 places <image> for 2 images"):
         predict.generate(model, ["what", "is"], images=files[:2])
+    with pytest.raises(ConfigError, match="The prompts have 1 places <image> for 0 images"):
+        predict.generate(model, "<image> what")
     with pytest.raises(ConfigError, match=r"--image: .*missing.png cannot be read"):
         predict.generate(model, "what", images=["missing.png"])
 
