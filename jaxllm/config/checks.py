@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.config.batch_schedule import batches_of, doublings
 from jaxllm.config.errors import ConfigError, refuse
 from jaxllm.config.model_config import ModelConfig
-from jaxllm.config.model_spec import LAYERS, PROJECTOR, VISION, cached, has_experts, parameters
+from jaxllm.config.model_spec import LAYERS, OF_IMAGES, cached, has_experts, parameters
 from jaxllm.config.run_sections import CheckpointConfig, LogConfig, RunConfig
 from jaxllm.config.sections import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxllm.config.types import AUTO, GIVEN, LAST_OUTPUT, block_tensors, divisors
@@ -385,7 +385,7 @@ def check_images(model: ModelConfig, parallel: ParallelConfig, train: TrainConfi
             raise refuse(f"data.max_images={data.max_images} has no effect without model.vision: leave it out.")
         return
     frozen = frozen_parameters(model, train.freeze)
-    parts = {name: {s.path for s in parameters(model) if s.path.startswith(name)} for name in (VISION, PROJECTOR)}
+    parts = {name: {s.path for s in parameters(model) if s.path.startswith(name)} for name in OF_IMAGES}
     if cut := next((name[:-1] for name, paths in parts.items() if paths & frozen and paths - frozen), None):
         raise refuse(f"train.freeze={shown(list(train.freeze))} freezes a part of {cut}: freeze all of it, or nothing.")
     unlike = {

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 LAYERS, EXPERTS, ROUTES, TOWER_LAYERS = "layers.", "experts", "routes", "tower_layers"
 """Paths of the layer stack begin with the first. Such a parameter is declared for one layer. The others are dims."""
-VISION, PROJECTOR = "vision.", "projector."
+OF_IMAGES = "vision.", "projector."
 """Where paths of a vision tower begin, and of what follows it."""
 
 Shape: TypeAlias = Any

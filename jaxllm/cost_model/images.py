@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from jaxllm.config import Config
-from jaxllm.config.model_spec import PROJECTOR, VISION, parameters
+from jaxllm.config.model_spec import OF_IMAGES, parameters
 from jaxllm.config.types import ITEMSIZE
 
 
@@ -13,14 +13,13 @@ class ImageSizes:
 
     def __init__(self, config: Config):
         vision, tensor, frozen = config.model.vision, config.parallel.tensor, config.frozen
-        specs = [spec for spec in parameters(config.model) if spec.path.startswith((VISION, PROJECTOR))]
+        specs = [spec for spec in parameters(config.model) if spec.path.startswith(OF_IMAGES)]
         self.parameters = sum(spec.size for spec in specs) / tensor
         self.trained_parameters = sum(spec.size for spec in specs if spec.path not in frozen) / tensor
         self.count = config.microbatch_sequences * config.images_per_sequence
         """Images of a microbatch, with those that are padding."""
-        self.pixels_bytes = self.kept_bytes = self.layer_bytes = self.moved_bytes = self.forward_flops = self.backward_flops = (
-            0.0
-        )
+        self.pixels_bytes = self.kept_bytes = self.layer_bytes = self.moved_bytes = 0.0
+        self.forward_flops = self.backward_flops = 0.0
         if vision is None or not self.count:
             return
         itemsize, D, F, T = ITEMSIZE[config.model.compute_dtype], vision.hidden_size, vision.intermediate_size, vision.positions
@@ -45,8 +44,7 @@ class ImageSizes:
         self.backward_flops = 3 * tower * trains_tower + 2 * projector * (trains_projector or trains_tower)
 
     def times(self, microbatches: int, matmul_s: Callable[..., float], moved_s: Callable[[float], float]) -> dict[str, float]:
-        """Seconds of tower and projector in a step, by those of a matmul (rows, columns, length of the sum) and of bytes that
-        are read or written."""
+        """Seconds of tower and projector in a step, by those of a matmul and of bytes that are read or written."""
         if not self.count:
             return {}
         flops_per_s = 2 * math.prod(self.matmul) / matmul_s(*self.matmul)

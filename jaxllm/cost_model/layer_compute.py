@@ -218,8 +218,8 @@ class LayerCompute:
         if self.fuses_attention:
             blocks = self.config.microbatch_sequences * heads * -(-(self.S // self.c) // ATTENTION_ROWS)
             # Thread blocks, of the places for them on the multiprocessors in whole waves.
-            waves = -(-blocks // self.gpu.chip.multiprocessors)
-            share = blocks / (waves * self.gpu.chip.multiprocessors)
+            places = self.gpu.chip.multiprocessors
+            share = blocks / (-(-blocks // places) * places)
             half_s = flops_per_key * self.keys_per_query(window) / (self.peak_flops * share)
             return 2 * half_s / self.attention_shares[0], 5 * half_s / self.attention_shares[1]
         keys = self.S if window is None else min(self.S, window + XLA_ROWS)

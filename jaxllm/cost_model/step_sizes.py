@@ -13,7 +13,7 @@ from jaxllm.config import Config, ModelConfig, ParallelConfig, layer_stack, mode
 from jaxllm.config.attention import BACKWARD_SLOTS, HOPPER, Capability, most_in_a_piece, packed_documents, takes_cudnn
 from jaxllm.config.checks import causal_block_length
 from jaxllm.config.layer_stack import has_own_layers, host_sum_itemsize, rings_tensor, sends_once
-from jaxllm.config.model_spec import LAYERS, PROJECTOR, VISION, has_experts, layer_matmuls, layer_parameters
+from jaxllm.config.model_spec import LAYERS, OF_IMAGES, has_experts, layer_matmuls, layer_parameters
 from jaxllm.config.remat_policy import Policy, policy_of
 from jaxllm.config.rounds import exchanges_beside_steps, fragments_of, sends_codes
 from jaxllm.config.types import GPIPE, ITEMSIZE, MASTER_ON_HOST, zero_shard
@@ -134,7 +134,7 @@ class StepSizes:
         self.largest_stack = here * max(trained[path].compute for path in stacks)
         self.embedding, self.head = table["embedding"], table.get("head", table["embedding"])
         self.vocabulary = self.embedding if self.model.tie_embeddings else self.embedding + self.head
-        of_tower = [path for path in table if path.startswith((VISION, PROJECTOR))]
+        of_tower = [path for path in table if path.startswith(OF_IMAGES)]
         self.tower = sum((table[path] for path in of_tower), none)
         self.trained_tower = sum((trained[path] for path in of_tower), none)
         self.all = self.layers + self.vocabulary + table["final_norm.scale"] + self.tower

@@ -132,7 +132,7 @@ def read_conversations(
     broken = _Broken()
     unread: dict[str, tuple[int, Any]] = {}
     read = partial(_read_with_images, image_tokens) if image_tokens else _read_pair if pairs else lambda *a: (_read(*a[:3]),)
-    conversations = _conversations(files, tokenizer, template, broken, unread, read, image_tokens is not None)
+    conversations = _conversations(files, tokenizer, template, broken, unread, read, IMAGES if image_tokens else ())
     keys, ids, scored, firsts, images = [], [], [], [], []
     try:
         while together := list(islice(conversations, _TOGETHER)):
@@ -196,7 +196,7 @@ def _conversations(
     broken: _Broken,
     unread: dict[str, tuple[int, Any]],
     read: Callable[..., Texts],
-    reads_images: bool,
+    image_fields: Sequence[str],
 ) -> Iterator[tuple[str, Texts]]:
     """Reads the usable conversations of the files, in order, with FILE:LINE. Adds that and the reason to `broken` for the
     others, and to `unread` each field that is not read: how often, and its first value."""
@@ -208,9 +208,7 @@ def _conversations(
                     raise _BrokenLine(reason)
                 yield f"{path}:{line}", (texts := read(record, tokenizer, template, Path(path).parent))
                 usable += 1
-                beside = {
-                    name: record[name] for name in record.keys() - _fields(record) - ({*IMAGES} if reads_images else set())
-                }
+                beside = {name: record[name] for name in record.keys() - _fields(record) - {*image_fields}}
                 for name, value in (beside | {name: value for text in reversed(texts) for name, value in text.unread}).items():
                     if name in unread or len(unread) < MOST_FIELDS:
                         count, example = unread.get(name, (0, value))
@@ -333,9 +331,8 @@ def _rendered(
     tokens: ImageTokens | None,
 ) -> _Text:
     """Raises as `_read` does."""
-    wanted, refused = _wanted(messages, given), special_tokens
-    if tokens is not None:
-        refused = [token for token in special_tokens if token not in (PLACEHOLDER, tokens.text)]
+    wanted, of_images = _wanted(messages, given), (PLACEHOLDER, tokens.text) if tokens else ()
+    refused = [token for token in special_tokens if token not in of_images]
     for number, message in enumerate(messages, start=1):
         # Check the other fields too: a template may write any of them.
         for text in _strings(message):

@@ -32,7 +32,7 @@ from jaxllm.config.hf_kinds import KINDS
 from jaxllm.config.hf_vision import text_config, without_prefix
 from jaxllm.config.hub import folder_of
 from jaxllm.config.model_config import LoraConfig, ModelConfig, VisionConfig
-from jaxllm.config.model_spec import LORA_A, LORA_B, PROJECTOR, VISION, parameters
+from jaxllm.config.model_spec import LORA_A, LORA_B, OF_IMAGES, parameters
 from jaxllm.config.types import PositiveInt, Switch
 from jaxllm.untrusted import RefusedInput, Text, Whole, checked
 from jaxllm.weights.safetensors import DTYPES, Box, Elements, Tensor, TensorFile
@@ -122,7 +122,7 @@ def entries(model: Mapping[str, Any], kind: str | None = None) -> list[Entry]:
     found = []
     for spec in parameters(network):
         name = spec.hugging_face
-        for part, theirs in KINDS[kind].names.items() if kind and not spec.path.startswith((VISION, PROJECTOR)) else ():
+        for part, theirs in KINDS[kind].names.items() if kind and not spec.path.startswith(OF_IMAGES) else ():
             name = name.replace(part, theirs)
         counted, path = spec.counted, tuple(spec.path.split("."))
         stack = (*([network.num_layers] if spec.in_layer else []), *spec.shape[:counted])

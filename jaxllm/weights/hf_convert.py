@@ -342,7 +342,8 @@ def verify(hugging_face: Path, ours: str | Path, step: int | None = None, adapte
 
     logging.disable_progress_bar()
     # Of a model with a vision tower the text alone is compared.
-    kind = "AutoModelForImageTextToText" if "vision_config" in read_object(hugging_face / CONFIG) else "AutoModelForCausalLM"
+    config = read_object(hugging_face / CONFIG)
+    kind = "AutoModelForCausalLM" if text_config(config, CONFIG) is config else "AutoModelForImageTextToText"
     network = getattr(transformers, kind).from_pretrained(hugging_face, dtype=torch.float32, attn_implementation="eager")
     ids_BS = np.random.default_rng(0).integers(0, len(network.get_input_embeddings().weight), (2, 32)).astype(np.int32)
     with torch.no_grad():
